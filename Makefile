@@ -1,0 +1,38 @@
+# Every target sets itself up: the virtual environment is made on first use.
+PYTHON ?= python3.11
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+
+.PHONY: help demo test lint bench fuzz clean
+.DEFAULT_GOAL := help
+
+help: ## list the targets
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1|/' | column -t -s '|'
+
+# torch goes first and alone: this exact pin finds the CPU build, a range would pull gigabytes of CUDA.
+$(READY): pyproject.toml
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --disable-pip-version-check torch==2.13.0
+	$(BIN)/pip install --quiet --disable-pip-version-check -e '.[dev]'
+	touch $@
+
+demo: $(READY) ## train a small GPT on two local ranks; a table and an HTML report
+	$(BIN)/crossfade demo
+
+test: $(READY) ## all tests, on real rank processes (GPU tests are skipped without CUDA)
+	$(BIN)/python -m pytest
+
+lint: $(READY) ## formatting, lint and types
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+bench: $(READY) ## step time against torch's DDP on this machine, as ratios
+	$(BIN)/python -m benchmarks.step
+
+fuzz: $(READY) ## the sampled-program tests, many more examples
+	$(BIN)/python -m pytest tests/properties --hypothesis-profile=fuzz
+
+clean: ## remove the virtual environment and caches
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info

@@ -1,0 +1,222 @@
+"""One view over torch's functional collectives. No other file names these ops.
+
+A collective is *started* by one node and its results become usable through `wait` nodes. `view` recognises a start in
+any spelling (functional, in-place, into a given buffer, coalesced); `all_reduce` and its siblings below build one.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+import torch
+import torch.distributed._functional_collectives  # registers the shape rules of these ops
+from torch import Tensor, fx
+
+from crossfade.graph.program import tensor_bytes
+
+NAMESPACE = "_c10d_functional"
+_ops = torch.ops._c10d_functional
+
+
+class Kind(StrEnum):
+    """What a collective does, whatever its spelling."""
+
+    ALL_REDUCE = "all_reduce"
+    ALL_GATHER = "all_gather"
+    REDUCE_SCATTER = "reduce_scatter"
+    ALL_TO_ALL = "all_to_all"
+    BROADCAST = "broadcast"
+
+
+@dataclass(frozen=True, slots=True)
+class _Spelling:
+    """Where one op keeps its facts: argument positions, -1 where it has none."""
+
+    kind: Kind
+    group: int
+    reduce_op: int = -1
+    group_size: int = -1
+    coalesced: bool = False
+    in_place: bool = False
+    has_out: bool = False
+
+
+def _spellings() -> dict[Any, _Spelling]:
+    reduce, gather = Kind.ALL_REDUCE, Kind.ALL_GATHER
+    scatter = Kind.REDUCE_SCATTER
+    table = {
+        "all_reduce": _Spelling(reduce, 2, reduce_op=1),
+        "all_reduce_": _Spelling(reduce, 2, reduce_op=1, in_place=True),
+        "all_reduce_coalesced": _Spelling(reduce, 2, reduce_op=1, coalesced=True),
+        "all_reduce_coalesced_": _Spelling(reduce, 2, reduce_op=1, coalesced=True, in_place=True),
+        "all_gather_into_tensor": _Spelling(gather, 2, group_size=1),
+        "all_gather_into_tensor_out": _Spelling(gather, 2, group_size=1, has_out=True),
+        "all_gather_into_tensor_coalesced": _Spelling(gather, 2, group_size=1, coalesced=True),
+        "reduce_scatter_tensor": _Spelling(scatter, 3, reduce_op=1, group_size=2),
+        "reduce_scatter_tensor_out": _Spelling(scatter, 3, reduce_op=1, group_size=2, has_out=True),
+        "reduce_scatter_tensor_coalesced": _Spelling(scatter, 3, reduce_op=1, group_size=2, coalesced=True),
+        "all_to_all_single": _Spelling(Kind.ALL_TO_ALL, 3),
+        "broadcast": _Spelling(Kind.BROADCAST, 2),
+        "broadcast_": _Spelling(Kind.BROADCAST, 2, in_place=True),
+    }
+    # reduce_scatter_tensor_out is younger than torch 2.11: take what this torch has.
+    return {getattr(_ops, name).default: how for name, how in table.items() if hasattr(_ops, name)}
+
+
+_SPELLINGS = _spellings()
+_WAIT = _ops.wait_tensor.default
+
+
+@dataclass(frozen=True, slots=True)
+class Collective:
+    """A started collective, its inputs, results and waits, as one thing.
+
+    `results` are the nodes that stand for its output tensors before the wait: the start itself, or its `getitem`s if
+    coalesced. `bytes` is the size of the larger side (input or output), which is what travels up to a factor.
+    """
+
+    node: fx.Node
+    kind: Kind
+    group: str
+    group_size: int | None
+    reduce_op: str | None
+    inputs: tuple[fx.Node, ...]
+    out: fx.Node | None
+    results: tuple[fx.Node, ...]
+    waits: tuple[fx.Node, ...]
+    coalesced: bool
+    in_place: bool
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of the larger of its inputs and outputs on one rank."""
+        sent = sum(tensor_bytes(node.meta.get("val")) for node in self.inputs)
+        return max(sent, tensor_bytes(self.node.meta.get("val")))
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of its (first) input."""
+        return self.inputs[0].meta["val"].dtype
+
+
+def is_wait(node: fx.Node) -> bool:
+    """Whether this node waits for a collective's result."""
+    return node.target is _WAIT
+
+
+def is_collective(node: fx.Node) -> bool:
+    """Whether this node starts a collective."""
+    return node.op == "call_function" and node.target in _SPELLINGS
+
+
+def view(node: fx.Node) -> Collective | None:
+    """The collective that `node` starts, or None if it starts none."""
+    how = _SPELLINGS.get(node.target) if node.op == "call_function" else None
+    if how is None:
+        return None
+    first: Any = node.args[0]
+    results = (node,)
+    if how.coalesced:
+        results = tuple(user for user in node.users if user.target is operator.getitem)
+    return Collective(
+        node=node,
+        kind=how.kind,
+        group=_argument(node, how.group),
+        group_size=_argument(node, how.group_size),
+        reduce_op=_argument(node, how.reduce_op),
+        inputs=tuple(first) if how.coalesced else (first,),
+        out=node.kwargs.get("out") if how.has_out else None,  # type: ignore[arg-type]
+        results=results,
+        waits=tuple(user for result in results for user in result.users if is_wait(user)),
+        coalesced=how.coalesced,
+        in_place=how.in_place,
+    )
+
+
+def find(graph: fx.Graph) -> list[Collective]:
+    """Every collective of the graph, in order.
+
+    >>> from crossfade.graph.text import parse
+    >>> program = parse('''
+    ... x: f32[4] = input("x")
+    ... start: f32[4] = c10d.all_reduce(x, "sum", "dp")
+    ... done: f32[4] = c10d.wait_tensor(start)
+    ... return output("y", done)
+    ... ''', groups={"dp": 2})
+    >>> [(c.kind.value, c.group, c.reduce_op, c.bytes) for c in find(program.graph)]
+    [('all_reduce', 'dp', 'sum', 16)]
+    """
+    return [found for node in graph.nodes if (found := view(node)) is not None]
+
+
+def started_by(wait: fx.Node) -> fx.Node | None:
+    """The node that started the collective which `wait` waits for; None for a wait on an ordinary tensor."""
+    source: Any = wait.args[0]
+    if source.target is operator.getitem:
+        source = source.args[0]
+    return source if is_collective(source) else None
+
+
+def group_sizes(graph: fx.Graph) -> dict[str, int]:
+    """The sizes of the groups that this graph's collectives name, where the ops say them (0 where none does)."""
+    sizes: dict[str, int] = {}
+    for one in find(graph):
+        sizes[one.group] = max(sizes.get(one.group, 0), one.group_size or 0)
+    return sizes
+
+
+def count_by_kind(graph: fx.Graph) -> dict[str, tuple[int, int]]:
+    """Number and bytes of the collectives of each kind, for reports."""
+    table: dict[str, tuple[int, int]] = {}
+    for one in find(graph):
+        number, size = table.get(one.kind, (0, 0))
+        table[str(one.kind)] = (number + 1, size + one.bytes)
+    return table
+
+
+def rename_groups(nodes: Iterable[fx.Node], names: dict[str, str]) -> None:
+    """Replace logical group names by those of real process groups, just before execution."""
+    for node in nodes:
+        how = _SPELLINGS.get(node.target) if node.op == "call_function" else None
+        if how is not None and _argument(node, how.group) in names:
+            arguments = list(node.args)
+            arguments[how.group] = names[arguments[how.group]]  # type: ignore[index]
+            node.args = tuple(arguments)
+
+
+def in_place_form(node: fx.Node) -> Any:
+    """The op that does the same collective inside its input's buffer, or None."""
+    return {_ops.all_reduce.default: _ops.all_reduce_.default, _ops.broadcast.default: _ops.broadcast_.default}.get(
+        node.target
+    )
+
+
+# Builders: ordinary functions on tensors, to be called inside functions that `rewrite.splice` records.
+
+
+def all_reduce(tensor: Tensor, reduce_op: str, group: str) -> Tensor:
+    """Start an all-reduce."""
+    return _ops.all_reduce(tensor, reduce_op, group)
+
+
+def all_gather(tensor: Tensor, group_size: int, group: str) -> Tensor:
+    """Start an all-gather along dim 0."""
+    return _ops.all_gather_into_tensor(tensor, group_size, group)
+
+
+def broadcast(tensor: Tensor, source: int, group: str) -> Tensor:
+    """Start a broadcast from the group's rank `source`."""
+    return _ops.broadcast(tensor, source, group)
+
+
+def wait(tensor: Tensor) -> Tensor:
+    """Wait for a started collective's result."""
+    return _ops.wait_tensor(tensor)
+
+
+def _argument(node: fx.Node, index: int) -> Any:
+    return None if index < 0 else node.args[index]

@@ -1,0 +1,239 @@
+"""The contract of a pass, what it returns, and the runner that treats every pass the same."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from enum import StrEnum
+from typing import Any, ClassVar
+
+from torch import fx
+
+from crossfade.errors import PassError
+from crossfade.graph.program import Program, source_line
+from crossfade.graph.text import render
+from crossfade.graph.verify import verify
+
+TEXT_LIMIT = 20_000
+"""Programs with more nodes than this keep no before/after text unless asked: printing would cost more than the pass."""
+
+
+class Numerics(StrEnum):
+    """What a pass may do to the numbers."""
+
+    BITWISE = "bitwise"
+    REASSOCIATES = "reassociates"
+    CHANGES_DTYPE = "changes-dtype"
+
+
+class Outcome(StrEnum):
+    """What became of one collective or candidate."""
+
+    INSERTED = "inserted"
+    FUSED = "fused"
+    BUCKETED = "bucketed"
+    MOVED = "moved"
+    REMOVED = "removed"
+    REPLACED = "replaced"
+    LEFT = "left alone"
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What became of one collective or one candidate, and why; `remedy` says how to change it, where one can.
+
+    >>> print(Verdict("all_reduce_3", Outcome.LEFT, "the only one of its group", remedy="none needed"))
+    all_reduce_3: left alone: the only one of its group (remedy: none needed)
+    """
+
+    subject: str
+    outcome: Outcome
+    reason: str
+    source: str = ""
+    remedy: str = ""
+    bytes: int = 0
+
+    @classmethod
+    def of(cls, node: fx.Node, outcome: Outcome, reason: str, *, remedy: str = "", bytes: int = 0) -> Verdict:
+        """A verdict about a node, with the node's source line."""
+        return cls(node.name, outcome, reason, source=source_line(node), remedy=remedy, bytes=bytes)
+
+    def __str__(self) -> str:
+        where = f" [{self.source}]" if self.source else ""
+        remedy = f" (remedy: {self.remedy})" if self.remedy else ""
+        return f"{self.subject}{where}: {self.outcome}: {self.reason}{remedy}"
+
+
+@dataclass(frozen=True, slots=True)
+class PassResult:
+    """What a pass did: whether it changed the program, what it counted, and its verdicts."""
+
+    changed: bool
+    counts: Mapping[str, int] = field(default_factory=dict)
+    verdicts: tuple[Verdict, ...] = ()
+
+
+@dataclass(frozen=True)
+class Pass:
+    """Base of all passes: a frozen dataclass whose fields are its options.
+
+    A subclass sets `name` (by effect, in kebab case) and `numerics`, says what it `requires` and `provides`, shows a
+    small program before and after in its docstring, and implements `run`, which may change the program given.
+    It touches no process group, device, clock or environment variable.
+    """
+
+    name: ClassVar[str]
+    numerics: ClassVar[Numerics]
+    requires: ClassVar[frozenset[str]] = frozenset()
+    provides: ClassVar[frozenset[str]] = frozenset()
+
+    def run(self, program: Program) -> PassResult:
+        """Transform `program` in place and account for it."""
+        raise NotImplementedError
+
+    @property
+    def spelling(self) -> str:
+        """The pass and its non-default options as one token: cache key, report heading, command-line form.
+
+        >>> from crossfade.communicate.sink_waits import SinkWaits
+        >>> SinkWaits().spelling
+        'sink-waits'
+        """
+        options = [
+            f"{f.name}={getattr(self, f.name)}" for f in fields(self) if getattr(self, f.name) != f.default
+        ]
+        return f"{self.name}({','.join(options)})" if options else self.name
+
+
+@dataclass(frozen=True, slots=True)
+class PassRecord:
+    """One line of a program's history. Texts are empty where nothing changed or the program was too large to print."""
+
+    name: str
+    spelling: str
+    numerics: str
+    seconds: float
+    changed: bool
+    counts: Mapping[str, int]
+    verdicts: tuple[Verdict, ...]
+    nodes_before: int
+    nodes_after: int
+    before: str = ""
+    after: str = ""
+
+
+def run_passes(program: Program, passes: Sequence[Pass], *, keep_text: bool | None = None) -> Program:
+    """Run `passes` over a copy of `program`; the result's history has a record of each.
+
+    The runner times each pass, verifies the program after it, compares the `changed` it reports with a hash of the
+    graph, and wraps whatever goes wrong with the pass's name. `keep_text` forces the before/after texts on or off.
+
+        >>> from crossfade.graph.text import parse
+        >>> from crossfade.simplify.remove_dead_code import RemoveDeadCode
+        >>> program = parse('''
+        ... x: f32[4] = input("x")
+        ... unused: f32[4] = aten.relu(x)
+        ... return output("x", x)
+        ... ''')
+        >>> run_passes(program, [RemoveDeadCode()]).history[0].counts
+        {'removed': 1}
+    """
+    check_requirements(program.facts, passes)
+    program = program.copy()
+    for one in passes:
+        _run_one(program, one, keep_text)
+    return program
+
+
+def check_requirements(facts: Iterable[str], passes: Sequence[Pass]) -> None:
+    """Refuse an order in which a pass lacks what it requires, before anything runs."""
+    known = set(facts)
+    for index, one in enumerate(passes):
+        if missing := one.requires - known:
+            providers = [p.name for p in passes[index + 1 :] if missing & p.provides]
+            where = f"move {providers[0]} before it" if providers else "add a pass that provides it, or remove it"
+            raise PassError(
+                f"pass {one.name} at position {index}, where {', '.join(sorted(missing))} does not hold yet",
+                expected="each pass after those that provide what it requires",
+                remedy=where,
+            )
+        known |= one.provides
+
+
+def fingerprint(program: Program) -> str:
+    """A hash of everything that decides what the program computes: equal for equal programs, on every rank.
+
+    Node names do not count; the order of nodes does.
+    """
+    digest = hashlib.sha256(repr((program.inputs, program.outputs)).encode())
+    position: dict[fx.Node, int] = {}
+    for index, node in enumerate(program.graph.nodes):
+        position[node] = index
+        arguments = fx.map_arg((node.args, node.kwargs), lambda n: _Reference(position[n]))
+        target = node.target if isinstance(node.target, str) else str(node.target)
+        digest.update(f"{node.op} {target} {arguments}\n".encode())
+    return digest.hexdigest()[:16]
+
+
+class _Reference:
+    """Stands for a node by position; a class, since map_arg would copy a tuple into the printed form."""
+
+    __slots__ = ("position",)
+
+    def __init__(self, position: int) -> None:
+        self.position = position
+
+    def __repr__(self) -> str:
+        return f"%{self.position}"
+
+
+def _run_one(program: Program, one: Pass, keep_text: bool | None) -> None:
+    nodes_before = len(program.graph.nodes)
+    texts = keep_text if keep_text is not None else nodes_before <= TEXT_LIMIT
+    before = render(program) if texts else ""
+    hash_before = fingerprint(program)
+    start = time.perf_counter()
+    try:
+        result = one.run(program)
+    except Exception as error:
+        raise _blame(one, "failed", error) from error
+    seconds = time.perf_counter() - start
+    try:
+        verify(program)
+    except Exception as error:
+        raise _blame(one, "left a broken program", error) from error
+    changed = fingerprint(program) != hash_before
+    if changed != result.changed:
+        raise PassError(
+            f"pass {one.name} reporting changed={result.changed} on a graph that {'did' if changed else 'did not'} change",
+            remedy=f"return the truth from {type(one).__name__}.run",
+        )
+    program.facts |= one.provides
+    program.history += (
+        PassRecord(
+            one.name,
+            one.spelling,
+            str(one.numerics),
+            seconds,
+            changed,
+            dict(result.counts),
+            result.verdicts,
+            nodes_before,
+            len(program.graph.nodes),
+            before if changed else "",
+            render(program) if texts and changed else "",
+        ),
+    )
+
+
+def _blame(one: Pass, what: str, error: Exception) -> PassError:
+    node: Any = getattr(error, "node", None)
+    where = f" at node {node.name} [{source_line(node)}]" if isinstance(node, fx.Node) else ""
+    message = re.sub(r"\s+", " ", str(error))
+    return PassError(
+        f"pass {one.spelling} which {what}{where}: {type(error).__name__}: {message}",
+        remedy=f"leave {one.name} out of the pipeline, and report the program it failed on",
+    )

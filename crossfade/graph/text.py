@@ -1,0 +1,273 @@
+"""A short, stable text of a program: printed for people, reports and diffs, parsed in tests.
+
+    w: f32[8, 8] = parameter("w")
+    x: f32[4, 8] = input("x")
+    mm: f32[4, 8] = aten.mm(x, w)
+    start: f32[4, 8] = c10d.all_reduce(mm, "sum", "dp")
+    done: f32[4, 8] = c10d.wait_tensor(start)
+    return output("y", done)
+
+Each line is Python: an annotated assignment, its annotation the dtype and shape. `aten.mm` is an operator's default
+overload, `aten.add.Tensor` another one, `x[0]` an element of a multi-output op, `operator.mul` arithmetic on scalars.
+"""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import math
+import operator
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import fx
+
+from crossfade.errors import TextError
+from crossfade.graph import collectives
+from crossfade.graph.private import FakeTensorMode
+from crossfade.graph.program import Input, InputKind, Output, OutputKind, Program
+
+DTYPES = {
+    "f64": torch.float64,
+    "f32": torch.float32,
+    "f16": torch.float16,
+    "bf16": torch.bfloat16,
+    "i64": torch.int64,
+    "i32": torch.int32,
+    "i16": torch.int16,
+    "i8": torch.int8,
+    "u8": torch.uint8,
+    "b8": torch.bool,
+    "c64": torch.complex64,
+    "c128": torch.complex128,
+    "f8e4m3": torch.float8_e4m3fn,
+    "f8e5m2": torch.float8_e5m2,
+}
+_DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+_NAMESPACES = {"c10d": collectives.NAMESPACE}
+_SHORT_NAMESPACES = {long: short for short, long in _NAMESPACES.items()}
+_MEMORY_FORMATS = {
+    name: getattr(torch, name)
+    for name in ("preserve_format", "contiguous_format", "channels_last", "channels_last_3d", "strided", "sparse_coo")
+}
+_CONSTANT_NAMES = {value: name for name, value in _MEMORY_FORMATS.items()}
+_TYPES: dict[str, Any] = {"float": 1.0, "int": 1, "bool": True}
+
+
+def render(program: Program) -> str:
+    """The whole program as text; `parse` reads it back."""
+    described = {node: item for item, node in program.named_inputs()}
+    lines = [_line(node, described) for node in program.graph.nodes if node.op != "output"]
+    results = ", ".join(f"{out.kind}({_quote(out.name)}, {_value(value)})" for out, value in program.named_results())
+    return "\n".join([*lines, f"return {results}".rstrip()])
+
+
+def render_node(node: fx.Node) -> str:
+    """One node's right-hand side, for messages."""
+    return _call(node)
+
+
+def render_type(value: Any) -> str:
+    """The dtype and shape of a value.
+
+    >>> render_type(torch.empty(2, 3))
+    'f32[2, 3]'
+    """
+    if isinstance(value, torch.Tensor):
+        dtype = _DTYPE_NAMES.get(value.dtype, str(value.dtype).removeprefix("torch."))
+        return f"{dtype}[{', '.join(str(size) for size in value.shape)}]"
+    if isinstance(value, (tuple, list)):
+        return f"({', '.join(render_type(item) for item in value)})"
+    for name, kinds in (("bool", (bool, torch.SymBool)), ("int", (int, torch.SymInt)), ("float", (float, torch.SymFloat))):
+        if isinstance(value, kinds):
+            return name
+    return "None" if value is None else type(value).__name__
+
+
+def parse(text: str, *, groups: Mapping[str, int] | None = None) -> Program:
+    """Build a program from its text. Shapes of inputs are read; all others are computed, and checked if written.
+
+    >>> program = parse('''
+    ... x: f32[2, 3] = input("x")
+    ... y = aten.sum.dim_IntList(x, [1])
+    ... return output("y", y)
+    ... ''')
+    >>> print(program)
+    x: f32[2, 3] = input("x")
+    y: f32[2] = aten.sum.dim_IntList(x, [1])
+    return output("y", y)
+    """
+    return _Parser(text, groups or {}).program()
+
+
+def _line(node: fx.Node, described: Mapping[fx.Node, Input]) -> str:
+    left = f"{node.name}: {render_type(node.meta.get('val'))} = "
+    if node.op == "placeholder":
+        item = described[node]
+        return f"{left}{item.kind}({_quote(item.name)})"
+    return left + _call(node)
+
+
+def _call(node: fx.Node) -> str:
+    if node.op == "get_attr":
+        return f"constant({_quote(str(node.target))})"
+    if node.target is operator.getitem:
+        return f"{_value(node.args[0])}[{_value(node.args[1])}]"
+    arguments = [_value(argument) for argument in node.args]
+    arguments += [f"{name}={_value(value)}" for name, value in node.kwargs.items()]
+    return f"{_target(node.target)}({', '.join(arguments)})"
+
+
+def _target(target: Any) -> str:
+    if isinstance(target, torch._ops.OpOverload):
+        namespace, name = target._schema.name.split("::")
+        overload = "" if target._overloadname == "default" else f".{target._overloadname}"
+        return f"{_SHORT_NAMESPACES.get(namespace, namespace)}.{name}{overload}"
+    if isinstance(target, torch._ops.HigherOrderOperator):
+        return f"higher_order.{target}"
+    module = getattr(target, "__module__", "").removeprefix("_")
+    return f"{module}.{target.__name__}"
+
+
+def _value(value: Any) -> str:
+    match value:
+        case fx.Node():
+            return value.name
+        case str():
+            return _quote(value)
+        case list():
+            return f"[{', '.join(_value(item) for item in value)}]"
+        case tuple():
+            return f"({', '.join(_value(item) for item in value)}{',' if len(value) == 1 else ''})"
+        case torch.dtype():
+            return _DTYPE_NAMES.get(value, str(value))
+        case torch.device():
+            return f"device({_quote(str(value))})"
+        case float() if not math.isfinite(value):
+            return f"float({_quote(str(value))})"
+        case slice():
+            return f"slice({_value(value.start)}, {_value(value.stop)}, {_value(value.step)})"
+    if isinstance(value, (torch.memory_format, torch.layout)):
+        return _CONSTANT_NAMES.get(value, str(value))
+    return repr(value)
+
+
+def _quote(text: str) -> str:
+    return '"' + text.replace("\\", "\\\\").replace('"', '\\"') + '"'
+
+
+class _Parser:
+    """One pass over the lines; each becomes a node whose metadata is computed on fake tensors."""
+
+    def __init__(self, text: str, groups: Mapping[str, int]) -> None:
+        self.text, self.groups = text, groups
+        self.graph, self.mode = fx.Graph(), FakeTensorMode()
+        self.nodes: dict[str, fx.Node] = {}
+        self.inputs: list[Input] = []
+
+    def program(self) -> Program:
+        try:
+            statements = ast.parse(self.text.strip()).body
+        except SyntaxError as error:
+            raise TextError(f"line {error.lineno}: {error.text!r}", remedy="write one assignment per line") from error
+        for statement in statements[:-1]:
+            self.assignment(statement)
+        return self.returned(statements[-1])
+
+    def assignment(self, line: ast.stmt) -> None:
+        match line:
+            case ast.AnnAssign(target=ast.Name(id=name), annotation=kind, value=ast.expr() as value):
+                self.define(line, name, value, kind)
+            case ast.Assign(targets=[ast.Name(id=name)], value=value):
+                self.define(line, name, value, None)
+            case _:
+                raise self.error(line, "an assignment")
+
+    def define(self, line: ast.stmt, name: str, value: ast.expr, kind: ast.expr | None) -> None:
+        match value:
+            case ast.Call(func=ast.Name(id=role), args=[ast.Constant(value=label)]) if role in set(InputKind):
+                if kind is None:
+                    raise self.error(line, 'a type, as in `x: f32[4] = input("x")`')
+                node = self.graph.placeholder(name)
+                node.meta["val"] = self.type_of(line, kind)
+                self.inputs.append(Input(InputKind(role), label))
+            case ast.Subscript(value=ast.Name(id=source), slice=index):
+                arguments = (self.nodes[source], self.value(line, index))
+                node = self.graph.create_node("call_function", operator.getitem, arguments, {}, name)
+                node.meta["val"] = self.nodes[source].meta["val"][arguments[1]]
+            case ast.Call(func=func, args=args, keywords=keywords):
+                node = self.call(line, name, self.target(line, func), args, keywords)
+            case _:
+                raise self.error(line, "an input, a call or an element")
+        if kind is not None and render_type(node.meta["val"]) != ast.unparse(kind):
+            raise self.error(line, f"the type {render_type(node.meta['val'])}")
+        if node.name != name:
+            raise self.error(line, f"a name that is not used twice or reserved ({node.name} would be free)")
+        self.nodes[name] = node
+
+    def call(self, line: ast.stmt, name: str, target: Any, args: list[ast.expr], keywords: list[ast.keyword]) -> fx.Node:
+        arguments = tuple(self.value(line, item) for item in args)
+        named = {item.arg: self.value(line, item.value) for item in keywords if item.arg}
+        node = self.graph.create_node("call_function", target, arguments, named, name)
+        fakes = fx.map_arg((arguments, named), lambda n: n.meta["val"])
+        with self.mode:
+            node.meta["val"] = target(*fakes[0], **fakes[1])
+        return node
+
+    def returned(self, line: ast.stmt) -> Program:
+        if not isinstance(line, ast.Return):
+            raise self.error(line, 'a last line like `return output("y", y)`')
+        items = line.value.elts if isinstance(line.value, ast.Tuple) else [line.value] if line.value else []
+        outputs, values = [], []
+        for item in items:
+            match item:
+                case ast.Call(func=ast.Name(id=role), args=[ast.Constant(value=label), value]) if role in set(OutputKind):
+                    outputs.append(Output(OutputKind(role), label))
+                    values.append(self.value(line, value))
+                case _:
+                    raise self.error(line, 'results like `output("y", y)` or `gradient("w", g)`')
+        self.graph.output(tuple(values))
+        return Program(self.graph, tuple(self.inputs), tuple(outputs), groups=dict(self.groups))
+
+    def type_of(self, line: ast.stmt, kind: ast.expr) -> Any:
+        match kind:
+            case ast.Name(id=name) if name in _TYPES:
+                return _TYPES[name]
+            case ast.Subscript(value=ast.Name(id=name), slice=sizes) if name in DTYPES:
+                items = sizes.elts if isinstance(sizes, ast.Tuple) else [sizes]
+                with self.mode:
+                    return torch.empty([self.value(line, item) for item in items], dtype=DTYPES[name])
+        raise self.error(line, f"a type like f32[2, 3], one of {', '.join(DTYPES)}")
+
+    def target(self, line: ast.stmt, func: ast.expr) -> Any:
+        path = ast.unparse(func).split(".")
+        if path[0] in ("operator", "math"):
+            return getattr({"operator": operator, "math": math}[path[0]], path[1])
+        try:
+            found = getattr(getattr(torch.ops, _NAMESPACES.get(path[0], path[0])), path[1])
+            return getattr(found, path[2] if len(path) > 2 else "default")
+        except (AttributeError, IndexError) as error:
+            raise self.error(line, "an operator like aten.mm or aten.add.Tensor") from error
+
+    def value(self, line: ast.stmt, item: ast.expr) -> Any:
+        match item:
+            case ast.Name(id=name) if name in self.nodes:
+                return self.nodes[name]
+            case ast.Name(id=name) if name in DTYPES or name in _MEMORY_FORMATS:
+                return DTYPES.get(name) or _MEMORY_FORMATS[name]
+            case ast.List(elts=items):
+                return [self.value(line, one) for one in items]
+            case ast.Tuple(elts=items):
+                return tuple(self.value(line, one) for one in items)
+            case ast.Call(func=ast.Name(id="device"), args=[ast.Constant(value=name)]):
+                return torch.device(name)
+            case ast.Call(func=ast.Name(id="float" | "slice" as name), args=items):
+                return getattr(builtins, name)(*(self.value(line, one) for one in items))
+        try:
+            return ast.literal_eval(item)
+        except ValueError as error:
+            raise self.error(line, f"a value or a name defined above for {ast.unparse(item)!r}") from error
+
+    def error(self, line: ast.stmt, expected: str) -> TextError:
+        return TextError(f"line {line.lineno}: {ast.unparse(line)}", expected=expected, remedy="correct that line")
