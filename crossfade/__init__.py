@@ -1,0 +1,33 @@
+"""Crossfade makes communication disappear under computation in distributed PyTorch programs, and says what it did.
+
+import crossfade as cf
+
+step = cf.compile_step(model, loss_fn, optimizer, mesh)
+loss = step(inputs, targets)
+step.report.show()
+"""
+
+from crossfade.errors import CrossfadeError
+from crossfade.graph.passes import Pass, PassResult, Verdict, run_passes
+from crossfade.graph.program import Program
+from crossfade.pipeline import Optimized, compile_step, optimize
+from crossfade.report.report import Report
+from crossfade.run.ranks import Ranks
+from crossfade.run.step import Step
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "CrossfadeError",
+    "Optimized",
+    "Pass",
+    "PassResult",
+    "Program",
+    "Ranks",
+    "Report",
+    "Step",
+    "Verdict",
+    "compile_step",
+    "optimize",
+    "run_passes",
+]

@@ -1,7 +1,7 @@
 """One exception tree. Every message says what was found, what was expected, and ends with the remedy.
 
-    >>> str(MeshError("a mesh of 8 ranks", expected="at most 2, the world size", remedy="start 8 ranks"))
-    'found a mesh of 8 ranks; expected at most 2, the world size. Remedy: start 8 ranks.'
+>>> str(MeshError("a mesh of 8 ranks", expected="at most 2, the world size", remedy="start 8 ranks"))
+'found a mesh of 8 ranks; expected at most 2, the world size. Remedy: start 8 ranks.'
 """
 
 from __future__ import annotations

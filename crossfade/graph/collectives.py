@@ -6,6 +6,7 @@ any spelling (functional, in-place, into a given buffer, coalesced); `all_reduce
 
 from __future__ import annotations
 
+import functools
 import operator
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -75,8 +76,8 @@ _WAIT = _ops.wait_tensor.default
 class Collective:
     """A started collective, its inputs, results and waits, as one thing.
 
-    `results` are the nodes that stand for its output tensors before the wait: the start itself, or its `getitem`s if
-    coalesced. `bytes` is the size of the larger side (input or output), which is what travels up to a factor.
+    `results` are the nodes that stand for its output tensors before the wait: the start itself, or its `getitem`s
+    by index if coalesced. `bytes` is the size of the larger side (input or output), which is what travels up to a factor.
     """
 
     node: fx.Node
@@ -118,10 +119,11 @@ def view(node: fx.Node) -> Collective | None:
     how = _SPELLINGS.get(node.target) if node.op == "call_function" else None
     if how is None:
         return None
-    first: Any = node.args[0]
+    first: Any = _argument(node, 0)
     results = (node,)
     if how.coalesced:
-        results = tuple(user for user in node.users if user.target is operator.getitem)
+        elements = [user for user in node.users if user.target is operator.getitem]
+        results = tuple(sorted(elements, key=lambda element: element.args[1]))  # type: ignore[arg-type,return-value]
     return Collective(
         node=node,
         kind=how.kind,
@@ -153,11 +155,22 @@ def find(graph: fx.Graph) -> list[Collective]:
     return [found for node in graph.nodes if (found := view(node)) is not None]
 
 
+def waited_value(wait: fx.Node) -> fx.Node:
+    """The node that `wait` waits for: a start, or an element of a coalesced one."""
+    return _argument(wait, 0)
+
+
+def group_of(node: fx.Node) -> str | None:
+    """The group that a node communicates on, also for ops that `view` does not know (sends, fused matmuls); else None."""
+    index = _group_argument(node.target) if node.op == "call_function" else -1
+    return _argument(node, index)
+
+
 def started_by(wait: fx.Node) -> fx.Node | None:
     """The node that started the collective which `wait` waits for; None for a wait on an ordinary tensor."""
-    source: Any = wait.args[0]
+    source = waited_value(wait)
     if source.target is operator.getitem:
-        source = source.args[0]
+        source = source.args[0]  # type: ignore[assignment]
     return source if is_collective(source) else None
 
 
@@ -181,11 +194,12 @@ def count_by_kind(graph: fx.Graph) -> dict[str, tuple[int, int]]:
 def rename_groups(nodes: Iterable[fx.Node], names: dict[str, str]) -> None:
     """Replace logical group names by those of real process groups, just before execution."""
     for node in nodes:
-        how = _SPELLINGS.get(node.target) if node.op == "call_function" else None
-        if how is not None and _argument(node, how.group) in names:
-            arguments = list(node.args)
-            arguments[how.group] = names[arguments[how.group]]  # type: ignore[index]
-            node.args = tuple(arguments)
+        if (group := group_of(node)) in names:
+            index = _group_argument(node.target)
+            if index < len(node.args):
+                node.update_arg(index, names[group])
+            else:
+                node.update_kwarg(node.target._schema.arguments[index].name, names[group])  # type: ignore[union-attr]
 
 
 def in_place_form(node: fx.Node) -> Any:
@@ -219,4 +233,14 @@ def wait(tensor: Tensor) -> Tensor:
 
 
 def _argument(node: fx.Node, index: int) -> Any:
-    return None if index < 0 else node.args[index]
+    if index < len(node.args):
+        return None if index < 0 else node.args[index]
+    return node.kwargs.get(node.target._schema.arguments[index].name)  # type: ignore[union-attr]
+
+
+@functools.cache
+def _group_argument(target: Any) -> int:
+    """The position of an op's group name, -1 if it has none."""
+    schema = getattr(target, "_schema", None)
+    names = [argument.name for argument in schema.arguments] if schema is not None else []
+    return names.index("group_name") if "group_name" in names else -1

@@ -6,7 +6,9 @@ collectives of one process group, which every rank must start in the same order.
 
 from __future__ import annotations
 
+import functools
 import heapq
+import operator
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,8 +19,25 @@ from torch import fx
 from crossfade.errors import RewriteError
 from crossfade.graph import collectives
 
-_MAY_ALIAS = frozenset({"aten::reshape", "aten::contiguous", "aten::flatten", "aten::to", "aten::reshape_as"})
-"""Composite ops that return their input or a copy, by layout: taken as aliases, which is the safe side."""
+_UNDECLARED_ALIASES = {
+    **dict.fromkeys(("_unsafe_view", "type_as", "sum_to_size", "atleast_1d", "atleast_2d", "atleast_3d"), 0),
+    **dict.fromkeys(("dropout", "feature_dropout", "alpha_dropout", "feature_alpha_dropout", "conj_physical"), 0),
+    **dict.fromkeys(("unsafe_split", "unsafe_split_with_sizes", "unsafe_chunk", "broadcast_tensors", "meshgrid"), 0),
+    "einsum": 1,
+}
+"""ATen ops that may return an argument's memory though their schema does not say so: the argument's position."""
+
+_UNDECLARED_WRITES = {"batch_norm", "native_batch_norm", "cudnn_batch_norm", "_batch_norm_impl_index", "instance_norm"}
+"""ATen ops that update their running statistics (arguments 3 and 4) while training (argument 5), undeclared."""
+
+_SEEN_FROM_BELOW = {
+    "writes memory read by": "reads memory written by",
+    "reads memory written by": "writes memory read by",
+    "draws random numbers before": "draws random numbers after",
+    "has a side effect before": "has a side effect after",
+    "starts a collective of the same group before": "starts a collective of the same group after",
+}
+"""Each reason for an order, said of the later node."""
 
 
 class Order:
@@ -42,8 +61,8 @@ class Order:
         self.graph = graph
         self.nodes: list[fx.Node] = list(graph.nodes)
         self.position = {node: index for index, node in enumerate(self.nodes)}
-        self._roots = alias_roots(self.nodes)
-        self._ordered_after = _ordering_edges(self.nodes, self._roots)
+        self._last_placeholder = next((node for node in reversed(self.nodes) if node.op == "placeholder"), None)
+        self._ordered_after = _ordering_edges(self.nodes, alias_roots(self.nodes))
         self._ordered_before: dict[fx.Node, list[tuple[fx.Node, str]]] = {}
         for node, edges in self._ordered_after.items():
             for before, why in edges:
@@ -67,12 +86,14 @@ class Order:
 
     def may_rise_above(self, node: fx.Node, other: fx.Node) -> Blocker | None:
         """None if `node` alone may move up to just before `other`; else the lowest node in its way, and why."""
-        blockers = [Blocker(before, node, "is an input of") for before in node.all_input_nodes]
-        blockers += [Blocker(before, node, why) for before, why in self._ordered_after.get(node, ())]
         if node.op in ("placeholder", "output"):
             return Blocker(node, node, "is fixed at the border of the graph with")
         low = self.position[other]
-        in_the_way = [b for b in blockers if self.position[b.node] >= low]
+        blockers = [Blocker(before, node, "is an input of") for before in node.all_input_nodes]
+        blockers += [Blocker(before, node, why) for before, why in self._ordered_after.get(node, ())]
+        if self._last_placeholder is not None:
+            blockers.append(Blocker(self._last_placeholder, node, "is an input of the graph, which stays above"))
+        in_the_way = [b for b in blockers if low <= self.position[b.node] < self.position[node]]
         return max(in_the_way, key=lambda b: self.position[b.node], default=None)
 
     def may_sink_below(self, node: fx.Node, other: fx.Node) -> Blocker | None:
@@ -80,25 +101,37 @@ class Order:
         if node.op in ("placeholder", "output"):
             return Blocker(node, node, "is fixed at the border of the graph with")
         blockers = [Blocker(after, node, "uses") for after in node.users]
-        blockers += [Blocker(after, node, why) for after, why in self._ordered_before.get(node, ())]
+        blockers += [Blocker(after, node, _SEEN_FROM_BELOW[why]) for after, why in self._ordered_before.get(node, ())]
+        if self.nodes[-1].op == "output":
+            blockers.append(Blocker(self.nodes[-1], node, "ends the graph, after"))
         high = self.position[other]
         in_the_way = [b for b in blockers if self.position[b.node] <= high]
         return min(in_the_way, key=lambda b: self.position[b.node], default=None)
 
     def sorted(self, key: Callable[[fx.Node], Any] | None = None) -> list[fx.Node]:
-        """A topological order of all nodes; among the ready ones the smallest `key` first (default: as they stood)."""
+        """A topological order of all nodes; among the ready ones the smallest `key` first (default: as they stood).
+
+        Whatever the key, the placeholders stay first and in their order, which is the program's signature.
+        """
         rank = key or self.position.__getitem__
         waiting = {node: len(set(self.predecessors(node))) for node in self.nodes}
-        ready = [(rank(n), self.position[n], n) for n in self.nodes if not waiting[n] and n.op != "output"]
+        free = [n for n in self.nodes if not waiting[n] and n.op not in ("placeholder", "output")]
+        ready = [(rank(n), self.position[n], n) for n in free]
         heapq.heapify(ready)
         result: list[fx.Node] = []
-        while ready:
-            _, _, node = heapq.heappop(ready)
+
+        def place(node: fx.Node) -> None:
             result.append(node)
             for after in set(self.successors(node)):
                 waiting[after] -= 1
                 if not waiting[after] and after.op != "output":
                     heapq.heappush(ready, (rank(after), self.position[after], after))
+
+        for node in self.nodes:
+            if node.op == "placeholder":
+                place(node)
+        while ready:
+            place(heapq.heappop(ready)[2])
         return [*result, *(n for n in self.nodes if n.op == "output")]
 
 
@@ -118,11 +151,17 @@ def reorder(graph: fx.Graph, nodes: Sequence[fx.Node]) -> bool:
     """Put the graph's nodes in the given order (all of them, output last); True if that changed anything."""
     if list(graph.nodes) == list(nodes):
         return False
-    if len(nodes) != len(graph.nodes) or nodes[-1].op != "output":
+    if len(nodes) != len(graph.nodes) or set(nodes) != set(graph.nodes) or nodes[-1].op != "output":
         raise RewriteError(
-            f"an order of {len(nodes)} nodes",
-            expected=f"all {len(graph.nodes)} nodes of the graph, the output last",
+            f"an order of {len(nodes)} nodes, {len(set(nodes) & set(graph.nodes))} of them the graph's",
+            expected=f"all {len(graph.nodes)} nodes of the graph once, the output last",
             remedy="start from list(graph.nodes) and move nodes in it",
+        )
+    if [node for node in nodes if node.op == "placeholder"] != list(graph.find_nodes(op="placeholder")):
+        raise RewriteError(
+            "placeholders in another order",
+            expected="the order of the program's inputs",
+            remedy="leave the placeholders where they are",
         )
     end = nodes[-1]
     for node in nodes[:-1]:
@@ -168,50 +207,121 @@ class Reachability:
 def alias_roots(nodes: Iterable[fx.Node]) -> dict[fx.Node, fx.Node]:
     """For each node, the node that owns its memory: views, in-place results and waits share their input's.
 
-    An op that may return any of several inputs is given the first; ATen has none among the ops of captured graphs.
+    Elements of a multi-output op own theirs one by one; constants of one name are one memory.
     """
     roots: dict[fx.Node, fx.Node] = {}
+    first: dict[Any, fx.Node] = {}
     for node in nodes:
-        shared = _aliased_input(node)
-        roots[node] = roots[shared] if shared is not None else node
+        if node.op == "get_attr":
+            roots[node] = first.setdefault(node.target, node)
+        elif node.target is operator.getitem:
+            shared, element = _element(node)
+            roots[node] = roots[shared] if shared is not None else first.setdefault(element, node)
+        else:
+            shared = _aliased_input(node)
+            roots[node] = roots[shared] if shared is not None else node
     return roots
 
 
 def written_inputs(node: fx.Node) -> list[fx.Node]:
     """The argument nodes whose memory this node writes, from its operator's schema."""
-    schema = getattr(node.target, "_schema", None)
-    if schema is None or not schema.is_mutable:
+    if node.op != "call_function":
+        return []
+    traits = _traits(node.target)
+    if not traits.written or (traits.only_training and _argument(node, (5, "training")) is False):
         return []
     written: list[fx.Node] = []
-    for index, argument in enumerate(schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            value = node.kwargs.get(argument.name) if argument.name in node.kwargs else _positional(node, index)
-            fx.map_arg(value, written.append)
+    for place in traits.written:
+        fx.map_arg(_argument(node, place), written.append)
     return written
 
 
 def is_random(node: fx.Node) -> bool:
     """Whether this node draws from the random generator."""
-    return isinstance(node.target, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in node.target.tags
+    return node.op == "call_function" and _traits(node.target).random
+
+
+@dataclass(frozen=True, slots=True)
+class _Traits:
+    """What an operator's schema says, read once per operator; places are an argument's position and name.
+
+    `shared` has the place of the argument that each result shares memory with, or None.
+    """
+
+    written: tuple[tuple[int, str], ...] = ()
+    shared: tuple[tuple[int, str] | None, ...] = ()
+    one_list: bool = False
+    only_training: bool = False
+    random: bool = False
+
+
+@functools.cache
+def _traits(target: Any) -> _Traits:
+    schema = getattr(target, "_schema", None)
+    if schema is None:
+        return _Traits()
+    namespace, name = schema.name.split("::")
+    places = [(index, argument.name, argument.alias_info) for index, argument in enumerate(schema.arguments)]
+    written = [(index, label) for index, label, info in places if info is not None and info.is_write]
+    shared: list[tuple[int, str] | None] = []
+    for item in schema.returns:
+        sharers = [place for *place, info in places if info is not None and _same_memory(item.alias_info, info)]
+        shared.append(tuple(sharers[0]) if sharers else None)
+    undeclared = namespace == "aten" and name in _UNDECLARED_WRITES
+    if undeclared:
+        written += [place[:2] for place in places[3:5]]
+    if namespace == "aten" and name in _UNDECLARED_ALIASES and schema.returns:
+        shared[0] = places[_UNDECLARED_ALIASES[name]][:2]
+    return _Traits(
+        written=tuple(written),
+        shared=tuple(shared),
+        one_list=len(schema.returns) == 1 and isinstance(schema.returns[0].type, torch.ListType),
+        only_training=undeclared,
+        random=torch.Tag.nondeterministic_seeded in target.tags,
+    )
+
+
+def _same_memory(result: Any, argument: Any) -> bool:
+    """Whether a result's annotation names an argument's; that of a list of views, `Tensor(a)[]`, comes without names."""
+    return result is not None and (not result.before_set or bool(result.before_set & argument.before_set))
 
 
 def _aliased_input(node: fx.Node) -> fx.Node | None:
     if node.op != "call_function":
         return None
     if collectives.is_wait(node):
-        return node.args[0]  # type: ignore[return-value]
-    schema = getattr(node.target, "_schema", None)
-    if schema is None:  # operator.getitem on a tuple of results
+        return collectives.waited_value(node)
+    if not hasattr(node.target, "_schema"):  # unknown: the safe side
         return node.all_input_nodes[0] if node.all_input_nodes else None
-    shared = {alias for item in schema.returns if item.alias_info is not None for alias in item.alias_info.before_set}
-    for index, argument in enumerate(schema.arguments):
-        info = argument.alias_info
-        if schema.name in _MAY_ALIAS and index == 0 or info is not None and shared & info.before_set:
-            found: list[fx.Node] = []
-            fx.map_arg(_positional(node, index) if index < len(node.args) else node.kwargs.get(argument.name), found.append)
-            if found:
-                return found[0]
-    return None
+    shared = _traits(node.target).shared
+    return _first_node(_argument(node, shared[0])) if len(shared) == 1 and shared[0] is not None else None
+
+
+def _element(node: fx.Node) -> tuple[fx.Node | None, tuple[fx.Node, Any]]:
+    """For a `getitem`: the node whose memory it shares, if any, and a key equal for equal elements."""
+    source, index = node.args
+    assert isinstance(source, fx.Node)
+    if isinstance(index, int) and index < 0 and isinstance(source.meta.get("val"), (tuple, list)):
+        index += len(source.meta["val"])
+    traits = _traits(source.target) if source.op == "call_function" else _Traits()
+    if not traits.shared or not isinstance(index, int) or index < 0:
+        return source, (source, index)
+    place = traits.shared[0 if traits.one_list else index]
+    value = _argument(source, place) if place is not None else None
+    if traits.one_list and isinstance(value, (tuple, list)) and index < len(value):
+        value = value[index]
+    return _first_node(value), (source, index)
+
+
+def _argument(node: fx.Node, place: tuple[int, str]) -> Any:
+    index, name = place
+    return node.args[index] if index < len(node.args) else node.kwargs.get(name)
+
+
+def _first_node(value: Any) -> fx.Node | None:
+    if isinstance(value, (tuple, list)):
+        return next((item for item in value if isinstance(item, fx.Node)), None)
+    return value if isinstance(value, fx.Node) else None
 
 
 def _ordering_edges(
@@ -219,54 +329,79 @@ def _ordering_edges(
 ) -> dict[fx.Node, list[tuple[fx.Node, str]]]:
     """For each node, the earlier nodes it must stay below for a reason other than data."""
     edges: dict[fx.Node, list[tuple[fx.Node, str]]] = {}
-    written = {roots[target] for node in nodes for target in written_inputs(node)}
+    writes = {node: targets for node in nodes if (targets := _written_memory(node, roots))}
+    written = {root for targets in writes.values() for root in targets}
     readers: dict[fx.Node, list[fx.Node]] = {}
     writer: dict[fx.Node, fx.Node] = {}
-    last_random: fx.Node | None = None
-    last_effect: fx.Node | None = None
-    last_started: dict[str, fx.Node] = {}
+    last: dict[str, fx.Node] = {}
 
     def after(node: fx.Node, before: fx.Node | None, why: str) -> None:
         if before is not None and before is not node:
             edges.setdefault(node, []).append((before, why))
 
+    def in_turn(node: fx.Node, sequence: str, why: str) -> None:
+        after(node, last.get(sequence), why)
+        last[sequence] = node
+
     for node in nodes:
         if node.op != "call_function":
             continue
         if written:
-            touched = {roots[source] for source in _read_until(node)} & written
-            targets = {roots[target] for target in written_inputs(node)}
+            targets = writes.get(node, {})
+            touched = [root for root in _read_memory(node, roots) if root in written]
             for root in touched:
                 after(node, writer.get(root), "writes memory read by")
+                if root not in targets:
+                    readers.setdefault(root, []).append(node)
             for root in targets:
                 for reader in readers.pop(root, []):
                     after(node, reader, "reads memory written by")
                 writer[root] = node
-            for root in touched - targets:
-                readers.setdefault(root, []).append(node)
         if is_random(node):
-            after(node, last_random, "draws random numbers before")
-            last_random = node
-        elif _has_hidden_effect(node):
-            after(node, last_effect, "has a side effect before")
-            last_effect = node
-        if (started := collectives.view(node)) is not None:
-            after(node, last_started.get(started.group), "starts a collective of the same group before")
-            last_started[started.group] = node
+            in_turn(node, "random numbers", "draws random numbers before")
+        elif node not in writes and _has_hidden_effect(node):
+            in_turn(node, "side effects", "has a side effect before")
+        if (group := collectives.group_of(node)) is not None:
+            in_turn(node, f"group {group}", "starts a collective of the same group before")
     return edges
 
 
 def _has_hidden_effect(node: fx.Node) -> bool:
     """Effects that no schema describes (asserts, profiler marks): kept in order among themselves."""
-    known = collectives.is_wait(node) or collectives.is_collective(node) or written_inputs(node)
-    return not known and node.is_impure()
+    return not (collectives.is_wait(node) or collectives.is_collective(node)) and node.is_impure()
 
 
-def _read_until(node: fx.Node) -> list[fx.Node]:
+def _written_memory(node: fx.Node, roots: dict[fx.Node, fx.Node]) -> dict[fx.Node, None]:
+    """What a node writes. A wait ends the writing of its collective's results, which others may name without it."""
+    if collectives.is_wait(node):
+        start = collectives.started_by(node)
+        return {roots[node]: None} if start is not None and _is_named_without_wait(start) else {}
+    return dict.fromkeys(roots[target] for target in written_inputs(node))
+
+
+def _is_named_without_wait(start: fx.Node) -> bool:
+    if written_inputs(start):
+        return True
+    users = [user for user in start.users if user.target is not operator.getitem]
+    users += [after for user in start.users if user.target is operator.getitem for after in user.users]
+    return not all(collectives.is_wait(user) for user in users)
+
+
+def _read_memory(node: fx.Node, roots: dict[fx.Node, fx.Node]) -> dict[fx.Node, None]:
     """What a node reads; a wait also ends the reading of its collective's inputs, which goes on until then."""
+    if node.target is operator.getitem:
+        return {}
     start = collectives.started_by(node) if collectives.is_wait(node) else None
-    return [*node.all_input_nodes, *(start.all_input_nodes if start is not None else ())]
+    sources = [*node.all_input_nodes, *(start.all_input_nodes if start is not None else ())]
+    return dict.fromkeys(root for source in sources for root in _memory(source, roots))
 
 
-def _positional(node: fx.Node, index: int) -> Any:
-    return node.args[index] if index < len(node.args) else None
+def _memory(node: fx.Node, roots: dict[fx.Node, fx.Node]) -> list[fx.Node]:
+    """All memory behind a value: of a list of tensors read as a whole, that of its elements too."""
+    traits = _traits(node.target) if node.op == "call_function" else _Traits()
+    if not traits.one_list and len(traits.shared) < 2:
+        return [roots[node]]
+    elements = [roots[user] for user in node.users if user.target is operator.getitem]
+    shared: list[fx.Node] = []
+    fx.map_arg([_argument(node, place) for place in traits.shared if place is not None], shared.append)
+    return [roots[node], *elements, *(roots[source] for source in shared)]

@@ -102,9 +102,7 @@ class Pass:
         >>> SinkWaits().spelling
         'sink-waits'
         """
-        options = [
-            f"{f.name}={getattr(self, f.name)}" for f in fields(self) if getattr(self, f.name) != f.default
-        ]
+        options = [f"{f.name}={getattr(self, f.name)}" for f in fields(self) if getattr(self, f.name) != f.default]
         return f"{self.name}({','.join(options)})" if options else self.name
 
 

@@ -5,8 +5,6 @@ Public replacements are welcome: delete the line here when torch grows one.
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -22,7 +20,8 @@ from torch._subclasses.functional_tensor import dispatch_functionalize
 from torch.utils._python_dispatch import TorchDispatchMode
 
 # pytree: nested containers of user inputs; torch.utils.pytree is not public on 2.11. Known on 2.11, 2.13.
-from torch.utils._pytree import tree_flatten, tree_map, tree_map_only, tree_unflatten
+from torch.utils._pytree import keystr as tree_keystr
+from torch.utils._pytree import tree_flatten, tree_flatten_with_path, tree_map_only, tree_unflatten
 
 __all__ = [
     "FakeTensor",
@@ -31,11 +30,11 @@ __all__ = [
     "default_store",
     "dispatch_functionalize",
     "mark_optimizer_stepped",
-    "preserve_source_lines",
     "symbolic_float",
     "symbolic_shapes",
     "tree_flatten",
-    "tree_map",
+    "tree_flatten_with_path",
+    "tree_keystr",
     "tree_map_only",
     "tree_unflatten",
 ]
@@ -65,18 +64,6 @@ def default_store() -> Any:
     return distributed_c10d._get_default_store()
 
 
-@contextlib.contextmanager
-def preserve_source_lines() -> Iterator[None]:
-    """Let nodes traced in autograd's backward carry the line of their forward. Known on 2.11, 2.13."""
-    import torch.fx.traceback as traceback
-
-    with traceback.preserve_node_meta():
-        yield
-
-
 def mark_optimizer_stepped(optimizer: torch.optim.Optimizer) -> None:
     """Tell learning-rate schedulers that the optimizer has stepped, or they warn at each step. Known on 2.11, 2.13."""
     optimizer._opt_called = True  # type: ignore[attr-defined]
-
-
-Traced = Callable[..., Any]

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import gc
+import operator
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
@@ -13,7 +15,7 @@ import torch
 from torch import fx
 
 from crossfade.errors import CaptureError
-from crossfade.graph.private import FakeTensor, FakeTensorMode
+from crossfade.graph.private import FakeTensor, FakeTensorMode, tree_flatten
 
 if TYPE_CHECKING:
     from crossfade.graph.passes import PassRecord
@@ -122,7 +124,10 @@ class Program:
 
     def input_node(self, name: str) -> fx.Node:
         """The placeholder of the input called `name`."""
-        return next(node for item, node in self.named_inputs() if item.name == name)
+        for item, node in self.named_inputs():
+            if item.name == name:
+                return node
+        raise CaptureError(f"no input called {name!r}", remedy="take a name from [i.name for i in program.inputs]")
 
     def set_results(self, results: list[Any], outputs: tuple[Output, ...] | None = None) -> None:
         """Replace the output values, and what they are if that changes too."""
@@ -136,10 +141,10 @@ class Program:
         with _paused_garbage_collection():
             mapping: dict[fx.Node, fx.Node] = {}
             result = graph.graph_copy(self.graph, mapping)
-            graph.output(result)
+            graph.output(result).meta = copy.copy(self.output_node.meta)
             for old, new in mapping.items():
                 new.meta = copy.copy(old.meta)
-        return replace(self, graph=graph)
+        return replace(self, graph=graph, groups=dict(self.groups), constants=dict(self.constants))
 
     def module(self) -> fx.GraphModule:
         """A runnable module over this graph (not a copy of it)."""
@@ -170,16 +175,23 @@ def from_graph_module(module: fx.GraphModule, *, groups: Mapping[str, int] | Non
     graph = fx.Graph()
     mapping: dict[fx.Node, fx.Node] = {}
     result = graph.graph_copy(module.graph, mapping)
-    flat = list(result) if isinstance(result, (tuple, list)) else [result]
+    flat, _ = tree_flatten(result)
     graph.output(tuple(flat))
     for old, new in mapping.items():
         new.meta = copy.copy(old.meta)
-    constants = {
-        str(node.target): _attribute(module, str(node.target)) for node in graph.find_nodes(op="get_attr")
-    }
+    complete_metadata(graph)
+    constants = {str(node.target): _attribute(module, str(node.target)) for node in graph.find_nodes(op="get_attr")}
     inputs = tuple(Input(InputKind.INPUT, str(node.target)) for node in graph.find_nodes(op="placeholder"))
     outputs = tuple(Output(OutputKind.OUTPUT, str(index)) for index in range(len(flat)))
     return Program(graph, inputs, outputs, groups=dict(groups or group_sizes(graph)), constants=constants)
+
+
+def complete_metadata(graph: fx.Graph) -> None:
+    """Describe the absent results of multi-output ops (gradients not asked for), which torch's tracer leaves bare."""
+    for node in graph.find_nodes(op="call_function", target=operator.getitem):
+        if "val" not in node.meta:
+            values = node.args[0].meta.get("val")
+            node.meta["val"] = values[node.args[1]] if values is not None else None
 
 
 def source_line(node: fx.Node) -> str:
@@ -192,10 +204,8 @@ def source_line(node: fx.Node) -> str:
     frames = [line.strip() for line in trace.splitlines() if line.strip().startswith("File ")]
     inside_torch = "/torch/"
     users = [frame for frame in frames if inside_torch not in frame] or frames
-    if not users:
-        return ""
-    path, line = users[-1].split(", ")[:2]
-    return f"{path.removeprefix('File ').strip(chr(34)).rsplit('/', 1)[-1]}:{line.removeprefix('line ')}"
+    found = re.match(r'File "(?:.*/)?(.*)", line (\d+)', users[-1]) if users else None
+    return f"{found[1]}:{found[2]}" if found else ""
 
 
 def tensor_bytes(value: Any) -> int:

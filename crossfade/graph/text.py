@@ -15,8 +15,11 @@ from __future__ import annotations
 
 import ast
 import builtins
+import json
 import math
 import operator
+import re
+import textwrap
 from collections.abc import Mapping
 from typing import Any
 
@@ -52,7 +55,9 @@ _MEMORY_FORMATS = {
     for name in ("preserve_format", "contiguous_format", "channels_last", "channels_last_3d", "strided", "sparse_coo")
 }
 _CONSTANT_NAMES = {value: name for name, value in _MEMORY_FORMATS.items()}
+_MODULES: dict[str, Any] = {"operator": operator, "math": math, "builtins": builtins, "torch": torch}
 _TYPES: dict[str, Any] = {"float": 1.0, "int": 1, "bool": True}
+_ANNOTATION = re.compile(r"^(\w+: )([^\"'=]*)( = )", re.MULTILINE)
 
 
 def render(program: Program) -> str:
@@ -78,15 +83,21 @@ def render_type(value: Any) -> str:
         dtype = _DTYPE_NAMES.get(value.dtype, str(value.dtype).removeprefix("torch."))
         return f"{dtype}[{', '.join(str(size) for size in value.shape)}]"
     if isinstance(value, (tuple, list)):
-        return f"({', '.join(render_type(item) for item in value)})"
-    for name, kinds in (("bool", (bool, torch.SymBool)), ("int", (int, torch.SymInt)), ("float", (float, torch.SymFloat))):
+        return f"({', '.join(render_type(item) for item in value)}{',' if len(value) == 1 else ''})"
+    for name, kinds in (
+        ("bool", (bool, torch.SymBool)),
+        ("int", (int, torch.SymInt)),
+        ("float", (float, torch.SymFloat)),
+    ):
         if isinstance(value, kinds):
             return name
     return "None" if value is None else type(value).__name__
 
 
-def parse(text: str, *, groups: Mapping[str, int] | None = None) -> Program:
+def parse(text: str, *, groups: Mapping[str, int] | None = None, constants: Mapping[str, Any] | None = None) -> Program:
     """Build a program from its text. Shapes of inputs are read; all others are computed, and checked if written.
+
+    The text has neither the sizes of groups nor the values of constants; without a value, a constant has only a type.
 
     >>> program = parse('''
     ... x: f32[2, 3] = input("x")
@@ -98,7 +109,26 @@ def parse(text: str, *, groups: Mapping[str, int] | None = None) -> Program:
     y: f32[2] = aten.sum.dim_IntList(x, [1])
     return output("y", y)
     """
-    return _Parser(text, groups or {}).program()
+    return _Parser(text, groups or {}, constants or {}).program()
+
+
+def resolve_operator(name: str) -> Any:
+    """The operator that a name in the text stands for.
+
+    >>> resolve_operator("aten.mm")
+    <OpOverload(op='aten.mm', overload='default')>
+    """
+    namespace, *path = name.split(".")
+    if namespace in _MODULES and len(path) == 1 and hasattr(_MODULES[namespace], path[0]):
+        return getattr(_MODULES[namespace], path[0])
+    packet = getattr(getattr(torch.ops, _NAMESPACES.get(namespace, namespace)), path[0], None) if path else None
+    overload = path[1] if len(path) > 1 else "default"
+    if packet is None or overload not in packet.overloads():
+        known = f"; {name} has {', '.join(packet.overloads())}" if packet is not None else ""
+        raise TextError(
+            f"the operator {name}", expected=f"one like aten.mm or aten.add.Tensor{known}", remedy="correct it"
+        )
+    return getattr(packet, overload)
 
 
 def _line(node: fx.Node, described: Mapping[fx.Node, Input]) -> str:
@@ -110,6 +140,10 @@ def _line(node: fx.Node, described: Mapping[fx.Node, Input]) -> str:
 
 
 def _call(node: fx.Node) -> str:
+    if node.op in ("placeholder", "output"):
+        return (
+            f"placeholder({_quote(str(node.target))})" if node.op == "placeholder" else f"return {_value(node.args[0])}"
+        )
     if node.op == "get_attr":
         return f"constant({_quote(str(node.target))})"
     if node.target is operator.getitem:
@@ -154,23 +188,37 @@ def _value(value: Any) -> str:
 
 
 def _quote(text: str) -> str:
-    return '"' + text.replace("\\", "\\\\").replace('"', '\\"') + '"'
+    return json.dumps(text, ensure_ascii=False)
+
+
+def _dtype(name: str) -> torch.dtype | None:
+    """A dtype by its short name, or by torch's where it has no short one."""
+    found = DTYPES.get(name) or getattr(torch, name, None)
+    return found if isinstance(found, torch.dtype) else None
+
+
+def _scalars_as_python(annotation: re.Match[str]) -> str:
+    """`f32[]` is no Python: read it as `f32[()]`."""
+    return annotation[1] + annotation[2].replace("[]", "[()]") + annotation[3]
 
 
 class _Parser:
     """One pass over the lines; each becomes a node whose metadata is computed on fake tensors."""
 
-    def __init__(self, text: str, groups: Mapping[str, int]) -> None:
-        self.text, self.groups = text, groups
+    def __init__(self, text: str, groups: Mapping[str, int], constants: Mapping[str, Any]) -> None:
+        self.text, self.groups, self.constants = textwrap.dedent(text).strip(), groups, constants
         self.graph, self.mode = fx.Graph(), FakeTensorMode()
         self.nodes: dict[str, fx.Node] = {}
         self.inputs: list[Input] = []
 
     def program(self) -> Program:
         try:
-            statements = ast.parse(self.text.strip()).body
+            statements = ast.parse(_ANNOTATION.sub(_scalars_as_python, self.text)).body
         except SyntaxError as error:
-            raise TextError(f"line {error.lineno}: {error.text!r}", remedy="write one assignment per line") from error
+            line = self.text.splitlines()[(error.lineno or 1) - 1 :][:1]
+            raise TextError(f"line {error.lineno}: {''.join(line)}", remedy="write one assignment per line") from error
+        if not statements:
+            raise TextError("no lines", expected="a program", remedy='end with a line like `return output("y", y)`')
         for statement in statements[:-1]:
             self.assignment(statement)
         return self.returned(statements[-1])
@@ -192,28 +240,49 @@ class _Parser:
                 node = self.graph.placeholder(name)
                 node.meta["val"] = self.type_of(line, kind)
                 self.inputs.append(Input(InputKind(role), label))
-            case ast.Subscript(value=ast.Name(id=source), slice=index):
+            case ast.Call(func=ast.Name(id="constant"), args=[ast.Constant(value=label)]):
+                if kind is None:
+                    raise self.error(line, 'a type, as in `k: f32[4] = constant("k")`')
+                node = self.graph.create_node("get_attr", label, name=name)
+                node.meta["val"] = self.type_of(line, kind)
+            case ast.Subscript(value=ast.Name(id=source), slice=index) if source in self.nodes:
                 arguments = (self.nodes[source], self.value(line, index))
-                node = self.graph.create_node("call_function", operator.getitem, arguments, {}, name)
-                node.meta["val"] = self.nodes[source].meta["val"][arguments[1]]
+                node = self.compute(line, name, operator.getitem, arguments, {})
             case ast.Call(func=func, args=args, keywords=keywords):
                 node = self.call(line, name, self.target(line, func), args, keywords)
             case _:
                 raise self.error(line, "an input, a call or an element")
-        if kind is not None and render_type(node.meta["val"]) != ast.unparse(kind):
+        if name in DTYPES or name in _MEMORY_FORMATS:
+            raise self.error(line, f"a name other than {name}, which is a value")
+        if kind is not None and render_type(node.meta["val"]) != ast.unparse(kind).replace("[()]", "[]"):
             raise self.error(line, f"the type {render_type(node.meta['val'])}")
         if node.name != name:
             raise self.error(line, f"a name that is not used twice or reserved ({node.name} would be free)")
         self.nodes[name] = node
 
-    def call(self, line: ast.stmt, name: str, target: Any, args: list[ast.expr], keywords: list[ast.keyword]) -> fx.Node:
+    def call(
+        self, line: ast.stmt, name: str, target: Any, args: list[ast.expr], keywords: list[ast.keyword]
+    ) -> fx.Node:
         arguments = tuple(self.value(line, item) for item in args)
         named = {item.arg: self.value(line, item.value) for item in keywords if item.arg}
+        return self.compute(line, name, target, arguments, named)
+
+    def compute(self, line: ast.stmt, name: str, target: Any, arguments: tuple, named: dict[str, Any]) -> fx.Node:
         node = self.graph.create_node("call_function", target, arguments, named, name)
         fakes = fx.map_arg((arguments, named), lambda n: n.meta["val"])
-        with self.mode:
-            node.meta["val"] = target(*fakes[0], **fakes[1])
+        try:
+            with self.mode:
+                node.meta["val"] = target(*fakes[0], **fakes[1])
+        except Exception as error:
+            reason = str(error).partition("\n")[0]
+            raise self.error(line, f"arguments that fit, but {type(error).__name__}: {reason}") from error
         return node
+
+    def target(self, line: ast.stmt, func: ast.expr) -> Any:
+        try:
+            return resolve_operator(ast.unparse(func))
+        except TextError as error:
+            raise self.error(line, error.expected) from error
 
     def returned(self, line: ast.stmt) -> Program:
         if not isinstance(line, ast.Return):
@@ -222,33 +291,26 @@ class _Parser:
         outputs, values = [], []
         for item in items:
             match item:
-                case ast.Call(func=ast.Name(id=role), args=[ast.Constant(value=label), value]) if role in set(OutputKind):
+                case ast.Call(func=ast.Name(id=role), args=[ast.Constant(value=label), value]) if role in set(
+                    OutputKind
+                ):
                     outputs.append(Output(OutputKind(role), label))
                     values.append(self.value(line, value))
                 case _:
                     raise self.error(line, 'results like `output("y", y)` or `gradient("w", g)`')
         self.graph.output(tuple(values))
-        return Program(self.graph, tuple(self.inputs), tuple(outputs), groups=dict(self.groups))
+        signature = tuple(self.inputs), tuple(outputs)
+        return Program(self.graph, *signature, groups=dict(self.groups), constants=dict(self.constants))
 
     def type_of(self, line: ast.stmt, kind: ast.expr) -> Any:
         match kind:
             case ast.Name(id=name) if name in _TYPES:
                 return _TYPES[name]
-            case ast.Subscript(value=ast.Name(id=name), slice=sizes) if name in DTYPES:
+            case ast.Subscript(value=ast.Name(id=name), slice=sizes) if dtype := _dtype(name):
                 items = sizes.elts if isinstance(sizes, ast.Tuple) else [sizes]
                 with self.mode:
-                    return torch.empty([self.value(line, item) for item in items], dtype=DTYPES[name])
+                    return torch.empty([self.value(line, item) for item in items], dtype=dtype)
         raise self.error(line, f"a type like f32[2, 3], one of {', '.join(DTYPES)}")
-
-    def target(self, line: ast.stmt, func: ast.expr) -> Any:
-        path = ast.unparse(func).split(".")
-        if path[0] in ("operator", "math"):
-            return getattr({"operator": operator, "math": math}[path[0]], path[1])
-        try:
-            found = getattr(getattr(torch.ops, _NAMESPACES.get(path[0], path[0])), path[1])
-            return getattr(found, path[2] if len(path) > 2 else "default")
-        except (AttributeError, IndexError) as error:
-            raise self.error(line, "an operator like aten.mm or aten.add.Tensor") from error
 
     def value(self, line: ast.stmt, item: ast.expr) -> Any:
         match item:
@@ -256,6 +318,8 @@ class _Parser:
                 return self.nodes[name]
             case ast.Name(id=name) if name in DTYPES or name in _MEMORY_FORMATS:
                 return DTYPES.get(name) or _MEMORY_FORMATS[name]
+            case ast.Attribute(value=ast.Name(id="torch"), attr=name) if dtype := _dtype(name):
+                return dtype
             case ast.List(elts=items):
                 return [self.value(line, one) for one in items]
             case ast.Tuple(elts=items):

@@ -2,26 +2,30 @@
 
 from __future__ import annotations
 
+import operator
 from typing import Any
 
 import torch
 from torch import fx
 
-from crossfade.errors import VerifyError
+from crossfade.errors import CaptureError, VerifyError
 from crossfade.graph import collectives
-from crossfade.graph.order import alias_roots
+from crossfade.graph.order import alias_roots, written_inputs
 from crossfade.graph.private import tree_flatten
 from crossfade.graph.program import Program, source_line
 from crossfade.graph.text import render_node, render_type
+
+_Nodes = dict[fx.Node, fx.Node]
 
 
 def verify(program: Program, *, recompute: bool = False) -> None:
     """Raise `VerifyError` unless the program is well formed.
 
-    - the graph passes `lint` and matches its signature;
+    - the graph passes `lint`, matches its signature, and its constants are there;
     - every node that makes a value carries metadata; with `recompute`, equal to a fresh run on fake tensors;
     - every result of a started collective is waited for, and nothing reads it, or a view of it, before that;
-    - every collective names a group that the program knows.
+    - nothing writes what a started collective is still reading;
+    - everything that communicates names a group that the program knows.
 
         >>> from crossfade.graph.text import parse
         >>> verify(parse('''
@@ -34,12 +38,30 @@ def verify(program: Program, *, recompute: bool = False) -> None:
         ...
         crossfade.errors.VerifyError: found y = aten.relu(start), which reads start before its wait; ...
     """
-    program.graph.lint()
-    program.__post_init__()
+    _verify_structure(program)
     _verify_metadata(program.graph)
     _verify_collectives(program)
     if recompute:
         _verify_recomputed(program)
+
+
+def _verify_structure(program: Program) -> None:
+    try:
+        program.graph.lint()
+        program.__post_init__()
+    except CaptureError as error:
+        raise VerifyError(error.found, expected=error.expected, remedy=error.remedy) from error
+    except RuntimeError as error:
+        first_line = str(error).partition("\n")[0]  # lint prints the whole graph after it
+        raise VerifyError(
+            f"a malformed graph ({first_line})",
+            expected="a graph that passes lint",
+            remedy="define each value once, above its uses",
+        ) from error
+    for node in program.graph.find_nodes(op="get_attr"):
+        if node.target not in program.constants:
+            known = ", ".join(program.constants) or "none"
+            raise _error(node, "which has no value", f"one of: {known}", "add it to Program.constants")
 
 
 def _error(node: fx.Node, what: str, expected: str, remedy: str) -> VerifyError:
@@ -51,51 +73,80 @@ def _error(node: fx.Node, what: str, expected: str, remedy: str) -> VerifyError:
 
 def _verify_metadata(graph: fx.Graph) -> None:
     for node in graph.nodes:
-        if node.op != "output" and "val" not in node.meta and not (node.op == "get_attr" or node.is_impure()):
+        if "val" not in node.meta and _makes_value(node):
             raise _error(node, "without metadata", 'meta["val"] on every node', "build nodes with rewrite.splice")
 
 
+def _makes_value(node: fx.Node) -> bool:
+    if node.op in ("output", "get_attr"):
+        return False
+    schema = getattr(node.target, "_schema", None)
+    return bool(schema.returns) if schema is not None else node.op == "placeholder" or not node.is_impure()
+
+
 def _verify_collectives(program: Program) -> None:
-    found = collectives.find(program.graph)
-    if not found:
-        return
-    for one in found:
-        if one.group not in program.groups:
+    for node in program.graph.nodes:
+        if (group := collectives.group_of(node)) is not None and group not in program.groups:
             known = ", ".join(program.groups) or "none"
-            raise _error(one.node, f"on group {one.group!r}", f"one of: {known}", "add the group to Program.groups")
+            raise _error(node, f"on group {group!r}", f"one of: {known}", "add the group to Program.groups")
+    found = collectives.find(program.graph)
+    for one in found:
         for result in one.results:
             if not any(collectives.is_wait(user) for user in result.users):
                 raise _error(result, "never waited for", "a wait on every result", "wait for it, or remove it")
-    _verify_no_early_use(program.graph)
+        if one.coalesced and (missing := set(range(len(one.inputs))) - {result.args[1] for result in one.results}):
+            what = f"whose result {min(missing)} is never waited for"
+            raise _error(one.node, what, "a wait on every result", "wait for it, or remove it")
+    if found:
+        _verify_in_flight(program.graph)
 
 
-def _verify_no_early_use(graph: fx.Graph) -> None:
-    """Walk once with the set of buffers in flight: reading one, directly or through a view, is an error."""
+def _verify_in_flight(graph: fx.Graph) -> None:
+    """Walk once with the memory in flight: nothing may read what a collective writes, nor write what it reads."""
     nodes = list(graph.nodes)
     roots = alias_roots(nodes)
-    in_flight: dict[fx.Node, fx.Node] = {}
-    waited: set[fx.Node] = set()
+    arriving: dict[fx.Node, fx.Node] = {}
+    leaving: dict[fx.Node, fx.Node] = {}
     for node in nodes:
         if collectives.is_wait(node):
-            in_flight.pop(roots[node], None)
-            waited.add(node)
+            arriving.pop(roots[node], None)
+            start = collectives.started_by(node)
+            for source in start.all_input_nodes if start is not None else ():
+                if leaving.get(roots[source]) is start:
+                    del leaving[roots[source]]
             continue
-        for source in node.all_input_nodes:
-            start = in_flight.get(roots[source])
-            if start is not None and not _takes_result_apart(node, start):
-                raise _error(
-                    node,
-                    f"which reads {source.name} before its wait",
-                    f"only waits to read what {start.name} is still writing",
-                    "read the wait's result instead",
-                )
-        if collectives.is_collective(node):
-            in_flight[roots[node]] = node
+        _verify_touches(node, roots, arriving, leaving)
+        if (one := collectives.view(node)) is not None:
+            arriving.update((root, node) for root in _arriving_memory(one, roots))
+            if one.kind not in (collectives.Kind.ALL_REDUCE, collectives.Kind.BROADCAST):  # these copy first
+                leaving.update((roots[source], node) for source in one.inputs)
 
 
-def _takes_result_apart(node: fx.Node, start: fx.Node) -> bool:
-    """`getitem` on a coalesced collective only names one of its results."""
-    return node.op == "call_function" and start in node.all_input_nodes and not hasattr(node.target, "_schema")
+def _verify_touches(node: fx.Node, roots: _Nodes, arriving: _Nodes, leaving: _Nodes) -> None:
+    for source in node.all_input_nodes:
+        start = arriving.get(roots[source])
+        if start is not None and node.target is not operator.getitem:
+            raise _error(
+                node,
+                f"which reads {source.name} before its wait",
+                f"only waits to read what {start.name} is still writing",
+                "read the wait's result instead",
+            )
+    for target in written_inputs(node) if leaving else ():
+        start = leaving.get(roots[target])
+        if start is not None:
+            raise _error(
+                node,
+                f"which writes {target.name} before the wait of {start.name}",
+                f"no writes to what {start.name} is still reading",
+                "write after the wait",
+            )
+
+
+def _arriving_memory(one: collectives.Collective, roots: _Nodes) -> list[fx.Node]:
+    """The memory a collective writes until its wait: its results, and the inputs or buffer they live in."""
+    buffers = one.inputs if one.in_place else () if one.out is None else (one.out,)
+    return [roots[node] for node in (one.node, *one.results, *buffers)]
 
 
 def _verify_recomputed(program: Program) -> None:
@@ -107,7 +158,9 @@ def _verify_recomputed(program: Program) -> None:
             args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: n.meta.get("val"))
             fresh = _flat_types(node.target(*args, **kwargs))
             if fresh != _flat_types(node.meta.get("val")):
-                raise _error(node, f"recorded as {_flat_types(node.meta.get('val'))}", f"{fresh}", "refresh its metadata")
+                raise _error(
+                    node, f"recorded as {_flat_types(node.meta.get('val'))}", f"{fresh}", "refresh its metadata"
+                )
 
 
 def _flat_types(value: Any) -> list[str]:

@@ -1,0 +1,112 @@
+"""How a user's batch is laid out: which tensors are split over ranks and micro-batches, and what one rank gets."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from torch import Tensor
+
+from crossfade.errors import BatchError
+from crossfade.graph.private import tree_flatten, tree_flatten_with_path, tree_keystr
+
+BatchIs = Literal["global", "local"]
+
+
+@dataclass(frozen=True)
+class BatchLayout:
+    """The structure of one batch and how it is divided. Tensors with a dim are split along dim 0, others passed on.
+
+    With `given="global"` every rank is given the whole batch and takes its part; with `"local"`, as under a
+    distributed sampler, each rank is given its own. Micro-batch `j` of a rank is its part of micro-batch `j` of the
+    whole batch, so that accumulation means the same on any number of ranks.
+
+        >>> import torch
+        >>> batch = (torch.zeros(8, 3), {"mask": torch.ones(8)})
+        >>> layout = BatchLayout.of(batch, ranks=2, accumulate=2, given="global")
+        >>> layout.names
+        ('batch[0]', "batch[1]['mask']")
+        >>> layout.micro_batch_size, layout.micro_batch_size_of_all_ranks
+        (2, 4)
+    """
+
+    spec: Any
+    names: tuple[str, ...]
+    size: int
+    ranks: int
+    accumulate: int
+    given: BatchIs
+
+    @classmethod
+    def of(cls, batch: tuple[Any, ...], *, ranks: int, accumulate: int, given: BatchIs) -> BatchLayout:
+        """Describe an example batch, refusing one that cannot be divided."""
+        pairs, spec = tree_flatten_with_path(batch)
+        names = tuple(f"batch{tree_keystr(path)}" for path, _ in pairs)
+        sizes = {name: leaf.shape[0] for name, (_, leaf) in zip(names, pairs, strict=True) if is_split(leaf)}
+        layout = cls(spec, names, _common_size(sizes), ranks, accumulate, given)
+        parts = layout._parts
+        if layout.size % parts:
+            raise BatchError(
+                f"a batch of {layout.size} samples",
+                expected=f"a multiple of {parts} ({layout._parts_in_words()})",
+                remedy=f"pass {layout.size - layout.size % parts or parts} samples, e.g. drop_last=True in the loader",
+            )
+        return layout
+
+    @property
+    def micro_batch_size(self) -> int:
+        """Samples that one rank computes at a time."""
+        return self.size // self._parts
+
+    @property
+    def micro_batch_size_of_all_ranks(self) -> int:
+        """Samples that all ranks together compute at a time."""
+        return self.micro_batch_size * self.ranks
+
+    def take(self, batch: tuple[Any, ...], rank: int) -> list[Tensor]:
+        """This rank's part of the batch's tensors, micro-batches one after the other, contiguous."""
+        leaves, _ = tree_flatten(batch)
+        return [self._part(leaf, rank) if is_split(leaf) else leaf for leaf in leaves if isinstance(leaf, Tensor)]
+
+    def _part(self, tensor: Tensor, rank: int) -> Tensor:
+        if self.given == "global" and self.ranks > 1:
+            per_rank = tensor.reshape(self.accumulate, self.ranks, self.micro_batch_size, *tensor.shape[1:])[:, rank]
+            tensor = per_rank.reshape(-1, *tensor.shape[1:])
+        return tensor.contiguous()
+
+    @property
+    def _parts(self) -> int:
+        return self.accumulate * (self.ranks if self.given == "global" else 1)
+
+    def _parts_in_words(self) -> str:
+        over_ranks = f"{self.ranks} data-parallel ranks" if self.given == "global" else "this rank's own batch"
+        return over_ranks + (f" times {self.accumulate} micro-batches" if self.accumulate > 1 else "")
+
+
+def is_split(leaf: Any) -> bool:
+    """Whether a leaf of the batch is divided: every tensor that has a dim is."""
+    return isinstance(leaf, Tensor) and leaf.dim() > 0
+
+
+def batch_key(batch: tuple[Any, ...]) -> Hashable:
+    """What a captured step depends on: the structure, dtypes and shapes of tensors, and all other values."""
+    leaves, spec = tree_flatten(batch)
+    described = tuple(
+        (tuple(leaf.shape), leaf.dtype, leaf.device) if isinstance(leaf, Tensor) else leaf for leaf in leaves
+    )
+    return str(spec), described
+
+
+def _common_size(sizes: dict[str, int]) -> int:
+    if not sizes:
+        raise BatchError("a batch without a tensor to split", remedy="pass at least one tensor with a batch dim")
+    first, size = next(iter(sizes.items()))
+    for name, other in sizes.items():
+        if other != size:
+            raise BatchError(
+                f"{name} with {other} rows beside {first} with {size}",
+                expected="the same number of samples along dim 0 of every tensor in the batch",
+                remedy="make tensors that all samples share (masks, tables) buffers of the model",
+            )
+    return size

@@ -1,0 +1,234 @@
+"""Capture of the optimizer's step, appended to a program that computes gradients.
+
+The optimizer's own code is traced, on fake parameters and state, so that every option it has means what it means in
+eager torch. The learning rate of each parameter group is an input of the program; all other options are baked in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.optim import SGD, Adam, AdamW, Optimizer
+
+from crossfade.capture.tracing import to_fake, trace
+from crossfade.errors import OptimizerError
+from crossfade.graph.private import symbolic_float
+from crossfade.graph.program import Input, InputKind, Output, OutputKind, Program
+from crossfade.graph.rewrite import inline
+
+GRAD_NORM = "grad_norm"
+"""Name of the output that carries the gradient norm before clipping."""
+
+
+def _sgd_state(group: Mapping[str, Any], parameter: Tensor, present: Mapping[str, Any]) -> dict[str, Tensor]:
+    if not group["momentum"]:
+        return {}
+    if group["dampening"] and present.get("momentum_buffer") is None:
+        raise OptimizerError(
+            f"SGD with dampening={group['dampening']} and no momentum buffers yet",
+            expected="dampening=0, or buffers from an earlier step (the first step is not dampened)",
+            remedy="take the first step with optimizer.step(), then compile; or use dampening=0",
+        )
+    return {"momentum_buffer": torch.zeros_like(parameter, memory_format=torch.preserve_format)}
+
+
+def _adam_state(group: Mapping[str, Any], parameter: Tensor, present: Mapping[str, Any]) -> dict[str, Tensor]:
+    moments = ["exp_avg", "exp_avg_sq"] + (["max_exp_avg_sq"] if group["amsgrad"] else [])
+    zeros = {name: torch.zeros_like(parameter, memory_format=torch.preserve_format) for name in moments}
+    return {"step": torch.tensor(0.0, dtype=torch.get_default_dtype()), **zeros}
+
+
+_INITIAL_STATE: dict[type[Optimizer], Callable[..., dict[str, Tensor]]] = {
+    SGD: _sgd_state,
+    Adam: _adam_state,
+    AdamW: _adam_state,
+}
+"""What each supported optimizer would create at its first step: the state must exist before it can be an input."""
+
+_REFUSED_OPTIONS = ("fused", "capturable", "differentiable")
+
+
+def check_optimizer(optimizer: Optimizer, names: Mapping[Tensor, str]) -> None:
+    """Refuse what cannot be captured: other optimizers, options that change its kind, foreign parameters."""
+    if type(optimizer) not in _INITIAL_STATE:
+        raise OptimizerError(
+            f"the optimizer {type(optimizer).__name__}",
+            expected=f"one of {', '.join(kind.__name__ for kind in _INITIAL_STATE)}",
+            remedy="use one of those, or keep this optimizer and compile only the forward and backward",
+        )
+    for index, group in enumerate(optimizer.param_groups):
+        for option in _REFUSED_OPTIONS:
+            if group.get(option):
+                raise OptimizerError(
+                    f"{option}=True in parameter group {index}",
+                    remedy=f"leave {option} out: the captured step does not need it",
+                )
+        if isinstance(group["lr"], Tensor):
+            raise OptimizerError(
+                f"a tensor as the learning rate of group {index}", remedy="pass a float; it stays an input of the step"
+            )
+        for parameter in group["params"]:
+            if parameter not in names:
+                raise OptimizerError(
+                    f"a parameter of shape {tuple(parameter.shape)} in group {index} that is not the model's",
+                    remedy="build the optimizer from model.parameters()",
+                )
+
+
+def missing_state(optimizer: Optimizer, names: Mapping[Tensor, str]) -> dict[str, dict[str, Tensor]]:
+    """The state that the optimizer would create at its first step, by parameter name, where it has none yet."""
+    missing: dict[str, dict[str, Tensor]] = {}
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            present = optimizer.state.get(parameter, {})
+            initial = _INITIAL_STATE[type(optimizer)](group, parameter, present)
+            missing[names[parameter]] = {key: value for key, value in initial.items() if present.get(key) is None}
+    return missing
+
+
+def options_key(optimizer: Optimizer) -> Hashable:
+    """Everything about the groups that is baked into a captured step: a change of it needs a new capture."""
+    return tuple(
+        tuple((key, str(value)) for key, value in group.items() if key not in ("params", "lr", "initial_lr"))
+        + tuple(id(parameter) for parameter in group["params"])
+        for group in optimizer.param_groups
+    )
+
+
+def append_optimizer(
+    program: Program, optimizer: Optimizer, names: Mapping[Tensor, str], *, clip_grad_norm: float | None = None
+) -> Program:
+    """Add the optimizer's step to a program with gradient outputs; gradients become updates of parameters and state.
+
+    Parameters are updated in the order in which their gradients become ready, so that early updates run while late
+    gradients still travel. `foreach` optimizers are captured as one update per parameter, for the same reason: the
+    numbers are the same.
+    """
+    program = program.copy()
+    ready = _gradients_in_order(program)
+    state = _fake_state(program, optimizer, names, ready)
+    rates = [
+        symbolic_float(program.fake_mode.shape_env, f"lr{i}", float(g["lr"]))
+        for i, g in enumerate(optimizer.param_groups)
+    ]
+    parameters = [program.input_node(name) for name in ready]
+    shadow = type(optimizer)([torch.zeros(1)], lr=1.0)
+
+    def update(
+        parameter_values: list[Tensor], gradients: list[Tensor], states: list[dict[str, Tensor]], *lr: Any
+    ) -> Any:
+        by_name = dict(zip(ready, parameter_values, strict=True))
+        _point_at(
+            shadow,
+            optimizer,
+            names,
+            by_name,
+            dict(zip(ready, gradients, strict=True)),
+            dict(zip(ready, states, strict=True)),
+            lr,
+        )
+        norm = _clip([by_name[n] for n in names.values() if n in by_name], clip_grad_norm)
+        shadow.step()
+        return [*parameter_values, *(value for one in states for value in one.values()), *norm]
+
+    fakes = (
+        [n.meta["val"] for n in parameters],
+        [ready[n].meta["val"] for n in ready],
+        [state[n] for n in ready],
+        *rates,
+    )
+    with torch.no_grad():
+        body = trace(update, fakes, f"the step of {type(optimizer).__name__}")
+    return _append(program, body.graph, ready, state, len(rates), clipped=clip_grad_norm is not None)
+
+
+def state_name(parameter: str, key: str) -> str:
+    """The program's name for one entry of one parameter's optimizer state."""
+    return f"{parameter}:{key}"
+
+
+def _gradients_in_order(program: Program) -> dict[str, fx.Node]:
+    position = {node: index for index, node in enumerate(program.graph.nodes)}
+    found = [(out.name, value) for out, value in program.named_results() if out.kind is OutputKind.GRADIENT]
+    return dict(sorted(found, key=lambda item: position[item[1]]))
+
+
+def _fake_state(
+    program: Program, optimizer: Optimizer, names: Mapping[Tensor, str], ready: Mapping[str, Any]
+) -> dict[str, dict[str, Tensor]]:
+    parameters = {name: parameter for parameter, name in names.items()}
+    missing = missing_state(optimizer, names)
+    real = {n: {**missing.get(n, {}), **optimizer.state.get(parameters[n], {})} for n in ready}
+    mode = program.fake_mode
+    return {
+        n: {key: to_fake(mode, value) for key, value in entries.items() if isinstance(value, Tensor)}
+        for n, entries in real.items()
+    }
+
+
+def _point_at(
+    shadow: Optimizer,
+    optimizer: Optimizer,
+    names: Mapping[Tensor, str],
+    parameters: Mapping[str, Tensor],
+    gradients: Mapping[str, Tensor],
+    states: Mapping[str, dict[str, Tensor]],
+    rates: tuple[Any, ...],
+) -> None:
+    """Make `shadow` the user's optimizer over traced tensors."""
+    shadow.state.clear()
+    shadow.param_groups.clear()
+    for group, rate in zip(optimizer.param_groups, rates, strict=True):
+        members = {names[parameter] for parameter in group["params"]}
+        chosen = [name for name in parameters if name in members]
+        shadow.param_groups.append({**group, "foreach": False, "lr": rate, "params": [parameters[n] for n in chosen]})
+    for name, parameter in parameters.items():
+        parameter.grad = gradients[name]
+        shadow.state[parameter] = states[name]
+
+
+def _clip(parameters: list[Tensor], limit: float | None) -> list[Tensor]:
+    return [] if limit is None else [torch.nn.utils.clip_grad_norm_(parameters, limit, foreach=False)]
+
+
+def _append(
+    program: Program,
+    body: fx.Graph,
+    ready: Mapping[str, fx.Node],
+    state: Mapping[str, dict[str, Tensor]],
+    groups: int,
+    *,
+    clipped: bool,
+) -> Program:
+    entries = [(name, key) for name in ready for key in state[name]]
+    new_inputs = [Input(InputKind.OPTIMIZER_STATE, state_name(name, key)) for name, key in entries]
+    new_inputs += [Input(InputKind.SCALAR, f"lr.{index}") for index in range(groups)]
+    body_inputs = list(body.find_nodes(op="placeholder"))
+    count = len(ready)
+    parameters = dict(zip(body_inputs[:count], [program.input_node(n) for n in ready], strict=True))
+    gradients = dict(zip(body_inputs[count : 2 * count], ready.values(), strict=True))
+    added = _add_placeholders(program, new_inputs, body_inputs[2 * count :])
+    results = inline(program, body, {**parameters, **gradients, **added}, before=program.output_node)
+    kept = [(out, value) for out, value in program.named_results() if out.kind is not OutputKind.GRADIENT]
+    updated = [*ready, *(state_name(name, key) for name, key in entries)]
+    kept += list(zip([Output(OutputKind.UPDATE, name) for name in updated], results[: len(updated)], strict=True))
+    if clipped:
+        kept.append((Output(OutputKind.OUTPUT, GRAD_NORM), results[-1]))
+    program.inputs += tuple(new_inputs)
+    program.set_results([value for _, value in kept], tuple(out for out, _ in kept))
+    program.facts |= {"optimizer"}
+    return program
+
+
+def _add_placeholders(program: Program, inputs: list[Input], like: list[fx.Node]) -> dict[fx.Node, fx.Node]:
+    added: dict[fx.Node, fx.Node] = {}
+    last = program.placeholders[-1]
+    for item, old in zip(inputs, like, strict=True):
+        with program.graph.inserting_after(last):
+            last = program.graph.placeholder(item.name.replace(".", "_").replace(":", "_"))
+        last.meta = dict(old.meta)
+        added[old] = last
+    return added

@@ -1,0 +1,67 @@
+"""Turning torch code into one functional graph on fake tensors, with errors that name the user's line."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from crossfade.errors import CaptureError, CrossfadeError
+from crossfade.graph.private import FakeTensorMode, dispatch_functionalize, symbolic_shapes
+from crossfade.graph.program import complete_metadata
+
+
+def new_fake_mode() -> FakeTensorMode:
+    """Fake tensors with static shapes, whose `.item()` is a graph value rather than an error."""
+    return FakeTensorMode(shape_env=symbolic_shapes(), allow_non_fake_inputs=True)
+
+
+def to_fake(mode: FakeTensorMode, tensor: torch.Tensor) -> torch.Tensor:
+    """A fake twin of a tensor: same shape, strides, dtype and device, no data."""
+    return mode.from_tensor(tensor.detach(), static_shapes=True)
+
+
+def trace(function: Callable[..., Any], inputs: Sequence[Any], what: str) -> fx.GraphModule:
+    """Record `function(*inputs)` as a graph of functional ATen ops; mutation becomes new values.
+
+    The function takes and returns flat lists. `what` names it in errors.
+    """
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    try:
+        module = make_fx(dispatch_functionalize(function), record_stack_traces=True)(*inputs)
+    except CrossfadeError:
+        raise
+    except Exception as error:
+        raise _capture_error(error, what) from error
+    _drop_profiler_marks(module.graph)
+    complete_metadata(module.graph)
+    return module
+
+
+def _capture_error(error: Exception, what: str) -> CaptureError:
+    """Name the user's line: the innermost frame outside torch and this package."""
+    ours = ("/torch/", "/crossfade/capture/")
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if not any(part in f.filename for part in ours)]
+    where = f" at {frames[-1].filename}:{frames[-1].lineno}: `{frames[-1].line}`" if frames else ""
+    message = str(error).strip().splitlines()[0] if str(error).strip() else ""
+    depends_on_data = any(word in f"{type(error).__name__} {error}" for word in ("DataDependent", "data-dependent"))
+    if depends_on_data:
+        return CaptureError(
+            f"control flow that depends on tensor values in {what}{where}",
+            expected="one graph that is right for every batch",
+            remedy="compute both sides and choose with torch.where, or move the decision out of the step",
+        )
+    return CaptureError(
+        f"{type(error).__name__} while capturing {what}{where}: {message}",
+        remedy="make it run on fake tensors: no numpy, no data access, no tensors on other devices",
+    )
+
+
+def _drop_profiler_marks(graph: fx.Graph) -> None:
+    for node in reversed(list(graph.nodes)):
+        if node.op == "call_function" and getattr(node.target, "namespace", "") == "profiler":
+            graph.erase_node(node)

@@ -1,0 +1,145 @@
+"""Capture of a training step's forward, loss and backward as one program.
+
+The user's model is not rewritten: it runs once on fake tensors, its parameters and buffers swapped for traced ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from crossfade.capture.batch import BatchLayout, is_split
+from crossfade.capture.tracing import new_fake_mode, to_fake, trace
+from crossfade.errors import CaptureError, ModelError
+from crossfade.graph.private import FakeTensorMode, tree_flatten, tree_unflatten
+from crossfade.graph.program import Input, InputKind, Output, OutputKind, Program
+
+LossFunction = Callable[..., Tensor]
+
+
+def check_model(model: nn.Module) -> None:
+    """Refuse models that cannot be trained as they are, before anything is captured."""
+    tensors = [*model.named_parameters(), *model.named_buffers()]
+    if not any(p.requires_grad for p in model.parameters()):
+        raise ModelError(
+            f"a {type(model).__name__} with no parameter that requires a gradient",
+            remedy="pass a model with trainable parameters",
+        )
+    for name, tensor in tensors:
+        if tensor.is_meta:
+            raise ModelError(
+                f"{name} on the meta device, which holds no numbers",
+                remedy="materialise the model first: model.to_empty(device='cpu'), then initialise or load its weights",
+            )
+    devices = {str(tensor.device) for _, tensor in tensors}
+    if len(devices) > 1:
+        raise ModelError(
+            f"parameters and buffers on {', '.join(sorted(devices))}", remedy="move the model to one device"
+        )
+
+
+def capture_forward_backward(
+    model: nn.Module,
+    loss_fn: LossFunction | None,
+    batch: tuple[Any, ...],
+    *,
+    batch_size: int,
+    trained: Sequence[str],
+    layout: BatchLayout,
+) -> Program:
+    """Forward, loss and backward on a batch of `batch_size` samples, as one functional program.
+
+    Inputs are the parameters, the buffers and the batch's tensors; outputs are the loss, a gradient for each of the
+    parameters named in `trained` that has one, and the new value of each buffer that the forward changes.
+
+        >>> model, batch = nn.Linear(2, 1), (torch.ones(4, 2), torch.ones(4, 1))
+        >>> layout = BatchLayout.of(batch, ranks=1, accumulate=1, given="global")
+        >>> program = capture_forward_backward(
+        ...     model, nn.functional.mse_loss, batch, batch_size=4, trained=["weight", "bias"], layout=layout)
+        >>> [f"{output.kind} {output.name}" for output in program.outputs]
+        ['loss loss', 'gradient weight', 'gradient bias']
+    """
+    mode = new_fake_mode()
+    parameters, buffers = dict(model.named_parameters()), dict(model.named_buffers())
+    leaves, spec = tree_flatten(batch)
+    tensors = [_resized(mode, leaf, batch_size) for leaf in leaves if isinstance(leaf, Tensor)]
+
+    def forward_backward(parameter_values: list[Tensor], buffer_values: list[Tensor], *batch_values: Tensor) -> Any:
+        with torch.enable_grad():
+            fresh = [_as_leaf(p, like) for p, like in zip(parameter_values, parameters.values(), strict=True)]
+            state = dict(zip([*parameters, *buffers], [*fresh, *buffer_values], strict=True))
+            loss = _loss(model, loss_fn, state, tree_unflatten(_fill(leaves, batch_values), spec))
+            gradients = torch.autograd.grad(loss, [state[name] for name in trained], allow_unused=True)
+        return [loss.detach(), *gradients, *(state[name] for name in buffers)]
+
+    fakes = [to_fake(mode, p) for p in parameters.values()], [to_fake(mode, b) for b in buffers.values()], *tensors
+    module = trace(forward_backward, fakes, f"the forward and backward of {type(model).__name__}")
+    names = [name for name, leaf in zip(layout.names, leaves, strict=True) if isinstance(leaf, Tensor)]
+    inputs = (
+        *(Input(InputKind.PARAMETER, name) for name in parameters),
+        *(Input(InputKind.BUFFER, name) for name in buffers),
+        *(Input(InputKind.INPUT, name) for name in names),
+    )
+    outputs = (
+        Output(OutputKind.LOSS, "loss"),
+        *(Output(OutputKind.GRADIENT, name) for name in trained),
+        *(Output(OutputKind.UPDATE, name) for name in buffers),
+    )
+    return _tidy(module, inputs, outputs)
+
+
+def _loss(model: nn.Module, loss_fn: LossFunction | None, state: dict[str, Tensor], batch: tuple[Any, ...]) -> Tensor:
+    """Run the model on swapped-in state. With a loss function, the last element of the batch is its targets."""
+    inputs = batch if loss_fn is None else batch[0]
+    args, kwargs = _call_arguments(inputs)
+    result = torch.func.functional_call(model, state, args, kwargs)
+    loss = result if loss_fn is None else loss_fn(result, *batch[1:])
+    if not isinstance(loss, Tensor) or loss.dim() or not loss.is_floating_point():
+        shape = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+        raise CaptureError(
+            f"{shape} as the loss",
+            expected="one floating-point number",
+            remedy="reduce it with .mean()" if isinstance(loss, Tensor) else "return the loss tensor from loss_fn",
+        )
+    return loss
+
+
+def _call_arguments(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """How a model is called on its inputs: a tuple or list spreads, a dict names them, anything else is the one input."""
+    if isinstance(inputs, dict):
+        return (), inputs
+    return (tuple(inputs), {}) if isinstance(inputs, (tuple, list)) else ((inputs,), {})
+
+
+def _as_leaf(value: Tensor, like: Tensor) -> Tensor:
+    return value.detach().requires_grad_(like.requires_grad)
+
+
+def _resized(mode: FakeTensorMode, leaf: Tensor, batch_size: int) -> Tensor:
+    """A fake of a batch tensor with another number of samples, contiguous as `BatchLayout.take` makes it."""
+    shape = (batch_size, *leaf.shape[1:]) if is_split(leaf) else leaf.shape
+    with mode:
+        return torch.empty(shape, dtype=leaf.dtype, device=leaf.device)
+
+
+def _fill(leaves: Sequence[Any], tensors: Sequence[Tensor]) -> list[Any]:
+    remaining = iter(tensors)
+    return [next(remaining) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+
+
+def _tidy(module: torch.fx.GraphModule, inputs: tuple[Input, ...], outputs: tuple[Output, ...]) -> Program:
+    """Keep only the results that say something: gradients that exist, buffers that changed."""
+    results: Any = next(iter(module.graph.find_nodes(op="output"))).args[0]
+    kept = [(out, value) for out, value in zip(outputs, results, strict=True) if _says_something(value)]
+    module.graph.output_node().args = (tuple(value for _, value in kept),)
+    constants = {
+        name: getattr(module, name) for name in {str(n.target) for n in module.graph.find_nodes(op="get_attr")}
+    }
+    return Program(module.graph, inputs, tuple(out for out, _ in kept), constants=constants)
+
+
+def _says_something(value: Any) -> bool:
+    return value is not None and value.op != "placeholder"

@@ -1,0 +1,78 @@
+"""Results of collectives waited for as late as they can be."""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import dataclass
+
+from torch import fx
+
+from crossfade.graph import collectives
+from crossfade.graph.order import Order, alias_roots, reorder
+from crossfade.graph.passes import Numerics, Outcome, Pass, PassResult, Verdict
+from crossfade.graph.program import Program
+
+
+@dataclass(frozen=True)
+class SinkWaits(Pass):
+    """Move each wait, and the views that take its result apart, down to just before the first real use.
+
+    Before:
+        x: f32[4] = input("x")
+        s: f32[4] = c10d.all_reduce(x, "sum", "dp")
+        w: f32[4] = c10d.wait_tensor(s)
+        v: f32[2, 2] = aten.view(w, [2, 2])
+        exp: f32[4] = aten.exp(x)
+        neg: f32[2, 2] = aten.neg(v)
+        return output("a", exp), output("b", neg)
+
+    After:
+        x: f32[4] = input("x")
+        s: f32[4] = c10d.all_reduce(x, "sum", "dp")
+        exp: f32[4] = aten.exp(x)
+        w: f32[4] = c10d.wait_tensor(s)
+        v: f32[2, 2] = aten.view(w, [2, 2])
+        neg: f32[2, 2] = aten.neg(v)
+        return output("a", exp), output("b", neg)
+    """
+
+    name = "sink-waits"
+    numerics = Numerics.BITWISE
+
+    def run(self, program: Program) -> PassResult:
+        """One walk from the end: what sinks is emitted right before the first node that keeps it up."""
+        order = Order(program.graph)
+        anchor = self._anchors(order)
+        held: dict[fx.Node, list[fx.Node]] = {}
+        for node in order.nodes:
+            held.setdefault(anchor[node], []).append(node)
+        result = [node for end in order.nodes if anchor[end] is end for node in held[end]]
+        verdicts = tuple(self._verdict(order, node, anchor[node]) for node in order.nodes if collectives.is_wait(node))
+        moved = reorder(program.graph, result)
+        return PassResult(moved, {"sunk": sum(v.outcome is Outcome.MOVED for v in verdicts)}, verdicts)
+
+    def _anchors(self, order: Order) -> dict[fx.Node, fx.Node]:
+        """For each node, the node it is emitted just before: itself unless it sinks."""
+        roots = alias_roots(order.nodes)
+        anchor: dict[fx.Node, fx.Node] = {}
+        for node in reversed(order.nodes):
+            sinks = collectives.is_wait(node) or (_takes_apart(node) and collectives.is_collective(roots[node]))
+            ends = [anchor[after] for after in order.successors(node)] if sinks else []
+            anchor[node] = min(ends, key=order.position.__getitem__, default=node)
+        return anchor
+
+    def _verdict(self, order: Order, wait: fx.Node, end: fx.Node) -> Verdict:
+        start = collectives.started_by(wait)
+        subject = start if start is not None else wait
+        between = order.position[end] - order.position[wait]
+        if end is wait or between <= 1:
+            return Verdict.of(subject, Outcome.LEFT, "its result is needed at once")
+        return Verdict.of(subject, Outcome.MOVED, f"waited for {between} nodes later, before {end.name}")
+
+
+def _takes_apart(node: fx.Node) -> bool:
+    """Views and `getitem`: they cost nothing and write nothing."""
+    schema = getattr(node.target, "_schema", None)
+    if schema is None:
+        return node.target is operator.getitem
+    return not schema.is_mutable and not collectives.is_collective(node)

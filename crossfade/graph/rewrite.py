@@ -1,0 +1,359 @@
+"""Changing graphs: declarative rules, and Python functions spliced in with metadata and provenance.
+
+A rule is a pattern, a check that answers with a reason when it declines, and a replacement. Patterns are indexed by
+their root operator, so that a rule costs nothing on graphs without it.
+"""
+
+from __future__ import annotations
+
+import ast
+import operator
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from crossfade.errors import RewriteError, TextError
+from crossfade.graph.private import TorchDispatchMode, tree_map_only
+from crossfade.graph.program import Program
+from crossfade.graph.text import resolve_operator
+
+# ---------------------------------------------------------------------------------------------------------- splicing
+
+
+def splice(program: Program, function: Callable[..., Any], *inputs: Any, before: fx.Node, like: fx.Node) -> Any:
+    """Record `function` on the given nodes and insert what it does before a node; return its results as nodes.
+
+    The function is ordinary torch code. It runs once on fake tensors; every ATen call becomes a node with metadata,
+    and takes its source line from the node `like`, which it stands for. Arguments that are not nodes pass through.
+
+        >>> from crossfade.graph.text import parse
+        >>> program = parse('''
+        ... x: f32[4, 2] = input("x")
+        ... y: f32[4, 2] = aten.relu(x)
+        ... return output("y", y)
+        ... ''')
+        >>> x, y, out = program.graph.nodes
+        >>> z = splice(program, lambda t: torch.sigmoid(t).sum(0), x, before=out, like=y)
+        >>> program.set_results([z])
+        >>> print(program)
+        x: f32[4, 2] = input("x")
+        y: f32[4, 2] = aten.relu(x)
+        sigmoid: f32[4, 2] = aten.sigmoid(x)
+        sum_1: f32[2] = aten.sum.dim_IntList(sigmoid, [0])
+        return output("y", sum_1)
+    """
+    recorder = _Recorder(program.graph, like)
+    values = tree_map_only(fx.Node, recorder.enter, inputs)
+    with program.graph.inserting_before(before), torch.no_grad(), program.fake_mode, recorder:
+        result = function(*values)
+    return tree_map_only(Tensor, recorder.node_of, result)
+
+
+def insert_call(program: Program, target: Any, *args: Any, before: fx.Node, like: fx.Node, **kwargs: Any) -> fx.Node:
+    """Insert one call, for arguments that a recorded function cannot carry: scalars that are graph inputs."""
+    with program.graph.inserting_before(before):
+        node = program.graph.create_node("call_function", target, args, kwargs, _node_name(target))
+    values, named = fx.map_arg((args, kwargs), lambda n: n.meta["val"])
+    with torch.no_grad(), program.fake_mode:
+        _describe(node, target(*values, **named), like)
+    return node
+
+
+def inline(program: Program, body: fx.Graph, arguments: Mapping[fx.Node, fx.Node], *, before: fx.Node) -> list[Any]:
+    """Copy the nodes of `body`, its placeholders replaced by `arguments`, before a node; return its results."""
+    mapping = dict(arguments)
+    with program.graph.inserting_before(before):
+        for node in body.nodes:
+            if node.op in ("call_function", "get_attr"):
+                mapping[node] = program.graph.node_copy(node, mapping.__getitem__)
+                mapping[node].meta = dict(node.meta)
+    results: Any = next(iter(body.find_nodes(op="output"))).args[0]
+    return list(fx.map_arg(tuple(results), mapping.__getitem__))
+
+
+class _Recorder(TorchDispatchMode):
+    """Turns each ATen call on fake tensors into a node of the graph."""
+
+    def __init__(self, graph: fx.Graph, like: fx.Node) -> None:
+        super().__init__()
+        self.graph, self.like = graph, like
+        self.nodes: dict[int, fx.Node] = {}
+        self.alive: list[Tensor] = []  # a freed tensor's id would be given to another one
+
+    def enter(self, node: fx.Node) -> Any:
+        value = node.meta["val"]
+        if isinstance(value, Tensor):
+            self.remember(value, node)
+        return value
+
+    def remember(self, tensor: Tensor, node: fx.Node) -> None:
+        self.nodes[id(tensor)] = node
+        self.alive.append(tensor)
+
+    def node_of(self, tensor: Tensor) -> fx.Node:
+        if id(tensor) not in self.nodes:
+            raise RewriteError(
+                f"a tensor of shape {tuple(tensor.shape)} that the spliced function did not make or receive",
+                remedy="pass it in as an input of the function",
+            )
+        return self.nodes[id(tensor)]
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func.namespace == "prim":  # questions about a tensor, such as its device: nothing to compute later
+            return func(*args, **kwargs)
+        node_args, node_kwargs = tree_map_only(Tensor, self.node_of, (args, kwargs))
+        self.refuse_symbols(func, node_args, node_kwargs)
+        result = func(*args, **kwargs)
+        node = self.graph.create_node("call_function", func, node_args, node_kwargs, _node_name(func))
+        self.describe(node, result)
+        if isinstance(result, Tensor):
+            self.remember(result, node)
+        elif isinstance(result, (tuple, list)):
+            for index, item in enumerate(result):
+                if isinstance(item, Tensor):
+                    part = self.graph.call_function(operator.getitem, (node, index))
+                    self.describe(part, item)
+                    self.remember(item, part)
+        return result
+
+    def refuse_symbols(self, func: Any, *arguments: Any) -> None:
+        def refuse(symbol: Any) -> None:
+            raise RewriteError(
+                f"{func} called with the symbolic size {symbol} in a spliced function",
+                remedy="pass sizes in as nodes, or use -1 and view_as so that no size is named",
+            )
+
+        tree_map_only((torch.SymInt, torch.SymFloat), refuse, arguments)
+
+    def describe(self, node: fx.Node, value: Any) -> None:
+        _describe(node, value, self.like)
+
+
+def _node_name(target: Any) -> str:
+    schema = getattr(target, "_schema", None)
+    return schema.name.split("::")[1] if schema is not None else target.__name__
+
+
+def _describe(node: fx.Node, value: Any, like: fx.Node) -> None:
+    node.meta["val"] = value
+    node.meta.update({key: like.meta[key] for key in ("stack_trace", "nn_module_stack") if key in like.meta})
+
+
+# ------------------------------------------------------------------------------------------------------------- rules
+
+
+@dataclass(frozen=True)
+class Match:
+    """Where a pattern matched: its root node and what each name in it stands for."""
+
+    program: Program
+    root: fx.Node
+    bound: Mapping[str, Any]
+
+    def __getitem__(self, name: str) -> Any:
+        return self.bound[name]
+
+    def splice(self, function: Callable[..., Any], *inputs: Any) -> Any:
+        """Insert a function's nodes where the root stands, with its provenance."""
+        return splice(self.program, function, *inputs, before=self.root, like=self.root)
+
+
+def _always(match: Match) -> str | None:
+    return None
+
+
+@dataclass(frozen=True)
+class Rule:
+    """Rewrite `pattern` to what `replace` returns (a node or a constant), unless `check` returns a reason not to.
+
+    A pattern is an expression of nested operator calls. Lower-case names capture (one name twice must be the same
+    thing), `_` matches anything, literals match themselves, `(aten.view | aten.reshape)` matches either. Arguments
+    left out at the end of a call match their defaults only.
+
+        >>> rule = Rule("double-negation", "aten.neg(aten.neg(x))", replace=lambda match: match["x"])
+    """
+
+    name: str
+    pattern: str
+    replace: Callable[[Match], Any]
+    check: Callable[[Match], str | None] = _always
+
+
+@dataclass
+class Rewritten:
+    """What a set of rules did: how often each applied, and each decline with its rule, node and reason."""
+
+    counts: Counter[str] = field(default_factory=Counter)
+    declined: list[tuple[Rule, fx.Node, str]] = field(default_factory=list)
+
+    @property
+    def changed(self) -> bool:
+        """Whether any rule applied."""
+        return bool(self.counts)
+
+
+def apply_rules(program: Program, rules: Iterable[Rule]) -> Rewritten:
+    """Apply the rules to a fixed point: one worklist over the nodes, users of what changed looked at again.
+
+    >>> from crossfade.graph.text import parse
+    >>> program = parse('''
+    ... x: f32[4] = input("x")
+    ... a: f32[4] = aten.neg(x)
+    ... b: f32[4] = aten.neg(a)
+    ... c: f32[4] = aten.neg(b)
+    ... return output("c", c)
+    ... ''')
+    >>> apply_rules(program, [Rule("double-negation", "aten.neg(aten.neg(x))", lambda m: m["x"])]).counts
+    Counter({'double-negation': 1})
+    >>> print(program)
+    x: f32[4] = input("x")
+    c: f32[4] = aten.neg(x)
+    return output("c", c)
+    """
+    index: dict[Any, list[tuple[Rule, _Call]]] = {}
+    for rule in rules:
+        pattern = compile_pattern(rule.pattern)
+        for target in pattern.targets:
+            index.setdefault(target, []).append((rule, pattern))
+    done = Rewritten()
+    work = deque(node for node in program.graph.nodes if node.op == "call_function" and node.target in index)
+    queued = set(work)
+    while work:
+        node = work.popleft()
+        queued.discard(node)
+        if node._erased:
+            continue
+        for again in _rewrite_node(program, node, index[node.target], done):
+            if again.op == "call_function" and again.target in index and again not in queued:
+                work.append(again)
+                queued.add(again)
+    return done
+
+
+def _rewrite_node(program: Program, node: fx.Node, rules: list[tuple[Rule, _Call]], done: Rewritten) -> list[fx.Node]:
+    """Apply the first rule that fits; return the nodes worth another look."""
+    for rule, pattern in rules:
+        bound: dict[str, Any] = {}
+        if not pattern.matches(node, bound):
+            continue
+        match = Match(program, node, bound)
+        if (reason := rule.check(match)) is not None:
+            done.declined.append((rule, node, reason))
+            continue
+        users = list(node.users)
+        previous = node.prev
+        replacement = rule.replace(match)
+        _replace(node, replacement)
+        done.counts[rule.name] += 1
+        made = []
+        while (after := previous.next) is not node and after is not replacement and after not in users:
+            made.append(after)
+            previous = after
+            if node._erased:
+                break
+        return [*users, *made, *([replacement] if isinstance(replacement, fx.Node) else [])]
+    return []
+
+
+def _replace(node: fx.Node, replacement: Any) -> None:
+    """Give a node's users the replacement, then erase it and whatever only it kept alive."""
+    if isinstance(replacement, fx.Node):
+        node.replace_all_uses_with(replacement)
+    else:
+        for user in list(node.users):
+            user.args, user.kwargs = fx.map_arg((user.args, user.kwargs), lambda n: replacement if n is node else n)
+    erase_if_dead(node)
+
+
+def erase_if_dead(node: fx.Node) -> int:
+    """Erase a node without users or effects, and then its inputs likewise; return how many went."""
+    erased, stack = 0, [node]
+    while stack:
+        one = stack.pop()
+        if one._erased or one.users or one.op in ("placeholder", "output") or one.is_impure():
+            continue
+        inputs = one.all_input_nodes
+        one.graph.erase_node(one)
+        erased += 1
+        stack.extend(inputs)
+    return erased
+
+
+# ---------------------------------------------------------------------------------------------------------- patterns
+
+
+@dataclass(frozen=True)
+class _Anything:
+    def matches(self, value: Any, bound: dict[str, Any]) -> bool:
+        return True
+
+
+@dataclass(frozen=True)
+class _Capture:
+    name: str
+
+    def matches(self, value: Any, bound: dict[str, Any]) -> bool:
+        return bound.setdefault(self.name, value) == value
+
+
+@dataclass(frozen=True)
+class _Literal:
+    value: Any
+
+    def matches(self, value: Any, bound: dict[str, Any]) -> bool:
+        return type(value) is type(self.value) and value == self.value
+
+
+@dataclass(frozen=True)
+class _Call:
+    targets: tuple[Any, ...]
+    args: tuple[Any, ...]
+    kwargs: tuple[tuple[str, Any], ...]
+
+    def matches(self, value: Any, bound: dict[str, Any]) -> bool:
+        if not isinstance(value, fx.Node) or value.target not in self.targets or len(value.args) != len(self.args):
+            return False
+        if value.kwargs.keys() != {name for name, _ in self.kwargs}:
+            return False
+        pairs = [*zip(self.args, value.args, strict=True), *((p, value.kwargs[name]) for name, p in self.kwargs)]
+        return all(pattern.matches(argument, bound) for pattern, argument in pairs)
+
+
+@cache
+def compile_pattern(text: str) -> _Call:
+    """Parse a pattern once; a mistake in it names the pattern."""
+    try:
+        tree = _compile(ast.parse(text, mode="eval").body)
+    except (SyntaxError, ValueError, TextError) as error:
+        raise RewriteError(
+            f"the pattern {text!r} ({error})", remedy="write nested calls like aten.mm(x, aten.t(w))"
+        ) from error
+    if not isinstance(tree, _Call):
+        raise RewriteError(f"the pattern {text!r}", expected="a call at its root", remedy="start it with an operator")
+    return tree
+
+
+def _compile(item: ast.expr) -> Any:
+    match item:
+        case ast.Name(id="_"):
+            return _Anything()
+        case ast.Name(id=name):
+            return _Capture(name)
+        case ast.Call(func=func, args=args, keywords=keywords):
+            named = tuple((k.arg or "", _compile(k.value)) for k in keywords)
+            return _Call(_targets(func), tuple(_compile(a) for a in args), named)
+        case ast.Subscript(value=value, slice=index):
+            return _Call((operator.getitem,), (_compile(value), _compile(index)), ())
+    return _Literal(ast.literal_eval(item))
+
+
+def _targets(func: ast.expr) -> tuple[Any, ...]:
+    if isinstance(func, ast.BinOp) and isinstance(func.op, ast.BitOr):
+        return (*_targets(func.left), *_targets(func.right))
+    return (resolve_operator(ast.unparse(func)),)

@@ -1,0 +1,281 @@
+"""Report: what became of each collective, for the terminal, for machines (JSON) and for people (HTML)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+from crossfade.errors import CrossfadeError
+from crossfade.graph.collectives import count_by_kind
+from crossfade.graph.passes import Outcome, PassRecord, Verdict
+from crossfade.graph.program import Program
+from crossfade.graph.text import render
+from crossfade.report.units import Cell, format_bytes, format_seconds, plural
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+CollectiveCounts = Mapping[str, tuple[int, int]]
+"""Kind of collective -> how many, and their bytes in all."""
+
+
+class PassVerdict(NamedTuple):
+    """A verdict, and the name of the pass that gave it."""
+
+    pass_name: str
+    verdict: Verdict
+
+
+@dataclass(frozen=True, slots=True)
+class VerdictGroup:
+    """All verdicts of one outcome and reason: how many, their bytes, and the remedies they name."""
+
+    outcome: Outcome
+    reason: str
+    number: int
+    bytes: int
+    remedy: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """A table that a caller adds to a report; numbers are set flush right, `note` stands below.
+
+    >>> Table("Step time", ["ranks", "ms"], [[2, 14.5], [4, 9.1]]).rows
+    ((2, 14.5), (4, 9.1))
+    """
+
+    title: str
+    columns: Sequence[str]
+    rows: Sequence[Sequence[Cell]]
+    note: str = ""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "columns", tuple(self.columns))
+        object.__setattr__(self, "rows", tuple(tuple(row) for row in self.rows))
+        for index, row in enumerate(self.rows):
+            if len(row) != len(self.columns):
+                raise CrossfadeError(
+                    f"{plural(len(row), 'cell')} in row {index} of table {self.title!r}",
+                    expected=f"{len(self.columns)}, one for each of {', '.join(self.columns)}",
+                    remedy="give every row one cell per column, None where there is nothing to say",
+                )
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a pipeline did to a program, and what became of each of its collectives.
+
+    >>> from crossfade.graph.text import parse
+    >>> before = parse('''
+    ... x: f32[4] = input("x")
+    ... start: f32[4] = c10d.all_reduce(x, "sum", "dp")
+    ... done: f32[4] = c10d.wait_tensor(start)
+    ... return output("y", done)
+    ... ''', groups={"dp": 2})
+    >>> report = Report.of(before, before, title="one step", facts={"mesh": "dp=2"})
+    >>> print(report)
+    one step: 1 collective (16 B) became 1 (16 B), 4 nodes became 4. No passes ran. No verdicts were given.
+    """
+
+    title: str
+    records: tuple[PassRecord, ...] = ()
+    collectives_before: CollectiveCounts = field(default_factory=dict)
+    collectives_after: CollectiveCounts = field(default_factory=dict)
+    nodes_before: int = 0
+    nodes_after: int = 0
+    facts: Mapping[str, str] = field(default_factory=dict)
+    tables: tuple[Table, ...] = ()
+    program: str = ""
+
+    def __post_init__(self) -> None:
+        # Copies: a report must not change when the caller's dict does.
+        for name in ("collectives_before", "collectives_after", "facts"):
+            object.__setattr__(self, name, dict(getattr(self, name)))
+
+    @classmethod
+    def of(
+        cls,
+        before: Program,
+        after: Program,
+        *,
+        title: str = "Crossfade report",
+        facts: Mapping[str, str] | None = None,
+    ) -> Report:
+        """The report of what turned `before` into `after`; the passes are those in `after`'s history.
+
+        >>> from crossfade.graph.text import parse
+        >>> program = parse('x: f32[4] = input("x")\\nreturn output("x", x)')
+        >>> Report.of(program, program).nodes_after
+        2
+        """
+        return cls(
+            title=title,
+            records=after.history,
+            collectives_before=count_by_kind(before.graph),
+            collectives_after=count_by_kind(after.graph),
+            nodes_before=len(before.graph.nodes),
+            nodes_after=len(after.graph.nodes),
+            facts={key: str(value) for key, value in (facts or {}).items()},
+            program=render(after),
+        )
+
+    def with_table(self, table: Table) -> Report:
+        """A copy with one more table at the end.
+
+        >>> [table.title for table in Report("step").with_table(Table("Speed", ["ms"], [[3.2]])).tables]
+        ['Speed']
+        """
+        return replace(self, tables=(*self.tables, table))
+
+    @property
+    def verdicts(self) -> tuple[PassVerdict, ...]:
+        """Every verdict with the name of its pass, in the order they were given.
+
+        >>> Report("step").verdicts
+        ()
+        """
+        return tuple(PassVerdict(record.name, verdict) for record in self.records for verdict in record.verdicts)
+
+    @property
+    def verdict_groups(self) -> tuple[VerdictGroup, ...]:
+        """The verdicts grouped by outcome and reason: in the order of `Outcome`, the most frequent reason first.
+
+        >>> Report("step").verdict_groups
+        ()
+        """
+        members: dict[tuple[Outcome, str], list[Verdict]] = {}
+        for _, verdict in self.verdicts:
+            members.setdefault((verdict.outcome, verdict.reason), []).append(verdict)
+        order = list(Outcome)
+        groups = [_group(*key, verdicts) for key, verdicts in members.items()]
+        return tuple(sorted(groups, key=lambda group: (order.index(group.outcome), -group.number, group.reason)))
+
+    @property
+    def total_before(self) -> tuple[int, int]:
+        """How many collectives there were, and their bytes.
+
+        >>> Report("step", collectives_before={"all_reduce": (2, 64), "all_gather": (1, 8)}).total_before
+        (3, 72)
+        """
+        return _total(self.collectives_before)
+
+    @property
+    def total_after(self) -> tuple[int, int]:
+        """How many collectives there are now, and their bytes.
+
+        >>> Report("step", collectives_after={"all_reduce": (2, 64)}).total_after
+        (2, 64)
+        """
+        return _total(self.collectives_after)
+
+    @property
+    def seconds(self) -> float:
+        """The time that all passes took together.
+
+        >>> Report("step").seconds
+        0.0
+        """
+        return sum((record.seconds for record in self.records), 0.0)
+
+    @property
+    def summary(self) -> str:
+        """The report in one paragraph, without its title.
+
+        >>> Report("step", nodes_before=9, nodes_after=7).summary
+        '0 collectives (0 B) became 0 (0 B), 9 nodes became 7. No passes ran. No verdicts were given.'
+        """
+        (number_before, bytes_before), (number_after, bytes_after) = self.total_before, self.total_after
+        return (
+            f"{plural(number_before, 'collective')} ({format_bytes(bytes_before)}) became "
+            f"{number_after:,} ({format_bytes(bytes_after)}), {plural(self.nodes_before, 'node')} became "
+            f"{self.nodes_after:,}. {_passes_sentence(self)} {_verdicts_sentence(self)}"
+        )
+
+    def show(self, console: Console | None = None) -> None:
+        """Print the report on the terminal.
+
+        >>> from rich.console import Console
+        >>> Report("step", facts={"mesh": "dp=2"}).show(Console(width=40))
+        ───────────────── step ─────────────────
+        mesh  dp=2
+        <BLANKLINE>
+        0 collectives (0 B) became 0 (0 B), 0
+        nodes became 0. No passes ran. No
+        verdicts were given.
+        """
+        from crossfade.report.terminal import show
+
+        show(self, console)
+
+    def to_json(self, path: str | Path | None = None) -> str:
+        """The whole report as JSON, also written to `path` if one is given; `from_json` reads it back.
+
+        >>> report = Report("step", facts={"mesh": "dp=2"})
+        >>> Report.from_json(report.to_json()) == report
+        True
+        """
+        from crossfade.report.json_text import dump
+
+        text = dump(self)
+        if path is not None:
+            Path(path).write_text(text, encoding="utf-8")
+        return text
+
+    @classmethod
+    def from_json(cls, source: str | Path) -> Report:
+        """A report from JSON text, or from the file at a `Path`.
+
+        >>> Report.from_json('{"format": 0}')
+        Traceback (most recent call last):
+        crossfade.errors.CrossfadeError: found JSON of report format 0; expected format 1...
+        """
+        from crossfade.report.json_text import load
+
+        return load(source.read_text(encoding="utf-8") if isinstance(source, Path) else source)
+
+    def to_html(self, path: str | Path) -> Path:
+        """Write the report as one self-contained page and return where it is.
+
+        >>> import tempfile
+        >>> page = Report("step").to_html(tempfile.mkdtemp() + "/report.html")
+        >>> "<title>step" in page.read_text()
+        True
+        """
+        from crossfade.report.page import render_page
+
+        target = Path(path)
+        target.write_text(render_page(self), encoding="utf-8", errors="xmlcharrefreplace")
+        return target
+
+    def __str__(self) -> str:
+        return f"{self.title}: {self.summary}"
+
+
+def _total(counts: CollectiveCounts) -> tuple[int, int]:
+    return sum(number for number, _ in counts.values()), sum(size for _, size in counts.values())
+
+
+def _group(outcome: Outcome, reason: str, verdicts: list[Verdict]) -> VerdictGroup:
+    remedies = dict.fromkeys(verdict.remedy for verdict in verdicts if verdict.remedy)
+    size = sum(verdict.bytes for verdict in verdicts)
+    return VerdictGroup(outcome, reason, len(verdicts), size, "; ".join(remedies))
+
+
+def _passes_sentence(report: Report) -> str:
+    if not report.records:
+        return "No passes ran."
+    changed = sum(record.changed for record in report.records)
+    return (
+        f"{plural(len(report.records), 'pass')} took {format_seconds(report.seconds)}, {changed} changed the program."
+    )
+
+
+def _verdicts_sentence(report: Report) -> str:
+    outcomes = [verdict.outcome for _, verdict in report.verdicts]
+    if not outcomes:
+        return "No verdicts were given."
+    parts = [f"{outcomes.count(outcome):,} {outcome}" for outcome in Outcome if outcome in outcomes]
+    return f"{plural(len(outcomes), 'verdict')}: {', '.join(parts)}."

@@ -1,0 +1,138 @@
+"""The ranks that run a program together: they agree on it before, and find out who failed after.
+
+Everything here goes through the key-value store with a timeout, never through a collective: a check that two ranks
+are compatible must not itself hang when they are not.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+from crossfade.errors import RankFailedError, RankMismatchError
+
+
+@dataclass
+class Members:
+    """The members of one data-parallel group, as seen from one of them.
+
+    `ranks` are global ranks in group order, `rank` is this one's index among them, `timeout` is in seconds: no call
+    here, and no collective of the group, takes longer to fail.
+    """
+
+    store: Any
+    ranks: Sequence[int]
+    rank: int
+    timeout: float
+    meetings: int = 0
+
+    def agree(self, fingerprint: str, text: str) -> None:
+        """Return when all members have brought the same fingerprint; otherwise raise, on every member.
+
+        The first member collects and judges, the others wait for its word. `text` is compared to name the first line
+        that differs.
+        """
+        meeting = self._next_meeting()
+        mine = json.dumps({"fingerprint": fingerprint})
+        self.store.set(f"{meeting}/text/{self.rank}", zlib.compress(text.encode()))
+        self.store.set(f"{meeting}/member/{self.rank}", mine)
+        if self.rank == 0:
+            self.store.set(f"{meeting}/word", json.dumps(self._judge(meeting, fingerprint, text)))
+        self._hear(meeting)
+
+    def fail(self, what: str) -> None:
+        """Tell the others, who may be waiting in `agree`, that this member cannot go on."""
+        meeting = self._next_meeting()
+        self.store.set(f"{meeting}/member/{self.rank}", json.dumps({"failed": what}))
+        if self.rank == 0:
+            self.store.set(f"{meeting}/word", json.dumps({"kind": "failed", "found": f"rank {self.ranks[0]}: {what}"}))
+
+    def note(self, key: str, value: str) -> None:
+        """Leave word of this member for whoever asks after it, such as the step it has reached."""
+        self.store.set(f"{key}/{self.rank}", value)
+
+    def blame(self, step: int, collective: str, error: BaseException) -> RankFailedError:
+        """The error to raise when a collective failed: name the members that failed, or fell behind, or went silent."""
+        suspects = []
+        for index, rank in enumerate(self.ranks):
+            if index != self.rank and (sign := self._sign_of(index, step)):
+                suspects.append(f"rank {rank} {sign}")
+        who = "; ".join(suspects) or "no rank said why"
+        reason = " ".join(str(error).split())[:300]
+        return RankFailedError(
+            f"a failed collective in step {step}: {collective or 'unknown'} ({who}; the backend said: {reason})",
+            expected=f"every rank to take part within {self.timeout:g} s",
+            remedy="see that rank's own error first, then restart all ranks from the last checkpoint",
+        )
+
+    def _sign_of(self, index: int, step: int) -> str:
+        """What a member's last word says against it; empty if it is where this member is."""
+        try:
+            failed = self._peek(f"failed/{index}", wait=1.0)
+            reached = self._peek(f"step/{index}", wait=0.2)
+        except (RuntimeError, OSError):
+            return "cannot be asked: the store does not answer (its host has probably died)"
+        if failed is not None:
+            return f"failed: {failed}"
+        if reached is None or int(reached) < step:
+            return f"has not reached step {step} (last seen in step {reached or 'none'})"
+        return ""
+
+    def _next_meeting(self) -> str:
+        self.meetings += 1
+        return f"meeting/{self.meetings}"
+
+    def _judge(self, meeting: str, fingerprint: str, text: str) -> dict[str, str]:
+        deadline = time.monotonic() + self.timeout
+        for index, rank in enumerate(self.ranks):
+            raw = self._peek(f"{meeting}/member/{index}", wait=max(0.0, deadline - time.monotonic()))
+            if raw is None:
+                return {"kind": "failed", "found": f"rank {rank} did not bring its program within {self.timeout:g} s"}
+            said = json.loads(raw)
+            if "failed" in said:
+                return {"kind": "failed", "found": f"rank {rank}: {said['failed']}"}
+            if said["fingerprint"] != fingerprint:
+                theirs = zlib.decompress(self.store.get(f"{meeting}/text/{index}")).decode()
+                return {"kind": "differs", "found": _first_difference(text, theirs, self.ranks[0], rank)}
+        return {"kind": "agreed"}
+
+    def _hear(self, meeting: str) -> None:
+        raw = self._peek(f"{meeting}/word", wait=self.timeout * 1.5)
+        if raw is None:
+            raise self._failed(f"no word from rank {self.ranks[0]} within {self.timeout * 1.5:g} s")
+        word = json.loads(raw)
+        if word["kind"] == "differs":
+            raise RankMismatchError(
+                word["found"],
+                expected="the same program on every rank",
+                remedy="build the same model, optimizer and batch shapes on every rank",
+            )
+        if word["kind"] == "failed":
+            raise self._failed(word["found"])
+
+    def _failed(self, found: str) -> RankFailedError:
+        return RankFailedError(found, remedy="see that rank's own error first, then restart all ranks")
+
+    def _peek(self, key: str, *, wait: float) -> str | None:
+        """A value of the store if it is, or within `wait` seconds gets, there."""
+        try:
+            self.store.wait([key], timedelta(seconds=max(wait, 0.01)))
+        except dist.DistStoreError:
+            return None
+        return self.store.get(key).decode()
+
+
+def _first_difference(ours: str, theirs: str, our_rank: int, their_rank: int) -> str:
+    pairs = zip(ours.splitlines(), theirs.splitlines(), strict=False)
+    different = next(((number, a, b) for number, (a, b) in enumerate(pairs, 1) if a != b), None)
+    if different is None:
+        return f"rank {their_rank} with {len(theirs.splitlines())} lines of program, rank {our_rank} with {len(ours.splitlines())}"
+    number, a, b = different
+    return f"different programs, first at line {number}: rank {our_rank} has `{a}`, rank {their_rank} has `{b}`"

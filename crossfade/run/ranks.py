@@ -1,0 +1,158 @@
+"""Local rank processes: started once, given functions to run, ended together. Nobody is left behind."""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+from crossfade.errors import CrossfadeError, RankFailedError
+
+_GRACE_SECONDS = 3.0
+"""How long the other ranks may take to end by themselves after one failed, before they are killed."""
+
+
+class Ranks:
+    """`count` processes of one gloo world on this machine, kept for many calls.
+
+    `run(function, *args)` calls `function(*args)` on every rank and returns the results in rank order. If a rank
+    raises, dies, or exceeds `timeout` seconds, all are ended and `RankFailedError` names it. `threads` is the number of
+    torch threads of each rank.
+
+        >>> with Ranks(2) as ranks:
+        ...     ranks.run(os.path.join, "a", "b")
+        ['a/b', 'a/b']
+    """
+
+    def __init__(self, count: int, *, threads: int = 1, timeout: float = 120.0, backend: str = "gloo") -> None:
+        self.count, self.threads, self.timeout, self.backend = count, threads, timeout, backend
+        self._processes: list[Any] = []
+        self._pipes: list[Connection] = []
+        self._folder: tempfile.TemporaryDirectory[str] | None = None
+
+    def __enter__(self) -> Ranks:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def run(self, function: Callable[..., Any], *args: Any, timeout: float | None = None) -> list[Any]:
+        """Call a function, given by module and name, on every rank; see the class."""
+        self._start()
+        for pipe in self._pipes:
+            pipe.send((function, args))
+        return self._collect(time.monotonic() + (timeout or self.timeout), timeout or self.timeout)
+
+    def close(self) -> None:
+        """End all ranks."""
+        for pipe in self._pipes:
+            with contextlib.suppress(OSError):
+                pipe.send(None)
+        self._end(_GRACE_SECONDS)
+
+    def _start(self) -> None:
+        if self._processes:
+            return
+        context = multiprocessing.get_context("spawn")
+        self._folder = tempfile.TemporaryDirectory(prefix="crossfade-ranks-")
+        store = os.path.join(self._folder.name, "store")
+        for rank in range(self.count):
+            ours, theirs = context.Pipe()
+            arguments = (rank, self.count, self.threads, self.backend, store, theirs)
+            process = context.Process(target=_serve, args=arguments, name=f"rank {rank}", daemon=True)
+            process.start()
+            theirs.close()
+            self._processes.append(process)
+            self._pipes.append(ours)
+
+    def _collect(self, deadline: float, limit: float) -> list[Any]:
+        results: dict[int, Any] = {}
+        while len(results) < self.count:
+            waiting = {self._pipes[rank]: rank for rank in range(self.count) if rank not in results}
+            ready = wait(list(waiting), timeout=max(0.0, deadline - time.monotonic()))
+            if not ready:
+                raise self._give_up(f"rank {min(waiting.values())} still running after {limit:g} s")
+            for pipe in ready:
+                rank = waiting[pipe]  # type: ignore[index]
+                results[rank] = self._receive(pipe, rank, results)  # type: ignore[arg-type]
+        return [results[rank] for rank in range(self.count)]
+
+    def _receive(self, pipe: Connection, rank: int, results: dict[int, Any]) -> Any:
+        try:
+            kind, value = pipe.recv()
+        except (EOFError, OSError):
+            self._processes[rank].join(_GRACE_SECONDS)
+            raise self._give_up(f"rank {rank} dead (exit code {self._processes[rank].exitcode})") from None
+        if kind == "returned":
+            return value
+        error, trace = value
+        others = self._errors_of_others(rank, results)
+        self._end(_GRACE_SECONDS)
+        if isinstance(error, CrossfadeError):
+            error.add_note(f"raised on rank {rank}; there:\n{trace}{others}")
+            raise error
+        raise RankFailedError(
+            f"{error} on rank {rank}; there:\n{trace}{others}", remedy="correct that, then start again"
+        )
+
+    def _errors_of_others(self, first: int, results: dict[int, Any]) -> str:
+        """One line for each other rank that also raised meanwhile: the first to be read is not always the culprit."""
+        lines = []
+        for rank, pipe in enumerate(self._pipes):
+            with contextlib.suppress(EOFError, OSError):
+                if rank != first and rank not in results and pipe.poll(0.5):
+                    kind, value = pipe.recv()
+                    lines += [f"\nrank {rank} also raised: {value[0]}"] if kind == "raised" else []
+        return "".join(lines)
+
+    def _give_up(self, found: str) -> RankFailedError:
+        self._end(0.0)
+        return RankFailedError(found, expected="every rank to answer", remedy="see its output above, then start again")
+
+    def _end(self, grace: float) -> None:
+        deadline = time.monotonic() + grace
+        for process in self._processes:
+            process.join(max(0.0, deadline - time.monotonic()))
+            if process.is_alive():
+                process.kill()
+                process.join()
+        for pipe in self._pipes:
+            pipe.close()
+        self._processes, self._pipes = [], []
+        if self._folder is not None:
+            self._folder.cleanup()
+            self._folder = None
+
+
+def _serve(rank: int, count: int, threads: int, backend: str, store: str, pipe: Connection) -> None:
+    """The life of one rank process: meet the others, then run what is sent until told to stop."""
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(count), LOCAL_RANK=str(rank))
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(threads)
+    dist.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=count)
+    for function, args in _requests(pipe):
+        try:
+            pipe.send(("returned", function(*args)))
+        except Exception as error:
+            kept = error if isinstance(error, CrossfadeError) else f"{type(error).__name__}: {error}"
+            pipe.send(("raised", (kept, traceback.format_exc())))
+    os._exit(0)  # no farewell: destroying a group waits for peers that may be gone
+
+
+def _requests(pipe: Connection) -> Iterator[tuple[Callable[..., Any], tuple[Any, ...]]]:
+    while True:
+        try:
+            request = pipe.recv()
+        except (EOFError, OSError):
+            return
+        if request is None:
+            return
+        yield request

@@ -1,0 +1,166 @@
+"""A compiled training step: called with a batch, it trains the user's model and optimizer and returns the loss."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from crossfade.graph.private import mark_optimizer_stepped
+from crossfade.graph.program import InputKind, OutputKind, Program
+from crossfade.run.executable import Executable
+from crossfade.run.members import Members
+
+
+class TakesBatch(Protocol):
+    """Knows which part of a batch is this rank's."""
+
+    def take(self, batch: tuple[Any, ...], rank: int) -> list[Tensor]:
+        """This rank's tensors."""
+
+
+@dataclass(frozen=True)
+class Built:
+    """Everything one captured step needs to run, for one shape of batch."""
+
+    program: Program
+    layout: TakesBatch
+    report: Any
+    initial_state: Mapping[str, Mapping[str, Tensor]]
+
+
+@dataclass(frozen=True)
+class _Ready:
+    built: Built
+    executable: Executable
+    bind: list[Callable[[dict[str, Tensor]], Any]]
+
+
+class Step:
+    """One training step as one graph; made by `crossfade.compile_step`.
+
+    Calling it runs forward, loss, backward, gradient exchange and optimizer, changes the model's parameters and
+    buffers and the optimizer's state in place, and returns the loss (of the whole batch, equal on every rank).
+    A batch of another shape, a changed optimizer option or a switch between `train()` and `eval()` captures anew.
+    Parameters' `.grad` stay None: gradients live inside the step.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        build: Callable[[tuple[Any, ...]], Built],
+        key: Callable[[tuple[Any, ...]], Hashable],
+        members: Members | None,
+        groups: Mapping[str, str],
+    ) -> None:
+        self.model, self.optimizer = model, optimizer
+        self._build, self._key = build, key
+        self._members, self._groups = members, groups
+        self._ready: dict[Hashable, _Ready] = {}
+        self._last: _Ready | None = None
+        self.steps = 0
+        self.outputs: dict[str, Tensor] = {}
+
+    @property
+    def report(self) -> Any:
+        """What became of every collective of the program that ran last."""
+        if self._last is None:
+            raise RuntimeError(
+                "nothing captured yet: call the step once, or step.prepare(*batch), then ask for the report"
+            )
+        return self._last.built.report
+
+    @property
+    def program(self) -> Program:
+        """The program that ran last."""
+        if self._last is None:
+            raise RuntimeError(
+                "nothing captured yet: call the step once, or step.prepare(*batch), then ask for the program"
+            )
+        return self._last.built.program
+
+    @property
+    def captures(self) -> int:
+        """How many programs were captured so far: one for each shape of batch and setting."""
+        return len(self._ready)
+
+    def prepare(self, *batch: Any) -> Step:
+        """Capture the step for batches like this one without running it; nothing of the user's is changed."""
+        self._last = self._prepared(batch)
+        return self
+
+    def __call__(self, *batch: Any) -> Tensor:
+        """Train on one batch and return its loss."""
+        ready = self._last = self._prepared(batch)
+        self._create_state(ready.built)
+        rank = self._members.rank if self._members else 0
+        tensors = ready.built.layout.take(batch, rank)
+        names = [item.name for item in ready.built.program.inputs if item.kind is InputKind.INPUT]
+        values = dict(zip(names, tensors, strict=True))
+        del tensors, batch
+        results = self._run(ready.executable, [get(values) for get in ready.bind])
+        mark_optimizer_stepped(self.optimizer)
+        self.steps += 1
+        self.outputs = {
+            out.name: value
+            for out, value in zip(ready.built.program.outputs, results, strict=True)
+            if out.kind is not OutputKind.LOSS
+        }
+        return results[0]
+
+    def _prepared(self, batch: tuple[Any, ...]) -> _Ready:
+        key = self._key(batch)
+        if key not in self._ready:
+            built = self._build(batch)
+            executable = Executable(built.program, self._groups)
+            self._ready[key] = _Ready(built, executable, self._binders(built.program))
+        return self._ready[key]
+
+    def _run(self, executable: Executable, inputs: list[Any]) -> tuple[Any, ...]:
+        if self._members is None:
+            return executable(inputs)
+        self._members.note("step", str(self.steps))
+        try:
+            return executable(inputs)
+        except Exception as error:
+            collective = executable.collective_at(error)
+            if not collective:
+                self._members.note("failed", f"{type(error).__name__}: {error}"[:500])
+                raise
+            raise self._members.blame(self.steps, collective, error) from error
+
+    def _create_state(self, built: Built) -> None:
+        """Give the optimizer the state that its own first step would have made."""
+        parameters = dict(self.model.named_parameters())
+        for name, entries in built.initial_state.items():
+            state = self.optimizer.state[parameters[name]] if entries else {}
+            for key, value in entries.items():
+                if state.get(key) is None:
+                    state[key] = value.clone()
+
+    def _binders(self, program: Program) -> list[Callable[[dict[str, Tensor]], Any]]:
+        """For each input, how to find its value at call time: users may load checkpoints or change rates meanwhile."""
+        return [self._binder(item.kind, item.name) for item in program.inputs]
+
+    def _binder(self, kind: InputKind, name: str) -> Callable[[dict[str, Tensor]], Any]:
+        model, optimizer = self.model, self.optimizer
+        match kind:
+            case InputKind.INPUT:
+                return lambda batch: batch.pop(name)
+            case InputKind.OPTIMIZER_STATE:
+                parameter_name, key = name.rsplit(":", 1)
+                parameter = model.get_parameter(parameter_name)
+                return lambda batch: optimizer.state[parameter][key]
+            case InputKind.SCALAR if name == "rank":
+                rank = self._members.rank if self._members else 0
+                return lambda batch: rank
+            case InputKind.SCALAR:
+                group = int(name.rsplit(".", 1)[1])
+                return lambda batch: float(optimizer.param_groups[group]["lr"])
+        owner, _, attribute = name.rpartition(".")
+        module = model.get_submodule(owner)
+        return lambda batch: getattr(module, attribute)

@@ -1,0 +1,221 @@
+"""Functional updates carried out in the memory they replace: what makes a functional step as lean as an eager one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from crossfade.graph import collectives
+from crossfade.graph.order import alias_roots
+from crossfade.graph.passes import Numerics, Pass, PassResult
+from crossfade.graph.program import OutputKind, Program
+from crossfade.graph.rewrite import insert_call
+
+_NEVER = float("inf")
+
+
+@dataclass(frozen=True)
+class UpdateInPlace(Pass):
+    """Write new values of inputs into the inputs, and let ops overwrite arguments that nothing reads again.
+
+    The program then returns no updates: running it has changed its inputs. An update whose computation cannot go in
+    place is copied in as soon as the old value is no longer read.
+
+    Before:
+        p: f32[4] = parameter("p")
+        g: f32[4] = input("g")
+        neg: f32[4] = aten.neg(g)
+        exp: f32[4] = aten.exp(neg)
+        add: f32[4] = aten.add.Tensor(p, exp)
+        return update("p", add)
+
+    After:
+        p: f32[4] = parameter("p")
+        g: f32[4] = input("g")
+        neg: f32[4] = aten.neg(g)
+        exp: f32[4] = aten.exp_(neg)
+        add: f32[4] = aten.add_.Tensor(p, exp)
+        return
+    """
+
+    name = "update-in-place"
+    numerics = Numerics.BITWISE
+    provides = frozenset({"in-place"})
+
+    def run(self, program: Program) -> PassResult:
+        """Plan the updates of inputs, then walk once and overwrite what is dead."""
+        memory = _Memory(program)
+        chains = _update_chains(program, memory)
+        overwritten = sum(_overwrite(memory, node, chains) for node in memory.nodes)
+        copied = _copy_the_rest(program, memory, chains)
+        kept = [(out, value) for out, value in program.named_results() if out.kind is not OutputKind.UPDATE]
+        dropped = len(program.outputs) - len(kept)
+        program.set_results([value for _, value in kept], tuple(out for out, _ in kept))
+        counts = {"updates": dropped, "overwritten": overwritten, "copied": copied}
+        return PassResult(bool(dropped or overwritten), counts)
+
+
+@dataclass(frozen=True, slots=True)
+class _Region:
+    """A range of elements of one piece of memory."""
+
+    root: fx.Node
+    start: int
+    end: int
+
+    def overlaps(self, other: _Region) -> bool:
+        return self.root is other.root and self.start < other.end and other.start < self.end
+
+
+class _Memory:
+    """Where each value lives and when that memory is read last, kept up to date while ops go in place."""
+
+    def __init__(self, program: Program) -> None:
+        self.nodes = list(program.graph.nodes)
+        self.position = {node: index for index, node in enumerate(self.nodes)}
+        roots = alias_roots(self.nodes)
+        self.region = {node: _region(node, root) for node, root in roots.items()}
+        self.aliases: dict[fx.Node, list[fx.Node]] = {}
+        for node, root in roots.items():
+            self.aliases.setdefault(root, []).append(node)
+
+    def last_read(self, region: _Region, *, ignoring: fx.Node | None = None) -> float:
+        """The position of the last node that reads memory overlapping the region; an output reads for ever."""
+        last: float = -1
+        for alias in self.aliases[region.root]:
+            if self.region[alias].overlaps(region):
+                last = max([last, *(self._read_ends(user) for user in alias.users if user is not ignoring)])
+        return last
+
+    def _read_ends(self, user: fx.Node) -> float:
+        """When a user has read its input for good: a collective goes on reading until it is waited for."""
+        if user.op == "output":
+            return _NEVER
+        started = collectives.view(user)
+        return max(self.position[node] for node in (user, *(started.waits if started else ())))
+
+    def merge(self, node: fx.Node, into: _Region) -> None:
+        """Note that `node`'s own memory is now the region `into`."""
+        old = self.region[node].root
+        shift = into.start - self.region[node].start
+        for alias in self.aliases.pop(old):
+            was = self.region[alias]
+            self.region[alias] = _Region(into.root, was.start + shift, was.end + shift)
+            self.aliases[into.root].append(alias)
+
+
+def _region(node: fx.Node, root: fx.Node) -> _Region:
+    value = node.meta.get("val")
+    if not isinstance(value, Tensor):
+        return _Region(root, 0, 2**62)
+    start = value.storage_offset()
+    span = 1 + sum((size - 1) * stride for size, stride in zip(value.shape, value.stride(), strict=True))
+    return _Region(root, start, start + (span if value.numel() else 0))
+
+
+def _update_chains(program: Program, memory: _Memory) -> dict[fx.Node, fx.Node]:
+    """For each node that computes (a step towards) an input's new value in place, that input's placeholder."""
+    chains: dict[fx.Node, fx.Node] = {}
+    for out, value in program.named_results():
+        if out.kind is OutputKind.UPDATE:
+            placeholder = program.input_node(out.name)
+            chain = _chain(value, placeholder)
+            if chain and not any(node in chains for node in chain) and _old_values_unread(chain, placeholder, memory):
+                chains.update(dict.fromkeys(chain, placeholder))
+    return chains
+
+
+def _chain(value: fx.Node, placeholder: fx.Node) -> list[fx.Node]:
+    """The ops from an input to its new value, each the first argument of the next; empty if there is no such path."""
+    chain: list[fx.Node] = []
+    node: Any = value
+    while node is not placeholder:
+        if not isinstance(node, fx.Node) or _in_place_target(node) is None:
+            return []
+        chain.append(node)
+        node = node.args[0]
+    return chain[::-1]
+
+
+def _old_values_unread(chain: list[fx.Node], placeholder: fx.Node, memory: _Memory) -> bool:
+    """Whether each value of the chain, the input first, is read for the last time by the next op, and there once."""
+    for old, new in zip([placeholder, *chain], chain, strict=False):
+        if memory.last_read(memory.region[old], ignoring=new) > memory.position[new] or _reads_twice(memory, new):
+            return False
+    return True
+
+
+def _reads_twice(memory: _Memory, node: fx.Node) -> bool:
+    """Whether another argument shares memory with the first: overwriting one would change the other."""
+    source: Any = node.args[0]
+    others = [other for other in node.all_input_nodes if other is not source]
+    return any(memory.region[other].overlaps(memory.region[source]) for other in others)
+
+
+def _overwrite(memory: _Memory, node: fx.Node, chains: dict[fx.Node, fx.Node]) -> bool:
+    """Make one op write into its first argument's memory, if nothing needs that any more."""
+    target = _in_place_target(node)
+    if target is None or (node not in chains and not _is_free(memory, node)):
+        return False
+    source: Any = node.args[0]
+    node.target = target
+    memory.merge(node, memory.region[source])
+    return True
+
+
+def _is_free(memory: _Memory, node: fx.Node) -> bool:
+    """Whether the first argument's memory was made inside the program, and is read for the last time here."""
+    source: Any = node.args[0]
+    region = memory.region[source]
+    made_here = region.root.op == "call_function"
+    return (
+        made_here and not _reads_twice(memory, node) and memory.last_read(region, ignoring=node) < memory.position[node]
+    )
+
+
+def _copy_the_rest(program: Program, memory: _Memory, chains: dict[fx.Node, fx.Node]) -> int:
+    """Copy in each update that did not go in place, once the old value is no longer read."""
+    copied = 0
+    for out, value in program.named_results():
+        if out.kind is not OutputKind.UPDATE or (value in chains and chains[value] is program.input_node(out.name)):
+            continue
+        placeholder = program.input_node(out.name)
+        last = int(max(memory.last_read(memory.region[placeholder]), memory.position[value]))
+        after = memory.nodes[last]
+        insert_call(program, torch.ops.aten.copy_.default, placeholder, value, before=after.next, like=value)
+        copied += 1
+    return copied
+
+
+def _in_place_target(node: fx.Node) -> Any:
+    """The op that computes the same into its first argument, if there is one and the result fits."""
+    if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload) or not node.args:
+        return None
+    source = node.args[0]
+    if not isinstance(source, fx.Node) or not _same_layout(source.meta.get("val"), node.meta.get("val")):
+        return None
+    if (collective := collectives.in_place_form(node)) is not None:
+        return collective
+    schema = node.target._schema
+    if schema.is_mutable or any(item.alias_info is not None for item in schema.returns):
+        return None
+    namespace, name = schema.name.split("::")
+    packet = getattr(getattr(torch.ops, namespace), f"{name}_", None)
+    return getattr(packet, node.target._overloadname, None) if packet is not None else None
+
+
+def _same_layout(old: Any, new: Any) -> bool:
+    if not isinstance(old, Tensor) or not isinstance(new, Tensor):
+        return False
+    same = (
+        old.shape == new.shape and old.stride() == new.stride() and old.dtype == new.dtype and old.device == new.device
+    )
+    return same and _is_dense(old)
+
+
+def _is_dense(value: Tensor) -> bool:
+    """Whether each element has a place of its own: no expanded dims."""
+    return all(stride or size == 1 for size, stride in zip(value.shape, value.stride(), strict=True))
