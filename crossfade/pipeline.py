@@ -5,10 +5,11 @@
 
 from __future__ import annotations
 
+import difflib
 import time
 import zlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, Literal
 
 import torch
@@ -23,13 +24,14 @@ from crossfade.communicate.bucket_all_reduces import BucketAllReduces
 from crossfade.communicate.lower_averages import LowerAverages
 from crossfade.communicate.raise_launches import RaiseLaunches
 from crossfade.communicate.sink_waits import SinkWaits
-from crossfade.errors import CrossfadeError, NotYetError
+from crossfade.errors import CrossfadeError, NotYetError, PassError
 from crossfade.graph.passes import Pass, fingerprint, run_passes
 from crossfade.graph.private import tree_flatten, tree_unflatten
 from crossfade.graph.program import Program, from_graph_module
 from crossfade.report.report import Report
 from crossfade.run.members import Members
 from crossfade.run.mesh import Axis, MeshLike, data_parallel_axis
+from crossfade.run.pack_in_place import PackInPlace
 from crossfade.run.step import Built, Step
 from crossfade.run.update_in_place import UpdateInPlace
 from crossfade.shard.average_gradients import AverageGradients
@@ -61,6 +63,45 @@ def data_parallelism(axis: str, ranks: int, semantics: Semantics) -> list[Pass]:
 def communication() -> list[Pass]:
     """Passes that make collectives few, early to start and late to be waited for: the ones to add to or replace."""
     return [BucketAllReduces(), RaiseLaunches(), SinkWaits()]
+
+
+def optimization() -> list[Pass]:
+    """What `optimize` runs over a graph that already has collectives."""
+    return [*simplification(), *communication()]
+
+
+def known_passes() -> dict[str, type[Pass]]:
+    """Every pass of this package, by name."""
+    return {one.name: one for one in sorted(Pass.__subclasses__(), key=lambda one: one.name)}
+
+
+def options_of(one: type[Pass]) -> list[str]:
+    """A pass's options, their types and defaults, as text.
+
+    >>> options_of(BucketAllReduces)
+    ['cap_mb: float = 4.0', 'first_mb: float = 1.0']
+    """
+    return [f"{option.name}: {option.type} = {option.default!r}" for option in fields(one)]
+
+
+def pass_from_spelling(spelling: str) -> Pass:
+    """The pass that a `Pass.spelling` stands for.
+
+    >>> pass_from_spelling("bucket-all-reduces(cap_mb=2)")
+    BucketAllReduces(cap_mb=2.0, first_mb=1.0)
+    """
+    name, _, options = spelling.rstrip(")").partition("(")
+    if name not in known_passes():
+        near = difflib.get_close_matches(name, known_passes(), n=1)
+        remedy = f"did you mean {near[0]}" if near else "`crossfade passes` lists them"
+        raise PassError(f"the pass {name!r}", expected="a known pass", remedy=remedy)
+    kind = known_passes()[name]
+    defaults = {option.name: option.default for option in fields(kind)}
+    values = dict(item.split("=", 1) for item in options.split(",") if item)
+    if unknown := values.keys() - defaults.keys():
+        expected = ", ".join(options_of(kind)) or "no options"
+        raise PassError(f"option {sorted(unknown)[0]!r} of {name}", expected=expected, remedy="correct the option")
+    return kind(**{key: type(defaults[key])(value) for key, value in values.items()})
 
 
 def compile_step(
@@ -179,7 +220,7 @@ class _StepCompiler:
         seconds = time.perf_counter() - start
         if self.axis is not None:
             program = run_passes(program, [*self.passes, *self._lowering()])
-        program = run_passes(program, [UpdateInPlace(), RemoveDeadCode()])
+        program = run_passes(program, [PackInPlace(), UpdateInPlace()])
 
         report = Report.of(before, program, title=type(self.model).__name__, facts=self._facts(seconds, layout))
         return Built(program, layout, report, missing_state(self.optimizer, names))
@@ -244,7 +285,7 @@ def optimize(
     structure: Any = module.graph.output_node().args[0]
     _, spec = tree_flatten(structure)
     before = from_graph_module(module, groups=groups)
-    after = run_passes(before, [*simplification(), *(communication() if passes is None else passes)])
+    after = run_passes(before, optimization() if passes is None else passes)
     report = Report.of(before, after, title=type(module).__name__)
     result = after.copy()
     result.output_node.args = (tree_unflatten(result.results, spec),)

@@ -114,7 +114,8 @@ def append_optimizer(
         symbolic_float(program.fake_mode.shape_env, f"lr{i}", float(g["lr"]))
         for i, g in enumerate(optimizer.param_groups)
     ]
-    parameters = [program.input_node(name) for name in ready]
+    inputs = program.input_nodes()
+    parameters = [inputs[name] for name in ready]
     shadow = type(optimizer)([torch.zeros(1)], lr=1.0)
 
     def update(
@@ -208,7 +209,8 @@ def _append(
     new_inputs += [Input(InputKind.SCALAR, f"lr.{index}") for index in range(groups)]
     body_inputs = list(body.find_nodes(op="placeholder"))
     count = len(ready)
-    parameters = dict(zip(body_inputs[:count], [program.input_node(n) for n in ready], strict=True))
+    inputs = program.input_nodes()
+    parameters = dict(zip(body_inputs[:count], [inputs[n] for n in ready], strict=True))
     gradients = dict(zip(body_inputs[count : 2 * count], ready.values(), strict=True))
     added = _add_placeholders(program, new_inputs, body_inputs[2 * count :])
     results = inline(program, body, {**parameters, **gradients, **added}, before=program.output_node)

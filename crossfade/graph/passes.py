@@ -45,6 +45,9 @@ class Outcome(StrEnum):
 class Verdict:
     """What became of one collective or one candidate, and why; `remedy` says how to change it, where one can.
 
+    `source` is where it comes from in the user's terms: a source line, or the parameter whose gradient it is.
+    Reasons are kept constant where they can be, so that reports can group them.
+
     >>> print(Verdict("all_reduce_3", Outcome.LEFT, "the only one of its group", remedy="none needed"))
     all_reduce_3: left alone: the only one of its group (remedy: none needed)
     """

@@ -22,13 +22,14 @@ if TYPE_CHECKING:
 
 
 class InputKind(StrEnum):
-    """What a graph input is to the user."""
+    """What a graph input is to the user. A `workspace` is memory kept between runs, with nothing in it before one."""
 
     PARAMETER = "parameter"
     BUFFER = "buffer"
     OPTIMIZER_STATE = "optimizer_state"
     INPUT = "input"
     SCALAR = "scalar"
+    WORKSPACE = "workspace"
 
 
 class OutputKind(StrEnum):
@@ -122,12 +123,9 @@ class Program:
         """Each output with its value."""
         return zip(self.outputs, self.results, strict=True)
 
-    def input_node(self, name: str) -> fx.Node:
-        """The placeholder of the input called `name`."""
-        for item, node in self.named_inputs():
-            if item.name == name:
-                return node
-        raise CaptureError(f"no input called {name!r}", remedy="take a name from [i.name for i in program.inputs]")
+    def input_nodes(self) -> dict[str, fx.Node]:
+        """The placeholder of each input, by the input's name."""
+        return {item.name: node for item, node in self.named_inputs()}
 
     def set_results(self, results: list[Any], outputs: tuple[Output, ...] | None = None) -> None:
         """Replace the output values, and what they are if that changes too."""
@@ -139,11 +137,8 @@ class Program:
         """An independent copy; tensors in metadata and constants are shared. About 15 us a node."""
         graph = fx.Graph()
         with _paused_garbage_collection():
-            mapping: dict[fx.Node, fx.Node] = {}
-            result = graph.graph_copy(self.graph, mapping)
+            result = graph.graph_copy(self.graph, {})
             graph.output(result).meta = copy.copy(self.output_node.meta)
-            for old, new in mapping.items():
-                new.meta = copy.copy(old.meta)
         return replace(self, graph=graph, groups=dict(self.groups), constants=dict(self.constants))
 
     def module(self) -> fx.GraphModule:
@@ -173,12 +168,9 @@ def from_graph_module(module: fx.GraphModule, *, groups: Mapping[str, int] | Non
     from crossfade.graph.collectives import group_sizes
 
     graph = fx.Graph()
-    mapping: dict[fx.Node, fx.Node] = {}
-    result = graph.graph_copy(module.graph, mapping)
+    result = graph.graph_copy(module.graph, {})
     flat, _ = tree_flatten(result)
     graph.output(tuple(flat))
-    for old, new in mapping.items():
-        new.meta = copy.copy(old.meta)
     complete_metadata(graph)
     constants = {str(node.target): _attribute(module, str(node.target)) for node in graph.find_nodes(op="get_attr")}
     inputs = tuple(Input(InputKind.INPUT, str(node.target)) for node in graph.find_nodes(op="placeholder"))

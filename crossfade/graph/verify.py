@@ -109,8 +109,9 @@ def _verify_in_flight(graph: fx.Graph) -> None:
     leaving: dict[fx.Node, fx.Node] = {}
     for node in nodes:
         if collectives.is_wait(node):
-            arriving.pop(roots[node], None)
             start = collectives.started_by(node)
+            if start is None or arriving.get(roots[node]) is start:  # a second wait on an older start ends nothing
+                arriving.pop(roots[node], None)
             for source in start.all_input_nodes if start is not None else ():
                 if leaving.get(roots[source]) is start:
                     del leaving[roots[source]]

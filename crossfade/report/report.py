@@ -22,7 +22,12 @@ CollectiveCounts = Mapping[str, tuple[int, int]]
 
 
 class PassVerdict(NamedTuple):
-    """A verdict, and the name of the pass that gave it."""
+    """A verdict, and the name of the pass that gave it.
+
+    >>> name, verdict = PassVerdict("sink-waits", Verdict("wait_3", Outcome.MOVED, "its result is needed later"))
+    >>> print(f"{name}: {verdict}")
+    sink-waits: wait_3: moved: its result is needed later
+    """
 
     pass_name: str
     verdict: Verdict
@@ -30,7 +35,11 @@ class PassVerdict(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class VerdictGroup:
-    """All verdicts of one outcome and reason: how many, their bytes, and the remedies they name."""
+    """All verdicts of one outcome and reason: how many, their bytes, and the remedies they name.
+
+    >>> VerdictGroup(Outcome.LEFT, "alone in its group", number=3, bytes=48).outcome.value
+    'left alone'
+    """
 
     outcome: Outcome
     reason: str

@@ -31,7 +31,19 @@ _STYLES = {
 
 
 def show(report: Report, console: Console | None = None) -> None:
-    """Print the report: facts, collectives, why, passes, and the tables that callers added."""
+    """Print the report: facts, collectives, why, passes, and the tables that callers added.
+
+    >>> from crossfade.report.report import Report
+    >>> show(Report("step", collectives_before={"all_reduce": (2, 64)}), Console(width=66))
+    ────────────────────────────── step ──────────────────────────────
+    2 collectives (64 B) became 0 (0 B), 0 nodes became 0. No passes
+    ran. No verdicts were given.
+    <BLANKLINE>
+    Collectives
+    ...
+      all_reduce        2       0           64 B           0 B
+    ...
+    """
     console = console or Console()
     console.rule(Text(report.title, style="bold"))
     if report.facts:

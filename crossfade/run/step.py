@@ -6,7 +6,8 @@ from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from torch import Tensor, nn
+import torch
+from torch import Tensor, fx, nn
 from torch.optim import Optimizer
 
 from crossfade.graph.private import mark_optimizer_stepped
@@ -144,7 +145,10 @@ class Step:
 
     def _binders(self, program: Program) -> list[Callable[[dict[str, Tensor]], Any]]:
         """For each input, how to find its value at call time: users may load checkpoints or change rates meanwhile."""
-        return [self._binder(item.kind, item.name) for item in program.inputs]
+        return [
+            _workspace(node) if item.kind is InputKind.WORKSPACE else self._binder(item.kind, item.name)
+            for item, node in program.named_inputs()
+        ]
 
     def _binder(self, kind: InputKind, name: str) -> Callable[[dict[str, Tensor]], Any]:
         model, optimizer = self.model, self.optimizer
@@ -164,3 +168,16 @@ class Step:
         owner, _, attribute = name.rpartition(".")
         module = model.get_submodule(owner)
         return lambda batch: getattr(module, attribute)
+
+
+def _workspace(node: fx.Node) -> Callable[[dict[str, Tensor]], Any]:
+    """Memory that lives as long as the program, made at the first call."""
+    memory: list[Tensor] = []
+
+    def get(batch: dict[str, Tensor]) -> Tensor:
+        if not memory:
+            like = node.meta["val"]
+            memory.append(torch.empty(like.shape, dtype=like.dtype, device=like.device))
+        return memory[0]
+
+    return get

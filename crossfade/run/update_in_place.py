@@ -11,7 +11,7 @@ from torch import Tensor, fx
 from crossfade.graph import collectives
 from crossfade.graph.order import alias_roots
 from crossfade.graph.passes import Numerics, Pass, PassResult
-from crossfade.graph.program import OutputKind, Program
+from crossfade.graph.program import InputKind, OutputKind, Program
 from crossfade.graph.rewrite import insert_call
 
 _NEVER = float("inf")
@@ -78,6 +78,7 @@ class _Memory:
         self.position = {node: index for index, node in enumerate(self.nodes)}
         roots = alias_roots(self.nodes)
         self.region = {node: _region(node, root) for node, root in roots.items()}
+        self.workspaces = {node for item, node in program.named_inputs() if item.kind is InputKind.WORKSPACE}
         self.aliases: dict[fx.Node, list[fx.Node]] = {}
         for node, root in roots.items():
             self.aliases.setdefault(root, []).append(node)
@@ -119,9 +120,10 @@ def _region(node: fx.Node, root: fx.Node) -> _Region:
 def _update_chains(program: Program, memory: _Memory) -> dict[fx.Node, fx.Node]:
     """For each node that computes (a step towards) an input's new value in place, that input's placeholder."""
     chains: dict[fx.Node, fx.Node] = {}
+    placeholders = program.input_nodes()
     for out, value in program.named_results():
         if out.kind is OutputKind.UPDATE:
-            placeholder = program.input_node(out.name)
+            placeholder = placeholders[out.name]
             chain = _chain(value, placeholder)
             if chain and not any(node in chains for node in chain) and _old_values_unread(chain, placeholder, memory):
                 chains.update(dict.fromkeys(chain, placeholder))
@@ -170,7 +172,7 @@ def _is_free(memory: _Memory, node: fx.Node) -> bool:
     """Whether the first argument's memory was made inside the program, and is read for the last time here."""
     source: Any = node.args[0]
     region = memory.region[source]
-    made_here = region.root.op == "call_function"
+    made_here = region.root.op == "call_function" or region.root in memory.workspaces
     return (
         made_here and not _reads_twice(memory, node) and memory.last_read(region, ignoring=node) < memory.position[node]
     )
@@ -179,10 +181,11 @@ def _is_free(memory: _Memory, node: fx.Node) -> bool:
 def _copy_the_rest(program: Program, memory: _Memory, chains: dict[fx.Node, fx.Node]) -> int:
     """Copy in each update that did not go in place, once the old value is no longer read."""
     copied = 0
+    placeholders = program.input_nodes()
     for out, value in program.named_results():
-        if out.kind is not OutputKind.UPDATE or (value in chains and chains[value] is program.input_node(out.name)):
+        if out.kind is not OutputKind.UPDATE or chains.get(value) is placeholders[out.name]:
             continue
-        placeholder = program.input_node(out.name)
+        placeholder = placeholders[out.name]
         last = int(max(memory.last_read(memory.region[placeholder]), memory.position[value]))
         after = memory.nodes[last]
         insert_call(program, torch.ops.aten.copy_.default, placeholder, value, before=after.next, like=value)

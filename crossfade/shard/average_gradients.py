@@ -42,11 +42,10 @@ class AverageGradients(Pass):
         results, verdicts = [], []
         for out, value in program.named_results():
             if out.kind in (OutputKind.GRADIENT, OutputKind.LOSS):
-                what = f"gradient of {out.name}" if out.kind is OutputKind.GRADIENT else "the loss"
-                reason = f"averages {what} over {self.group!r}, where it is ready"
+                reason = f"averages {'a gradient' if out.kind is OutputKind.GRADIENT else 'the loss'}, where it is ready"
                 size = tensor_bytes(value.meta["val"])
                 value = splice(program, self._average, value, before=value.next, like=value)
-                verdicts.append(Verdict.of(value.args[0], Outcome.INSERTED, reason, bytes=size))
+                verdicts.append(Verdict(value.args[0].name, Outcome.INSERTED, reason, source=out.name, bytes=size))
             results.append(value)
         program.set_results(results)
         return PassResult(bool(verdicts), {"inserted": len(verdicts)}, tuple(verdicts))

@@ -42,8 +42,8 @@ class BroadcastBuffers(Pass):
             if out.kind is OutputKind.UPDATE and out.name in buffers:
                 size = tensor_bytes(value.meta["val"])
                 value = splice(program, self._from_first, value, before=value.next, like=value)
-                reason = f"each rank updates {out.name} from its own samples; the first rank's value is kept"
-                verdicts.append(Verdict.of(value.args[0], Outcome.INSERTED, reason, bytes=size))
+                reason = "each rank updates this buffer from its own samples; the first rank's value is kept"
+                verdicts.append(Verdict(value.args[0].name, Outcome.INSERTED, reason, source=out.name, bytes=size))
             results.append(value)
         program.set_results(results)
         return PassResult(bool(verdicts), {"inserted": len(verdicts)}, tuple(verdicts))

@@ -137,8 +137,8 @@ def _drawn_value(node: fx.Node) -> torch.Tensor:
 
 
 def _rank_input(program: Program) -> fx.Node:
-    if any(item.name == RANK_INPUT for item in program.inputs):
-        return program.input_node(RANK_INPUT)
+    if (known := program.input_nodes().get(RANK_INPUT)) is not None:
+        return known
     with program.graph.inserting_after(program.placeholders[-1]):
         rank = program.graph.placeholder(RANK_INPUT)
     rank.meta["val"] = 0

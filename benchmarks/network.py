@@ -1,0 +1,83 @@
+"""Two hosts on one machine: network namespaces joined by a rate-limited link, one torchrun node in each. Needs root.
+
+    with two_hosts("1gbit") as hosts:
+        hosts.torchrun("benchmarks.step", "--worker")
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+_NAMES = ("crossfade1", "crossfade2")
+_LINKS = ("cfveth1", "cfveth2")
+_ADDRESSES = ("10.79.0.1", "10.79.0.2")
+
+
+@dataclass(frozen=True)
+class Hosts:
+    """Two namespaces that see each other over one link."""
+
+    rate: str
+
+    def torchrun(self, module: str, *arguments: str, timeout: float = 900.0) -> None:
+        """Run a module under torchrun with one rank on each host; both end together."""
+        port = str(random.randint(20000, 50000))
+        processes = [self._start(node, port, module, arguments) for node in range(2)]
+        try:
+            codes = [process.wait(timeout) for process in processes]
+        finally:
+            for process in processes:
+                process.kill()
+        if any(codes):
+            raise SystemExit(f"the hosts ended with exit codes {codes}")
+
+    def _start(self, node: int, port: str, module: str, arguments: tuple[str, ...]) -> subprocess.Popen[bytes]:
+        command = ["ip", "netns", "exec", _NAMES[node], sys.executable, "-m", "torch.distributed.run", "--nnodes=2"]
+        command += [f"--node-rank={node}", "--nproc-per-node=1", f"--master-addr={_ADDRESSES[0]}"]
+        command += [f"--master-port={port}", "-m", module, *arguments]
+        environment = {**os.environ, "GLOO_SOCKET_IFNAME": _LINKS[node], "OMP_NUM_THREADS": "1"}
+        return subprocess.Popen(command, env=environment)
+
+
+def reason_against() -> str | None:
+    """Why two hosts cannot be had on this machine, or None."""
+    if not hasattr(os, "geteuid") or os.geteuid() != 0:
+        return "network namespaces need root"
+    missing = [tool for tool in ("ip", "tc") if shutil.which(tool) is None]
+    return f"{' and '.join(missing)} not installed (Debian: iproute2)" if missing else None
+
+
+@contextlib.contextmanager
+def two_hosts(rate: str = "1gbit") -> Iterator[Hosts]:
+    """Set up two namespaces whose link is limited to `rate` in each direction; removed at the end."""
+    _remove()
+    try:
+        for name in _NAMES:
+            _run("ip", "netns", "add", name)
+        _run("ip", "link", "add", _LINKS[0], "type", "veth", "peer", "name", _LINKS[1])
+        for name, link, address in zip(_NAMES, _LINKS, _ADDRESSES, strict=True):
+            _run("ip", "link", "set", link, "netns", name)
+            _run("ip", "-n", name, "addr", "add", f"{address}/24", "dev", link)
+            _run("ip", "-n", name, "link", "set", link, "up")
+            _run("ip", "-n", name, "link", "set", "lo", "up")
+            limit = ["tbf", "rate", rate, "burst", "256kb", "latency", "50ms"]
+            _run("ip", "netns", "exec", name, "tc", "qdisc", "add", "dev", link, "root", *limit)
+        yield Hosts(rate)
+    finally:
+        _remove()
+
+
+def _run(*command: str) -> None:
+    subprocess.run(command, check=True)
+
+
+def _remove() -> None:
+    for name in _NAMES:
+        subprocess.run(["ip", "netns", "del", name], stderr=subprocess.DEVNULL, check=False)

@@ -1,0 +1,111 @@
+"""The command line: `crossfade demo | explain | launch | passes`."""
+
+from __future__ import annotations
+
+import inspect
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from crossfade.errors import CrossfadeError
+
+app = typer.Typer(
+    help="Make communication disappear under computation in distributed PyTorch programs, and see what was done.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    add_completion=False,
+)
+console = Console()
+
+
+@app.command()
+def demo(
+    ranks: Annotated[int, typer.Option(help="Local rank processes to train on.", min=2)] = 2,
+    steps: Annotated[int, typer.Option(help="Timed steps of each contender.", min=1)] = 20,
+    size: Annotated[str, typer.Option(help="Size of the GPT: tiny, demo, wide or deep.")] = "demo",
+    report: Annotated[Path, typer.Option(help="Folder for index.html and report.json.")] = Path("crossfade-report"),
+) -> None:
+    """Train a small GPT on local CPU ranks: one process, torch's DDP and Crossfade, side by side.
+
+    Prints step times and losses from one run, what became of every collective, and writes an HTML report.
+    Takes under two minutes on two cores.
+    """
+    from crossfade.demo import show
+    from crossfade.demo.model import SIZES
+
+    if size not in SIZES:
+        raise typer.BadParameter(f"found {size!r}; expected one of {', '.join(SIZES)}", param_hint="--size")
+    show.run(ranks=ranks, steps=steps, size=size, folder=report, console=console)
+
+
+@app.command()
+def explain(
+    program: Annotated[Path, typer.Argument(help="A program in Crossfade's text form; see docs/architecture.md.")],
+    passes: Annotated[str, typer.Option(help="Passes to run, e.g. 'bucket-all-reduces(cap_mb=2) sink-waits'.")] = "",
+    group_size: Annotated[int, typer.Option(help="Ranks in each process group the program names.", min=1)] = 2,
+    html: Annotated[Path | None, typer.Option(help="Also write an HTML report here.")] = None,
+) -> None:
+    """Run passes over a program written as text, and say what became of each collective and why.
+
+    Without --passes, runs what `crossfade.optimize` runs. Prints the improved program last.
+    """
+    from crossfade import pipeline
+    from crossfade.graph import collectives
+    from crossfade.graph.passes import run_passes
+    from crossfade.graph.text import parse
+    from crossfade.report.report import Report
+
+    before = parse(program.read_text())
+    before.groups = dict.fromkeys(collectives.group_sizes(before.graph), group_size)
+    chosen = [pipeline.pass_from_spelling(one) for one in passes.split()] if passes else pipeline.optimization()
+    after = run_passes(before, chosen)
+    report = Report.of(before, after, title=program.name)
+    report.show(console)
+    for name, verdict in report.verdicts:
+        console.print(f"[dim]{name}:[/] {verdict}", highlight=False)
+    console.print(str(after), highlight=False, markup=False)
+    if html is not None:
+        console.print(f"HTML report: {report.to_html(html)}")
+
+
+@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+def launch(
+    context: typer.Context,
+    script: Annotated[Path, typer.Argument(help="The Python script; what follows are its own arguments.")],
+    ranks: Annotated[int, typer.Option(help="Local rank processes to start.", min=1)] = 2,
+) -> None:
+    """Start a script on several local ranks; when one fails, end all and name it.
+
+    The script calls torch.distributed.init_process_group("gloo") as under torchrun, which works as well.
+    """
+    from crossfade.run.launch import launch as start
+
+    start([str(script), *context.args], ranks=ranks)
+
+
+@app.command()
+def passes(name: Annotated[str, typer.Argument(help="Show only this pass, in full.")] = "") -> None:
+    """List the passes with their options and what they do to the numbers; with a name, show its example."""
+    from crossfade import pipeline
+
+    known = pipeline.known_passes()
+    if name and name not in known:
+        raise typer.BadParameter(f"found {name!r}; expected one of {', '.join(known)}", param_hint="name")
+    for one in [known[name]] if name else known.values():
+        document = inspect.cleandoc(one.__doc__ or "")
+        console.print(f"[bold]{one.name}[/]  [dim]{one.numerics}[/]", highlight=False)
+        for option in pipeline.options_of(one):
+            console.print(f"    {option}", highlight=False)
+        console.print(document if name else document.splitlines()[0], markup=False, highlight=False)
+        console.print()
+
+
+def main() -> None:
+    """Run the command line; our own errors print as one paragraph, not as a traceback."""
+    try:
+        app()
+    except CrossfadeError as error:
+        Console(stderr=True).print(f"[bold red]error:[/] {error}", highlight=False)
+        raise SystemExit(1) from None

@@ -1,0 +1,1 @@
+"""The demonstration behind `crossfade demo`: a small GPT trained by Crossfade and by torch's own means, side by side."""

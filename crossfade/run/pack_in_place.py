@@ -1,0 +1,142 @@
+"""Buckets that live from step to step, with gradients computed straight into them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from crossfade.graph import collectives
+from crossfade.graph.passes import Numerics, Outcome, Pass, PassResult, Verdict
+from crossfade.graph.program import Input, InputKind, Program, tensor_bytes
+from crossfade.graph.rewrite import erase_if_dead, insert_call, splice
+
+_aten = torch.ops.aten
+_FLATTENS = (_aten.view.default, _aten.reshape.default)
+_SCALES = (_aten.div.Tensor, _aten.mul.Tensor)
+_WRITES_INTO = {
+    _aten.mm.default: _aten.mm.out,
+    _aten.bmm.default: _aten.bmm.out,
+    _aten.addmm.default: _aten.addmm.out,
+    _aten.add.Tensor: _aten.add.out,
+    _aten.mul.Tensor: _aten.mul.out,
+    _aten.div.Tensor: _aten.div.out,
+}
+"""Ops that really compute into a given buffer; most others' `out` forms compute elsewhere and copy."""
+
+
+@dataclass(frozen=True)
+class PackInPlace(Pass):
+    """Give each concatenation that feeds a collective a buffer that lives from step to step, and no copy where possible.
+
+    A member whose producer can write into given memory does; others are copied in as soon as they are ready. Fresh
+    memory costs a page fault for every 4 KB at each step, which on a CPU is as much as the copy itself.
+
+    Before:
+        x: f32[2, 2] = input("x")
+        mm: f32[2, 2] = aten.mm(x, x)
+        f: f32[4] = aten.view(mm, [-1])
+        f1: f32[4] = aten.view(x, [-1])
+        cat: f32[8] = aten.cat([f, f1])
+        s: f32[8] = c10d.all_reduce(cat, "sum", "dp")
+        w: f32[8] = c10d.wait_tensor(s)
+        return output("y", w)
+
+    After:
+        x: f32[2, 2] = input("x")
+        bucket_0: f32[8] = workspace("bucket.0")
+        slice_1: f32[4] = aten.slice.Tensor(bucket_0, 0, 0, 4)
+        view: f32[2, 2] = aten.view(slice_1, [2, 2])
+        mm: f32[2, 2] = aten.mm.out(x, x, out=view)
+        slice_2: f32[4] = aten.slice.Tensor(bucket_0, 0, 4, 8)
+        view_1: f32[2, 2] = aten.view(slice_2, [2, 2])
+        copy_: f32[2, 2] = aten.copy_(view_1, x)
+        s: f32[8] = c10d.all_reduce(bucket_0, "sum", "dp")
+        w: f32[8] = c10d.wait_tensor(s)
+        return output("y", w)
+    """
+
+    name = "pack-in-place"
+    numerics = Numerics.BITWISE
+
+    def run(self, program: Program) -> PassResult:
+        """Replace each packing concatenation by a workspace input."""
+        counts = {"buffers": 0, "written_directly": 0, "copied_in": 0}
+        verdicts = []
+        for cat in program.graph.find_nodes(op="call_function", target=_aten.cat.default):
+            if (reason := _reason_against(cat)) is not None:
+                verdicts.append(Verdict.of(cat, Outcome.LEFT, reason, bytes=tensor_bytes(cat.meta["val"])))
+                continue
+            direct, copied = _pack(program, cat, counts["buffers"])
+            reason = f"a buffer kept from step to step: {direct} members written directly, {copied} copied in"
+            verdicts.append(Verdict.of(cat, Outcome.REPLACED, reason, bytes=tensor_bytes(cat.meta["val"])))
+            counts["buffers"] += 1
+            counts["written_directly"] += direct
+            counts["copied_in"] += copied
+        return PassResult(bool(counts["buffers"]), counts, tuple(verdicts))
+
+
+def _reason_against(cat: fx.Node) -> str | None:
+    members: Any = cat.args[0]
+    user: Any = next(iter(cat.users), None)
+    while user is not None and user.target in _SCALES and len(user.users) == 1:
+        user = next(iter(user.users))
+    if len(cat.users) != 1 or user is None or not collectives.is_collective(user):
+        return "something other than one collective reads it"
+    if not all(member.target in _FLATTENS and member.meta["val"].dim() == 1 for member in members):
+        return "its members are not flattened tensors"
+    return None
+
+
+def _pack(program: Program, cat: fx.Node, number: int) -> tuple[int, int]:
+    bucket = _workspace(program, f"bucket.{number}", cat.meta["val"])
+    direct = copied = start = 0
+    members: Any = cat.args[0]
+    for flat in members:
+        source: Any = flat.args[0]
+        end = start + source.meta["val"].numel()
+        if _can_write_into(source, flat):
+            _write_into(program, source, bucket, start, end)
+            direct += 1
+        else:
+            _copy_into(program, source, bucket, start, end, cat)
+            copied += 1
+        start = end
+    cat.replace_all_uses_with(bucket)
+    erase_if_dead(cat)
+    return direct, copied
+
+
+def _workspace(program: Program, name: str, value: Tensor) -> fx.Node:
+    with program.graph.inserting_after(program.placeholders[-1]):
+        node = program.graph.placeholder(name.replace(".", "_"))
+    with program.fake_mode:
+        node.meta["val"] = torch.empty_like(value)
+    program.inputs += (Input(InputKind.WORKSPACE, name),)
+    return node
+
+
+def _can_write_into(source: fx.Node, flat: fx.Node) -> bool:
+    """Whether a member is a fresh, dense result that only the bucket reads, of an op that takes an output buffer."""
+    fresh = source.op == "call_function" and list(source.users) == [flat] and len(flat.users) == 1
+    return fresh and source.meta["val"].is_contiguous() and source.target in _WRITES_INTO
+
+
+def _write_into(program: Program, source: fx.Node, bucket: fx.Node, start: int, end: int) -> None:
+    place = _place(program, bucket, start, end, source, before=source)
+    source.target = _WRITES_INTO[source.target]
+    source.kwargs = {**source.kwargs, "out": place}
+    source.meta["val"] = place.meta["val"]
+
+
+def _copy_into(program: Program, source: fx.Node, bucket: fx.Node, start: int, end: int, cat: fx.Node) -> None:
+    before = cat if source.op == "placeholder" else source.next
+    place = _place(program, bucket, start, end, source, before=before)
+    insert_call(program, _aten.copy_.default, place, source, before=before, like=source)
+
+
+def _place(program: Program, bucket: fx.Node, start: int, end: int, like: fx.Node, *, before: fx.Node) -> fx.Node:
+    shape = like.meta["val"].shape
+    return splice(program, lambda b: b[start:end].view(shape), bucket, before=before, like=like)
