@@ -1,7 +1,7 @@
 """Two hosts on one machine: network namespaces joined by a rate-limited link, one torchrun node in each. Needs root.
 
-    with two_hosts("1gbit") as hosts:
-        hosts.torchrun("benchmarks.step", "--worker")
+with two_hosts("1gbit") as hosts:
+    hosts.torchrun("benchmarks.step", "--worker")
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 from crossfade.capture.accumulate import accumulate as run_on_micro_batches
 from crossfade.capture.batch import BatchIs, BatchLayout, batch_key
-from crossfade.capture.optimizer import append_optimizer, check_optimizer, missing_state, options_key
+from crossfade.capture.optimizer import append_optimizer, check_optimizer, missing_state, options_key, parameter_names
 from crossfade.capture.training import LossFunction, capture_forward_backward, check_model
 from crossfade.communicate.bucket_all_reduces import BucketAllReduces
 from crossfade.communicate.lower_averages import LowerAverages
@@ -27,7 +27,7 @@ from crossfade.communicate.sink_waits import SinkWaits
 from crossfade.errors import CrossfadeError, NotYetError, PassError
 from crossfade.graph.passes import Pass, fingerprint, run_passes
 from crossfade.graph.private import tree_flatten, tree_unflatten
-from crossfade.graph.program import Program, from_graph_module
+from crossfade.graph.program import OutputKind, Program, from_graph_module
 from crossfade.report.report import Report
 from crossfade.run.members import Members
 from crossfade.run.mesh import Axis, MeshLike, data_parallel_axis
@@ -96,7 +96,7 @@ def pass_from_spelling(spelling: str) -> Pass:
         remedy = f"did you mean {near[0]}" if near else "`crossfade passes` lists them"
         raise PassError(f"the pass {name!r}", expected="a known pass", remedy=remedy)
     kind = known_passes()[name]
-    defaults = {option.name: option.default for option in fields(kind)}
+    defaults: dict[str, Any] = {option.name: option.default for option in fields(kind)}
     values = dict(item.split("=", 1) for item in options.split(",") if item)
     if unknown := values.keys() - defaults.keys():
         expected = ", ".join(options_of(kind)) or "no options"
@@ -151,7 +151,7 @@ def compile_step(
         raise NotYetError(
             f"data_parallel={data_parallel!r}", expected='"replicate"', remedy='pass data_parallel="replicate"'
         )
-    names = {parameter: name for name, parameter in model.named_parameters()}
+    names = parameter_names(model)
     check_model(model)
     check_optimizer(optimizer, names)
     axis = data_parallel_axis(mesh)
@@ -206,7 +206,7 @@ class _StepCompiler:
 
     def _build(self, batch: tuple[Any, ...]) -> Built:
         start = time.perf_counter()
-        names = {parameter: name for name, parameter in self.model.named_parameters()}
+        names = parameter_names(self.model)
         ranks = self.axis.size if self.axis else 1
         layout = BatchLayout.of(batch, ranks=ranks, accumulate=self.accumulate, given=self.batch)
 
@@ -223,7 +223,8 @@ class _StepCompiler:
         program = run_passes(program, [PackInPlace(), UpdateInPlace()])
 
         report = Report.of(before, program, title=type(self.model).__name__, facts=self._facts(seconds, layout))
-        return Built(program, layout, report, missing_state(self.optimizer, names))
+        stepped = {out.name for out in before.outputs if out.kind is OutputKind.UPDATE}
+        return Built(program, layout, report, missing_state(self.optimizer, names, stepped))
 
     def _capture(self, batch: tuple[Any, ...], layout: BatchLayout, names: Mapping[Any, str]) -> Program:
         trained = [names[p] for group in self.optimizer.param_groups for p in group["params"] if p.requires_grad]
@@ -246,7 +247,7 @@ class _StepCompiler:
         mesh = f"{self.axis.name}={self.axis.size} over {self.axis.backend}" if self.axis else "one device"
         return {
             "mesh": mesh,
-            "batch": f"{layout.size} samples ({layout.given}), {layout.accumulate} x {layout.micro_batch_size} on each rank",
+            "batch": f"{layout.size} samples ({layout.given}), {layout.accumulate} x {layout.micro_batch_size} a rank",
             "optimizer": type(self.optimizer).__name__,
             "semantics": self.semantics,
             "torch": torch.__version__,
@@ -280,7 +281,7 @@ def optimize(
         ... return output("a", wait_a), output("b", wait_b)
         ... ''', groups={"0": 2})
         >>> print(optimize(program.module()).report)
-        GraphModule: 2 collectives (16 B) became 1 (16 B)...
+        Program: 2 collectives (16 B) became 1 (16 B)...
     """
     structure: Any = module.graph.output_node().args[0]
     _, spec = tree_flatten(structure)

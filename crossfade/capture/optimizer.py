@@ -6,7 +6,7 @@ eager torch. The learning rate of each parameter group is an input of the progra
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Collection, Hashable, Mapping
 from typing import Any
 
 import torch
@@ -51,6 +51,11 @@ _INITIAL_STATE: dict[type[Optimizer], Callable[..., dict[str, Tensor]]] = {
 _REFUSED_OPTIONS = ("fused", "capturable", "differentiable")
 
 
+def parameter_names(model: torch.nn.Module) -> dict[Tensor, str]:
+    """The name of each of a model's parameters; a tied one has its first name only."""
+    return {parameter: name for name, parameter in model.named_parameters()}
+
+
 def check_optimizer(optimizer: Optimizer, names: Mapping[Tensor, str]) -> None:
     """Refuse what cannot be captured: other optimizers, options that change its kind, foreign parameters."""
     if type(optimizer) not in _INITIAL_STATE:
@@ -78,11 +83,13 @@ def check_optimizer(optimizer: Optimizer, names: Mapping[Tensor, str]) -> None:
                 )
 
 
-def missing_state(optimizer: Optimizer, names: Mapping[Tensor, str]) -> dict[str, dict[str, Tensor]]:
-    """The state that the optimizer would create at its first step, by parameter name, where it has none yet."""
+def missing_state(
+    optimizer: Optimizer, names: Mapping[Tensor, str], stepped: Collection[str]
+) -> dict[str, dict[str, Tensor]]:
+    """The state that the optimizer would create at its first step for the parameters `stepped`, where it has none."""
     missing: dict[str, dict[str, Tensor]] = {}
     for group in optimizer.param_groups:
-        for parameter in group["params"]:
+        for parameter in (p for p in group["params"] if names[p] in stepped):
             present = optimizer.state.get(parameter, {})
             initial = _INITIAL_STATE[type(optimizer)](group, parameter, present)
             missing[names[parameter]] = {key: value for key, value in initial.items() if present.get(key) is None}
@@ -116,7 +123,7 @@ def append_optimizer(
     ]
     inputs = program.input_nodes()
     parameters = [inputs[name] for name in ready]
-    shadow = type(optimizer)([torch.zeros(1)], lr=1.0)
+    shadow: Optimizer = type(optimizer)([torch.zeros(1)], lr=1.0)  # type: ignore[call-arg]
 
     def update(
         parameter_values: list[Tensor], gradients: list[Tensor], states: list[dict[str, Tensor]], *lr: Any
@@ -161,8 +168,8 @@ def _fake_state(
     program: Program, optimizer: Optimizer, names: Mapping[Tensor, str], ready: Mapping[str, Any]
 ) -> dict[str, dict[str, Tensor]]:
     parameters = {name: parameter for parameter, name in names.items()}
-    missing = missing_state(optimizer, names)
-    real = {n: {**missing.get(n, {}), **optimizer.state.get(parameters[n], {})} for n in ready}
+    missing = missing_state(optimizer, names, ready)
+    real = {n: {**missing[n], **optimizer.state.get(parameters[n], {})} for n in ready}
     mode = program.fake_mode
     return {
         n: {key: to_fake(mode, value) for key, value in entries.items() if isinstance(value, Tensor)}
@@ -212,25 +219,16 @@ def _append(
     inputs = program.input_nodes()
     parameters = dict(zip(body_inputs[:count], [inputs[n] for n in ready], strict=True))
     gradients = dict(zip(body_inputs[count : 2 * count], ready.values(), strict=True))
-    added = _add_placeholders(program, new_inputs, body_inputs[2 * count :])
+    added = {
+        old: program.add_input(item, old.meta["val"])
+        for item, old in zip(new_inputs, body_inputs[2 * count :], strict=True)
+    }
     results = inline(program, body, {**parameters, **gradients, **added}, before=program.output_node)
     kept = [(out, value) for out, value in program.named_results() if out.kind is not OutputKind.GRADIENT]
     updated = [*ready, *(state_name(name, key) for name, key in entries)]
     kept += list(zip([Output(OutputKind.UPDATE, name) for name in updated], results[: len(updated)], strict=True))
     if clipped:
         kept.append((Output(OutputKind.OUTPUT, GRAD_NORM), results[-1]))
-    program.inputs += tuple(new_inputs)
     program.set_results([value for _, value in kept], tuple(out for out, _ in kept))
     program.facts |= {"optimizer"}
     return program
-
-
-def _add_placeholders(program: Program, inputs: list[Input], like: list[fx.Node]) -> dict[fx.Node, fx.Node]:
-    added: dict[fx.Node, fx.Node] = {}
-    last = program.placeholders[-1]
-    for item, old in zip(inputs, like, strict=True):
-        with program.graph.inserting_after(last):
-            last = program.graph.placeholder(item.name.replace(".", "_").replace(":", "_"))
-        last.meta = dict(old.meta)
-        added[old] = last
-    return added

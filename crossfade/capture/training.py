@@ -15,7 +15,7 @@ from crossfade.capture.batch import BatchLayout, is_split
 from crossfade.capture.tracing import new_fake_mode, to_fake, trace
 from crossfade.errors import CaptureError, ModelError
 from crossfade.graph.private import FakeTensorMode, tree_flatten, tree_unflatten
-from crossfade.graph.program import Input, InputKind, Output, OutputKind, Program
+from crossfade.graph.program import Input, InputKind, Output, OutputKind, Program, identifier
 
 LossFunction = Callable[..., Tensor]
 
@@ -108,7 +108,7 @@ def _loss(model: nn.Module, loss_fn: LossFunction | None, state: dict[str, Tenso
 
 
 def _call_arguments(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """How a model is called on its inputs: a tuple or list spreads, a dict names them, anything else is the one input."""
+    """How a model is called on its inputs: a tuple or list spreads, a dict names, anything else is the one input."""
     if isinstance(inputs, dict):
         return (), inputs
     return (tuple(inputs), {}) if isinstance(inputs, (tuple, list)) else ((inputs,), {})
@@ -135,6 +135,9 @@ def _tidy(module: torch.fx.GraphModule, inputs: tuple[Input, ...], outputs: tupl
     results: Any = next(iter(module.graph.find_nodes(op="output"))).args[0]
     kept = [(out, value) for out, value in zip(outputs, results, strict=True) if _says_something(value)]
     module.graph.output_node().args = (tuple(value for _, value in kept),)
+    for item, node in zip(inputs, module.graph.find_nodes(op="placeholder"), strict=True):
+        node.target = identifier(item.name)
+        node._rename(node.target)
     constants = {
         name: getattr(module, name) for name in {str(n.target) for n in module.graph.find_nodes(op="get_attr")}
     }

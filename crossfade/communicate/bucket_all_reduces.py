@@ -154,7 +154,8 @@ def _depended_on(order: Order, program: Program) -> set[fx.Node]:
     for start in starts:
         for source in start.all_input_nodes:
             needed |= reach.ancestors[source] | reach.bit.get(source, 0)
-    return {start for wait, bit in reach.bit.items() if bit & needed and (start := collectives.started_by(wait))}
+    found = (collectives.started_by(wait) for wait, bit in reach.bit.items() if bit & needed)
+    return {start for start in found if start is not None}
 
 
 def _reason_against(one: Collective, awaited: set[fx.Node]) -> str | None:
@@ -172,7 +173,7 @@ def _freeze(closed: Sequence[list[Collective]], left: list[Verdict], order: Orde
     for members in sorted(closed, key=lambda m: order.position[m[-1].node]):
         if len(members) == 1:
             one = members[0]
-            why = f"alone in its bucket: {one.bytes / MB:.2f} MB, and its neighbours of the same group, dtype and reduction are full or far (cap {cap / MB:g} MB)"
+            why = f"alone in its bucket: its neighbours of the same kind are full, far or absent (cap {cap / MB:g} MB)"
             left.append(Verdict.of(one.node, Outcome.LEFT, why, remedy="a larger cap_mb packs more", bytes=one.bytes))
         else:
             buckets.append(Bucket(tuple(m.node.name for m in members), sum(m.bytes for m in members)))

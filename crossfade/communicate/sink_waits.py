@@ -56,7 +56,7 @@ class SinkWaits(Pass):
         roots = alias_roots(order.nodes)
         anchor: dict[fx.Node, fx.Node] = {}
         for node in reversed(order.nodes):
-            sinks = collectives.is_wait(node) or (_takes_apart(node) and collectives.is_collective(roots[node]))
+            sinks = collectives.is_wait(node) or (_takes_apart(node) and _is_result(roots[node]))
             ends = [anchor[after] for after in order.successors(node)] if sinks else []
             anchor[node] = min(ends, key=order.position.__getitem__, default=node)
         return anchor
@@ -68,6 +68,12 @@ class SinkWaits(Pass):
         if end is wait or between <= 1:
             return Verdict.of(subject, Outcome.LEFT, "its result is needed at once")
         return Verdict.of(subject, Outcome.MOVED, f"waited for {between} nodes later, before {end.name}")
+
+
+def _is_result(root: fx.Node) -> bool:
+    """Whether memory belongs to a collective's result: its start, or an element of a coalesced one."""
+    source = root.args[0] if root.target is operator.getitem else root
+    return isinstance(source, fx.Node) and collectives.is_collective(source)
 
 
 def _takes_apart(node: fx.Node) -> bool:

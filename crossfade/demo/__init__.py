@@ -1,1 +1,1 @@
-"""The demonstration behind `crossfade demo`: a small GPT trained by Crossfade and by torch's own means, side by side."""
+"""The demonstration behind `crossfade demo`: a small GPT trained by Crossfade and by torch, side by side."""

@@ -54,7 +54,7 @@ def single_process(size: Size) -> Contender:
 
 
 def compute_alone(size: Size) -> Contender:
-    """Plain eager torch on each rank's part of the batch, nothing exchanged: what hiding all communication would give."""
+    """Plain eager torch on each rank's part of the batch, nothing exchanged: all communication hidden."""
     model = build(size)
     return Contender("compute alone (no exchange)", _on_own_part(_eager_step(model, model)))
 
@@ -62,7 +62,7 @@ def compute_alone(size: Size) -> Contender:
 def ddp(size: Size, bucket_mb: float | None = None) -> Contender:
     """Torch's DistributedDataParallel."""
     model = build(size)
-    wrapped = DistributedDataParallel(model, **({} if bucket_mb is None else {"bucket_cap_mb": bucket_mb}))
+    wrapped = DistributedDataParallel(model, bucket_cap_mb=bucket_mb)
     name = "torch DDP, default buckets" if bucket_mb is None else f"torch DDP, {bucket_mb:g} MB buckets"
     return Contender(name, _on_own_part(_eager_step(wrapped, model)))
 

@@ -58,7 +58,8 @@ def losses_table(measured: list[Measured]) -> Table:
     """Losses side by side, at a few steps."""
     last = len(measured[0].losses) - 1
     chosen = [measured[0], measured[1], measured[-1]]
-    rows = [[step, *(f"{one.losses[step]:.6f}" for one in chosen)] for step in sorted({0, last // 3, 2 * last // 3, last})]
+    steps = sorted({0, last // 3, 2 * last // 3, last})
+    rows = [(str(step), *(f"{one.losses[step]:.6f}" for one in chosen)) for step in steps]
     worst = max(abs(a - b) for a, b in zip(chosen[0].losses, chosen[-1].losses, strict=True))
     note = f"Largest difference between one process and Crossfade over all steps: {worst:.1e}."
     return Table("Loss", ["step", *(one.name for one in chosen)], rows, note)

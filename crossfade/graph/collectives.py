@@ -77,7 +77,7 @@ class Collective:
     """A started collective, its inputs, results and waits, as one thing.
 
     `results` are the nodes that stand for its output tensors before the wait: the start itself, or its `getitem`s
-    by index if coalesced. `bytes` is the size of the larger side (input or output), which is what travels up to a factor.
+    by index if coalesced. `bytes` is the size of the larger side (input or output): what travels, up to a factor.
     """
 
     node: fx.Node
@@ -120,7 +120,7 @@ def view(node: fx.Node) -> Collective | None:
     if how is None:
         return None
     first: Any = _argument(node, 0)
-    results = (node,)
+    results: tuple[fx.Node, ...] = (node,)
     if how.coalesced:
         elements = [user for user in node.users if user.target is operator.getitem]
         results = tuple(sorted(elements, key=lambda element: element.args[1]))  # type: ignore[arg-type,return-value]
@@ -161,7 +161,7 @@ def waited_value(wait: fx.Node) -> fx.Node:
 
 
 def group_of(node: fx.Node) -> str | None:
-    """The group that a node communicates on, also for ops that `view` does not know (sends, fused matmuls); else None."""
+    """The group that a node communicates on, also if `view` does not know the op (sends, fused matmuls); else None."""
     index = _group_argument(node.target) if node.op == "call_function" else -1
     return _argument(node, index)
 
@@ -204,9 +204,11 @@ def rename_groups(nodes: Iterable[fx.Node], names: dict[str, str]) -> None:
 
 def in_place_form(node: fx.Node) -> Any:
     """The op that does the same collective inside its input's buffer, or None."""
-    return {_ops.all_reduce.default: _ops.all_reduce_.default, _ops.broadcast.default: _ops.broadcast_.default}.get(
-        node.target
-    )
+    forms: dict[Any, Any] = {
+        _ops.all_reduce.default: _ops.all_reduce_.default,
+        _ops.broadcast.default: _ops.broadcast_.default,
+    }
+    return forms.get(node.target)
 
 
 # Builders: ordinary functions on tensors, to be called inside functions that `rewrite.splice` records.

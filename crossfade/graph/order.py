@@ -282,7 +282,7 @@ def _traits(target: Any) -> _Traits:
 
 
 def _same_memory(result: Any, argument: Any) -> bool:
-    """Whether a result's annotation names an argument's; that of a list of views, `Tensor(a)[]`, comes without names."""
+    """Whether a result's annotation names an argument's; torch drops the names of a list of views, `Tensor(a)[]`."""
     return result is not None and (not result.before_set or bool(result.before_set & argument.before_set))
 
 

@@ -14,7 +14,7 @@ from torch import fx
 
 from crossfade.errors import PassError
 from crossfade.graph.program import Program, source_line
-from crossfade.graph.text import render
+from crossfade.graph.text import render, render_type
 from crossfade.graph.verify import verify
 
 TEXT_LIMIT = 20_000
@@ -169,14 +169,22 @@ def fingerprint(program: Program) -> str:
 
     Node names do not count; the order of nodes does.
     """
-    digest = hashlib.sha256(repr((program.inputs, program.outputs)).encode())
-    position: dict[fx.Node, int] = {}
+    types = [render_type(node.meta.get("val")) for node in program.placeholders]
+    border = (program.inputs, types, program.outputs, sorted(program.groups.items()), sorted(program.constants))
+    digest = hashlib.sha256(repr(border).encode())
+    position: dict[fx.Node, Any] = {}
     for index, node in enumerate(program.graph.nodes):
-        position[node] = index
-        arguments = fx.map_arg((node.args, node.kwargs), lambda n: _Reference(position[n]))
-        target = node.target if isinstance(node.target, str) else str(node.target)
-        digest.update(f"{node.op} {target} {arguments}\n".encode())
+        position[node] = _Reference(index)
+        arguments = fx.map_arg((node.args, node.kwargs), position.__getitem__)
+        digest.update(f"{node.op} {_target_name(node)} {arguments}\n".encode())
     return digest.hexdigest()[:16]
+
+
+def _target_name(node: fx.Node) -> str:
+    """The name of what a node calls, without the address that a Python function prints with."""
+    if node.op == "placeholder":
+        return ""
+    return str(node.target) if hasattr(node.target, "_schema") else getattr(node.target, "__name__", str(node.target))
 
 
 class _Reference:
@@ -209,7 +217,7 @@ def _run_one(program: Program, one: Pass, keep_text: bool | None) -> None:
     changed = fingerprint(program) != hash_before
     if changed != result.changed:
         raise PassError(
-            f"pass {one.name} reporting changed={result.changed} on a graph that {'did' if changed else 'did not'} change",
+            f"pass {one.name} reporting changed={result.changed} on a graph that did{'' if changed else ' not'} change",
             remedy=f"return the truth from {type(one).__name__}.run",
         )
     program.facts |= one.provides
@@ -232,8 +240,9 @@ def _run_one(program: Program, one: Pass, keep_text: bool | None) -> None:
 
 def _blame(one: Pass, what: str, error: Exception) -> PassError:
     node: Any = getattr(error, "node", None)
-    where = f" at node {node.name} [{source_line(node)}]" if isinstance(node, fx.Node) else ""
-    message = re.sub(r"\s+", " ", str(error))
+    line = source_line(node) if isinstance(node, fx.Node) else ""
+    where = f" at node {node.name}" + (f" [{line}]" if line else "") if isinstance(node, fx.Node) else ""
+    message = re.sub(r"\s+", " ", str(error)).rstrip(".")
     return PassError(
         f"pass {one.spelling} which {what}{where}: {type(error).__name__}: {message}",
         remedy=f"leave {one.name} out of the pipeline, and report the program it failed on",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import keyword
 import operator
 import re
 from collections.abc import Iterator, Mapping
@@ -19,6 +20,10 @@ from crossfade.graph.private import FakeTensor, FakeTensorMode, tree_flatten
 
 if TYPE_CHECKING:
     from crossfade.graph.passes import PassRecord
+
+
+MADE_FOR = "made_for"
+"""Metadata key: the user's name for what a node serves, such as the parameter whose gradient it carries."""
 
 
 class InputKind(StrEnum):
@@ -127,6 +132,15 @@ class Program:
         """The placeholder of each input, by the input's name."""
         return {item.name: node for item, node in self.named_inputs()}
 
+    def add_input(self, item: Input, value: Any) -> fx.Node:
+        """Append an input; `value` describes it."""
+        last = self.placeholders[-1] if self.inputs else None
+        with self.graph.inserting_after(last) if last else self.graph.inserting_before(next(iter(self.graph.nodes))):
+            node = self.graph.placeholder(identifier(item.name))
+        node.meta["val"] = value
+        self.inputs += (item,)
+        return node
+
     def set_results(self, results: list[Any], outputs: tuple[Output, ...] | None = None) -> None:
         """Replace the output values, and what they are if that changes too."""
         self.output_node.args = (tuple(results),)
@@ -186,12 +200,24 @@ def complete_metadata(graph: fx.Graph) -> None:
             node.meta["val"] = values[node.args[1]] if values is not None else None
 
 
+def identifier(name: str) -> str:
+    """A Python name for a user's name.
+
+    >>> identifier("0.weight:step")
+    '_0_weight_step'
+    """
+    plain = re.sub(r"\W+", "_", name).strip("_") or "_"
+    return f"_{plain}" if plain[0].isdigit() or keyword.iskeyword(plain) else plain
+
+
 def source_line(node: fx.Node) -> str:
-    """`file.py:12` of the innermost user frame that made this node, or an empty string.
+    """Where a node comes from in the user's terms: what it was made for, or `file.py:12` of the innermost user frame.
 
     >>> source_line(fx.Graph().placeholder("x"))
     ''
     """
+    if MADE_FOR in node.meta:
+        return node.meta[MADE_FOR]
     trace = node.meta.get("stack_trace") or ""
     frames = [line.strip() for line in trace.splitlines() if line.strip().startswith("File ")]
     inside_torch = "/torch/"

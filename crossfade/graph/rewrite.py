@@ -48,9 +48,10 @@ def splice(program: Program, function: Callable[..., Any], *inputs: Any, before:
         return output("y", sum_1)
     """
     recorder = _Recorder(program.graph, like)
-    values = tree_map_only(fx.Node, recorder.enter, inputs)
-    with program.graph.inserting_before(before), torch.no_grad(), program.fake_mode, recorder:
-        result = function(*values)
+    with program.graph.inserting_before(before), torch.no_grad(), program.fake_mode:
+        values = tree_map_only(fx.Node, recorder.enter, inputs)
+        with recorder:
+            result = function(*values)
     return tree_map_only(Tensor, recorder.node_of, result)
 
 
@@ -88,6 +89,8 @@ class _Recorder(TorchDispatchMode):
     def enter(self, node: fx.Node) -> Any:
         value = node.meta["val"]
         if isinstance(value, Tensor):
+            if self.nodes.get(id(value), node) is not node:  # copies of a node share its fake tensor: tell them apart
+                value = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
             self.remember(value, node)
         return value
 

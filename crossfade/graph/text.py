@@ -234,13 +234,13 @@ class _Parser:
 
     def define(self, line: ast.stmt, name: str, value: ast.expr, kind: ast.expr | None) -> None:
         match value:
-            case ast.Call(func=ast.Name(id=role), args=[ast.Constant(value=label)]) if role in set(InputKind):
+            case ast.Call(func=ast.Name(id=role), args=[ast.Constant(value=str(label))]) if role in set(InputKind):
                 if kind is None:
                     raise self.error(line, 'a type, as in `x: f32[4] = input("x")`')
                 node = self.graph.placeholder(name)
                 node.meta["val"] = self.type_of(line, kind)
                 self.inputs.append(Input(InputKind(role), label))
-            case ast.Call(func=ast.Name(id="constant"), args=[ast.Constant(value=label)]):
+            case ast.Call(func=ast.Name(id="constant"), args=[ast.Constant(value=str(label))]):
                 if kind is None:
                     raise self.error(line, 'a type, as in `k: f32[4] = constant("k")`')
                 node = self.graph.create_node("get_attr", label, name=name)
@@ -291,7 +291,7 @@ class _Parser:
         outputs, values = [], []
         for item in items:
             match item:
-                case ast.Call(func=ast.Name(id=role), args=[ast.Constant(value=label), value]) if role in set(
+                case ast.Call(func=ast.Name(id=role), args=[ast.Constant(value=str(label)), value]) if role in set(
                     OutputKind
                 ):
                     outputs.append(Output(OutputKind(role), label))
@@ -324,7 +324,7 @@ class _Parser:
                 return [self.value(line, one) for one in items]
             case ast.Tuple(elts=items):
                 return tuple(self.value(line, one) for one in items)
-            case ast.Call(func=ast.Name(id="device"), args=[ast.Constant(value=name)]):
+            case ast.Call(func=ast.Name(id="device"), args=[ast.Constant(value=str(name))]):
                 return torch.device(name)
             case ast.Call(func=ast.Name(id="float" | "slice" as name), args=items):
                 return getattr(builtins, name)(*(self.value(line, one) for one in items))

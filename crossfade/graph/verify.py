@@ -118,7 +118,7 @@ def _verify_in_flight(graph: fx.Graph) -> None:
             continue
         _verify_touches(node, roots, arriving, leaving)
         if (one := collectives.view(node)) is not None:
-            arriving.update((root, node) for root in _arriving_memory(one, roots))
+            arriving.update((roots[result], node) for result in (node, *one.results))
             if one.kind not in (collectives.Kind.ALL_REDUCE, collectives.Kind.BROADCAST):  # these copy first
                 leaving.update((roots[source], node) for source in one.inputs)
 
@@ -142,12 +142,6 @@ def _verify_touches(node: fx.Node, roots: _Nodes, arriving: _Nodes, leaving: _No
                 f"no writes to what {start.name} is still reading",
                 "write after the wait",
             )
-
-
-def _arriving_memory(one: collectives.Collective, roots: _Nodes) -> list[fx.Node]:
-    """The memory a collective writes until its wait: its results, and the inputs or buffer they live in."""
-    buffers = one.inputs if one.in_place else () if one.out is None else (one.out,)
-    return [roots[node] for node in (one.node, *one.results, *buffers)]
 
 
 def _verify_recomputed(program: Program) -> None:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import fx
 
 from crossfade.graph import collectives
 from crossfade.graph.passes import Numerics, Outcome, Pass, PassResult, Verdict
@@ -29,7 +29,7 @@ _WRITES_INTO = {
 
 @dataclass(frozen=True)
 class PackInPlace(Pass):
-    """Give each concatenation that feeds a collective a buffer that lives from step to step, and no copy where possible.
+    """Give each concatenation that feeds a collective a buffer kept from step to step, and no copy where possible.
 
     A member whose producer can write into given memory does; others are copied in as soon as they are ready. Fresh
     memory costs a page fault for every 4 KB at each step, which on a CPU is as much as the copy itself.
@@ -91,7 +91,9 @@ def _reason_against(cat: fx.Node) -> str | None:
 
 
 def _pack(program: Program, cat: fx.Node, number: int) -> tuple[int, int]:
-    bucket = _workspace(program, f"bucket.{number}", cat.meta["val"])
+    with program.fake_mode:
+        memory = torch.empty_like(cat.meta["val"])
+    bucket = program.add_input(Input(InputKind.WORKSPACE, f"bucket.{number}"), memory)
     direct = copied = start = 0
     members: Any = cat.args[0]
     for flat in members:
@@ -109,15 +111,6 @@ def _pack(program: Program, cat: fx.Node, number: int) -> tuple[int, int]:
     return direct, copied
 
 
-def _workspace(program: Program, name: str, value: Tensor) -> fx.Node:
-    with program.graph.inserting_after(program.placeholders[-1]):
-        node = program.graph.placeholder(name.replace(".", "_"))
-    with program.fake_mode:
-        node.meta["val"] = torch.empty_like(value)
-    program.inputs += (Input(InputKind.WORKSPACE, name),)
-    return node
-
-
 def _can_write_into(source: fx.Node, flat: fx.Node) -> bool:
     """Whether a member is a fresh, dense result that only the bucket reads, of an op that takes an output buffer."""
     fresh = source.op == "call_function" and list(source.users) == [flat] and len(flat.users) == 1
@@ -126,7 +119,7 @@ def _can_write_into(source: fx.Node, flat: fx.Node) -> bool:
 
 def _write_into(program: Program, source: fx.Node, bucket: fx.Node, start: int, end: int) -> None:
     place = _place(program, bucket, start, end, source, before=source)
-    source.target = _WRITES_INTO[source.target]
+    source.target = _WRITES_INTO[source.target]  # type: ignore[index]
     source.kwargs = {**source.kwargs, "out": place}
     source.meta["val"] = place.meta["val"]
 

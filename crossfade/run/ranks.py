@@ -5,17 +5,19 @@ from __future__ import annotations
 import contextlib
 import multiprocessing
 import os
-import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
+import torch
+import torch.distributed as dist
+
 from crossfade.errors import CrossfadeError, RankFailedError
 
 _GRACE_SECONDS = 3.0
-"""How long the other ranks may take to end by themselves after one failed, before they are killed."""
+"""How long the other ranks may take to say what they saw, after one failed, before they are ended."""
 
 
 class Ranks:
@@ -34,7 +36,7 @@ class Ranks:
         self.count, self.threads, self.timeout, self.backend = count, threads, timeout, backend
         self._processes: list[Any] = []
         self._pipes: list[Connection] = []
-        self._folder: tempfile.TemporaryDirectory[str] | None = None
+        self._store: dist.TCPStore | None = None
 
     def __enter__(self) -> Ranks:
         return self
@@ -60,11 +62,11 @@ class Ranks:
         if self._processes:
             return
         context = multiprocessing.get_context("spawn")
-        self._folder = tempfile.TemporaryDirectory(prefix="crossfade-ranks-")
-        store = os.path.join(self._folder.name, "store")
+        # The store lives here, not on a rank: it must answer when any of them has died.
+        self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         for rank in range(self.count):
             ours, theirs = context.Pipe()
-            arguments = (rank, self.count, self.threads, self.backend, store, theirs)
+            arguments = (rank, self.count, self.threads, self.backend, self._store.port, theirs)
             process = context.Process(target=_serve, args=arguments, name=f"rank {rank}", daemon=True)
             process.start()
             theirs.close()
@@ -88,7 +90,9 @@ class Ranks:
             kind, value = pipe.recv()
         except (EOFError, OSError):
             self._processes[rank].join(_GRACE_SECONDS)
-            raise self._give_up(f"rank {rank} dead (exit code {self._processes[rank].exitcode})") from None
+            code = self._processes[rank].exitcode
+            others = self._errors_of_others(rank, results)
+            raise self._give_up(f"rank {rank} dead (exit code {code}){others}") from None
         if kind == "returned":
             return value
         error, trace = value
@@ -102,11 +106,13 @@ class Ranks:
         )
 
     def _errors_of_others(self, first: int, results: dict[int, Any]) -> str:
-        """One line for each other rank that also raised meanwhile: the first to be read is not always the culprit."""
+        """One line for each other rank that raises soon after: the first to be read is not always the culprit."""
         lines = []
+        deadline = time.monotonic() + _GRACE_SECONDS
         for rank, pipe in enumerate(self._pipes):
             with contextlib.suppress(EOFError, OSError):
-                if rank != first and rank not in results and pipe.poll(0.5):
+                patience = max(0.0, deadline - time.monotonic())
+                if rank != first and rank not in results and pipe.poll(patience):
                     kind, value = pipe.recv()
                     lines += [f"\nrank {rank} also raised: {value[0]}"] if kind == "raised" else []
         return "".join(lines)
@@ -124,20 +130,15 @@ class Ranks:
                 process.join()
         for pipe in self._pipes:
             pipe.close()
-        self._processes, self._pipes = [], []
-        if self._folder is not None:
-            self._folder.cleanup()
-            self._folder = None
+        self._processes, self._pipes, self._store = [], [], None
 
 
-def _serve(rank: int, count: int, threads: int, backend: str, store: str, pipe: Connection) -> None:
+def _serve(rank: int, count: int, threads: int, backend: str, port: int, pipe: Connection) -> None:
     """The life of one rank process: meet the others, then run what is sent until told to stop."""
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(count), LOCAL_RANK=str(rank))
-    import torch
-    import torch.distributed as dist
-
     torch.set_num_threads(threads)
-    dist.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=count)
+    store = dist.TCPStore("127.0.0.1", port, is_master=False)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=count)
     for function, args in _requests(pipe):
         try:
             pipe.send(("returned", function(*args)))

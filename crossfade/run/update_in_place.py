@@ -11,7 +11,7 @@ from torch import Tensor, fx
 from crossfade.graph import collectives
 from crossfade.graph.order import alias_roots
 from crossfade.graph.passes import Numerics, Pass, PassResult
-from crossfade.graph.program import InputKind, OutputKind, Program
+from crossfade.graph.program import InputKind, OutputKind, Program, size_hint
 from crossfade.graph.rewrite import insert_call
 
 _NEVER = float("inf")
@@ -112,8 +112,8 @@ def _region(node: fx.Node, root: fx.Node) -> _Region:
     value = node.meta.get("val")
     if not isinstance(value, Tensor):
         return _Region(root, 0, 2**62)
-    start = value.storage_offset()
-    span = 1 + sum((size - 1) * stride for size, stride in zip(value.shape, value.stride(), strict=True))
+    start = size_hint(value.storage_offset())
+    span = size_hint(1 + sum((size - 1) * stride for size, stride in zip(value.shape, value.stride(), strict=True)))
     return _Region(root, start, start + (span if value.numel() else 0))
 
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from crossfade.graph import collectives
 from crossfade.graph.passes import Numerics, Outcome, Pass, PassResult, Verdict
-from crossfade.graph.program import OutputKind, Program, tensor_bytes
+from crossfade.graph.program import MADE_FOR, OutputKind, Program, tensor_bytes
 from crossfade.graph.rewrite import splice
 
 
@@ -42,10 +42,13 @@ class AverageGradients(Pass):
         results, verdicts = [], []
         for out, value in program.named_results():
             if out.kind in (OutputKind.GRADIENT, OutputKind.LOSS):
-                reason = f"averages {'a gradient' if out.kind is OutputKind.GRADIENT else 'the loss'}, where it is ready"
+                reason = (
+                    f"averages {'a gradient' if out.kind is OutputKind.GRADIENT else 'the loss'}, where it is ready"
+                )
                 size = tensor_bytes(value.meta["val"])
                 value = splice(program, self._average, value, before=value.next, like=value)
-                verdicts.append(Verdict(value.args[0].name, Outcome.INSERTED, reason, source=out.name, bytes=size))
+                value.args[0].meta[MADE_FOR] = out.name
+                verdicts.append(Verdict.of(value.args[0], Outcome.INSERTED, reason, bytes=size))
             results.append(value)
         program.set_results(results)
         return PassResult(bool(verdicts), {"inserted": len(verdicts)}, tuple(verdicts))

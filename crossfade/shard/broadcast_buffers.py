@@ -8,7 +8,7 @@ from torch import Tensor
 
 from crossfade.graph import collectives
 from crossfade.graph.passes import Numerics, Outcome, Pass, PassResult, Verdict
-from crossfade.graph.program import InputKind, OutputKind, Program, tensor_bytes
+from crossfade.graph.program import MADE_FOR, InputKind, OutputKind, Program, tensor_bytes
 from crossfade.graph.rewrite import splice
 
 
@@ -43,7 +43,8 @@ class BroadcastBuffers(Pass):
                 size = tensor_bytes(value.meta["val"])
                 value = splice(program, self._from_first, value, before=value.next, like=value)
                 reason = "each rank updates this buffer from its own samples; the first rank's value is kept"
-                verdicts.append(Verdict(value.args[0].name, Outcome.INSERTED, reason, source=out.name, bytes=size))
+                value.args[0].meta[MADE_FOR] = out.name
+                verdicts.append(Verdict.of(value.args[0], Outcome.INSERTED, reason, bytes=size))
             results.append(value)
         program.set_results(results)
         return PassResult(bool(verdicts), {"inserted": len(verdicts)}, tuple(verdicts))

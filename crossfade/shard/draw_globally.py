@@ -139,8 +139,4 @@ def _drawn_value(node: fx.Node) -> torch.Tensor:
 def _rank_input(program: Program) -> fx.Node:
     if (known := program.input_nodes().get(RANK_INPUT)) is not None:
         return known
-    with program.graph.inserting_after(program.placeholders[-1]):
-        rank = program.graph.placeholder(RANK_INPUT)
-    rank.meta["val"] = 0
-    program.inputs += (Input(InputKind.SCALAR, RANK_INPUT),)
-    return rank
+    return program.add_input(Input(InputKind.SCALAR, RANK_INPUT), 0)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from crossfade.graph.order import is_random
+from torch import fx
+
+from crossfade.graph.order import is_random, written_inputs
 from crossfade.graph.passes import Numerics, Pass, PassResult
 from crossfade.graph.program import Program
 
@@ -32,7 +34,11 @@ class RemoveDeadCode(Pass):
         """One walk from the end: a node is dead when all its users were."""
         removed = 0
         for node in reversed(list(program.graph.nodes)):
-            if node.op in ("call_function", "get_attr") and not (node.users or is_random(node) or node.is_impure()):
+            if node.op in ("call_function", "get_attr") and not (node.users or _has_effect(node)):
                 program.graph.erase_node(node)
                 removed += 1
         return PassResult(bool(removed), {"removed": removed})
+
+
+def _has_effect(node: fx.Node) -> bool:
+    return is_random(node) or node.is_impure() or bool(written_inputs(node))

@@ -1,0 +1,31 @@
+"""Fixtures shared by all tests: rank processes started once for the whole session."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+
+from crossfade import Ranks
+
+
+@pytest.fixture(scope="session")
+def ranks() -> Iterator[Callable[[int], Ranks]]:
+    """A pool of rank processes for each count; a call that hangs is ended after 120 s with all its children."""
+    pools: dict[int, Ranks] = {}
+
+    def get(count: int) -> Ranks:
+        return pools.setdefault(count, Ranks(count, timeout=120.0))
+
+    yield get
+    for pool in pools.values():
+        pool.close()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip what needs CUDA where there is none."""
+    if not torch.cuda.is_available():
+        for item in items:
+            if "gpu" in item.keywords:
+                item.add_marker(pytest.mark.skip(reason="needs CUDA"))

@@ -1,0 +1,234 @@
+"""Models, data and ways to train them, for tests that compare ranks with one device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel
+
+import crossfade as cf
+from crossfade.demo.model import GPT, Size, next_token_loss
+
+Batch = tuple[Any, ...]
+
+
+class Convolutional(nn.Module):
+    """A CNN with batch normalisation and an in-place activation; no bias before the norm, whose gradient is noise."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 8, 3, bias=False)
+        self.norm = nn.BatchNorm2d(8)
+        self.head = nn.Linear(8 * 36, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(F.relu_(self.norm(self.conv(x))).flatten(1))
+
+
+class Tied(nn.Module):
+    """A language model whose head is its embedding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(32, 16)
+        self.middle = nn.Linear(16, 16)
+        self.head = nn.Linear(16, 32, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.head(torch.tanh(self.middle(self.embedding(tokens))))
+
+
+class PartlyUnused(nn.Module):
+    """One parameter gets no gradient, one does not require any."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.used, self.unused = nn.Linear(6, 4), nn.Linear(6, 4)
+        self.frozen = nn.Parameter(torch.ones(4), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.used(x) * self.frozen
+
+
+class Autocast(nn.Module):
+    """Linear layers under bfloat16 autocast."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(16, 32), nn.Linear(32, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return self.second(F.relu(self.first(x))).float()
+
+
+class NamedInputs(nn.Module):
+    """Several inputs in a nested container, called by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right = nn.Linear(4, 3), nn.Linear(2, 3)
+
+    def forward(self, pair: dict[str, Tensor], *, scale: float) -> Tensor:
+        return self.left(pair["a"]) * scale + self.right(pair["b"])
+
+
+def _regression(width: int, outputs: int) -> Callable[[torch.Generator], Batch]:
+    return lambda g: (torch.randn(16, width, generator=g), torch.randn(16, outputs, generator=g))
+
+
+def _images(g: torch.Generator) -> Batch:
+    return torch.randn(16, 3, 8, 8, generator=g), torch.randint(0, 5, (16,), generator=g)
+
+
+def _tokens(vocabulary: int, length: int) -> Callable[[torch.Generator], Batch]:
+    return lambda g: tuple(torch.randint(0, vocabulary, (16, length), generator=g) for _ in range(2))
+
+
+def _named(g: torch.Generator) -> Batch:
+    inputs = {"pair": {"a": torch.randn(16, 4, generator=g), "b": torch.randn(16, 2, generator=g)}, "scale": 0.5}
+    return inputs, torch.randn(16, 3, generator=g)
+
+
+def _sgd(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.05, momentum=0.9, weight_decay=0.01, nesterov=True)
+
+
+def _adamw(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=0.01)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One model, its data, its loss and its optimizer."""
+
+    model: Callable[[], nn.Module]
+    batch: Callable[[torch.Generator], Batch]
+    loss: Callable[..., Tensor] = F.mse_loss
+    optimizer: Callable[[Any], torch.optim.Optimizer] = _sgd
+
+
+def _mlp() -> nn.Module:
+    return nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 4))
+
+
+_GPT = Size(width=32, heads=4, layers=2, vocabulary=64, length=16, batch=1, dropout=0.1)
+
+CASES = {
+    "mlp": Case(_mlp, _regression(8, 4), optimizer=_adamw),
+    "gpt with dropout": Case(lambda: GPT(_GPT), _tokens(64, 16), next_token_loss),
+    "cnn with batch norm": Case(Convolutional, _images, F.cross_entropy),
+    "tied weights": Case(Tied, _tokens(32, 6), next_token_loss, _adamw),
+    "unused parameter": Case(PartlyUnused, _regression(6, 4), optimizer=_adamw),
+    "bf16 autocast": Case(Autocast, _regression(16, 4)),
+    "named inputs": Case(NamedInputs, _named),
+}
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.05),
+    "momentum": lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9),
+    "nesterov, decay": _sgd,
+    "maximize": lambda p: torch.optim.SGD(p, lr=0.01, maximize=True),
+    "adam": lambda p: torch.optim.Adam(p, lr=0.01, weight_decay=0.1),
+    "adam, amsgrad": lambda p: torch.optim.Adam(p, lr=0.01, amsgrad=True),
+    "adamw": _adamw,
+    "foreach adamw": lambda p: torch.optim.AdamW(p, lr=0.01, foreach=True),
+    "foreach momentum": lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9, foreach=True),
+}
+
+
+@dataclass
+class Trained:
+    """Everything training leaves behind."""
+
+    losses: list[float]
+    model: dict[str, Tensor]
+    optimizer: dict[str, Any]
+    extra: dict[str, Any]
+
+
+def batches(case: Case, steps: int) -> list[Batch]:
+    """The same global batches everywhere."""
+    return [case.batch(torch.Generator().manual_seed(100 + step)) for step in range(steps)]
+
+
+def train_eager(
+    name: str, *, steps: int = 10, optimizer: str = "", clip: float | None = None, accumulate: int = 1
+) -> Trained:
+    """Train on one device with plain eager torch: the reference."""
+    case, model, opt = _start(name, optimizer)
+    losses = []
+    for inputs, *rest in batches(case, steps):
+        opt.zero_grad()
+        total = 0.0
+        for part in range(accumulate):
+            loss = case.loss(_call(model, _part(inputs, part, accumulate)), *_part(rest, part, accumulate)) / accumulate
+            loss.backward()
+            total += float(loss.detach())
+        if clip is not None:
+            nn.utils.clip_grad_norm_(model.parameters(), clip)
+        opt.step()
+        losses.append(total)
+    return _trained(losses, model, opt)
+
+
+def train_crossfade(name: str, ranks: int = 1, *, steps: int = 10, optimizer: str = "", **options: Any) -> Trained:
+    """Train with `compile_step`, on the ranks of this world (or on one device)."""
+    case, model, opt = _start(name, optimizer)
+    step = cf.compile_step(model, case.loss, opt, {"dp": ranks}, timeout=30.0, **options)
+    local = options.get("batch") == "local"
+    losses = [float(step(*(_own(batch, ranks) if local else batch))) for batch in batches(case, steps)]
+    return _trained(losses, model, opt, captures=step.captures, collectives=step.report.collectives_after)
+
+
+def train_crossfade_on_ranks(name: str, ranks: int, options: dict[str, Any]) -> Trained:
+    """`train_crossfade`, for `Ranks.run`."""
+    return train_crossfade(name, ranks, **options)
+
+
+def train_ddp(name: str, ranks: int) -> Trained:
+    """Train with torch's DDP, each rank on its part."""
+    case, model, opt = _start(name, "")
+    wrapped = DistributedDataParallel(model)
+    losses = []
+    for batch in batches(case, 10):
+        inputs, *rest = _own(batch, ranks)
+        opt.zero_grad()
+        loss = case.loss(_call(wrapped, inputs), *rest)
+        loss.backward()
+        opt.step()
+        losses.append(float(loss.detach()))
+    return _trained(losses, model, opt)
+
+
+def _start(name: str, optimizer: str) -> tuple[Case, nn.Module, torch.optim.Optimizer]:
+    case = CASES[name]
+    torch.manual_seed(0)
+    model = case.model()
+    chosen = OPTIMIZERS[optimizer] if optimizer else case.optimizer
+    opt = chosen([p for p in model.parameters() if p.requires_grad])
+    torch.manual_seed(1)
+    return case, model, opt
+
+
+def _call(model: Any, inputs: Any) -> Tensor:
+    return model(**inputs) if isinstance(inputs, dict) else model(inputs)
+
+
+def _part(tree: Any, index: int, count: int) -> Any:
+    return torch.utils._pytree.tree_map_only(Tensor, lambda t: t.chunk(count)[index], tree)
+
+
+def _own(batch: Batch, ranks: int) -> Batch:
+    return _part(batch, dist.get_rank(), ranks)
+
+
+def _trained(losses: list[float], model: nn.Module, opt: torch.optim.Optimizer, **extra: Any) -> Trained:
+    state = {name: value.detach().clone() for name, value in model.state_dict().items()}
+    return Trained(losses, state, opt.state_dict(), extra)
