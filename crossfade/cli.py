@@ -109,3 +109,7 @@ def main() -> None:
     except CrossfadeError as error:
         Console(stderr=True).print(f"[bold red]error:[/] {error}", highlight=False)
         raise SystemExit(1) from None
+
+
+if __name__ == "__main__":
+    main()

@@ -79,7 +79,7 @@ def options_of(one: type[Pass]) -> list[str]:
     """A pass's options, their types and defaults, as text.
 
     >>> options_of(BucketAllReduces)
-    ['cap_mb: float = 4.0', 'first_mb: float = 1.0']
+    ['cap_mb: float = 2.0', 'first_mb: float = 1.0']
     """
     return [f"{option.name}: {option.type} = {option.default!r}" for option in fields(one)]
 
@@ -87,8 +87,8 @@ def options_of(one: type[Pass]) -> list[str]:
 def pass_from_spelling(spelling: str) -> Pass:
     """The pass that a `Pass.spelling` stands for.
 
-    >>> pass_from_spelling("bucket-all-reduces(cap_mb=2)")
-    BucketAllReduces(cap_mb=2.0, first_mb=1.0)
+    >>> pass_from_spelling("bucket-all-reduces(cap_mb=8)")
+    BucketAllReduces(cap_mb=8.0, first_mb=1.0)
     """
     name, _, options = spelling.rstrip(")").partition("(")
     if name not in known_passes():

@@ -76,7 +76,7 @@ class BucketAllReduces(Pass):
     numerics = Numerics.REASSOCIATES  # a ring splits a bucket at other places than it splits its members
     provides = frozenset({"bucketed"})
 
-    cap_mb: float = 4.0
+    cap_mb: float = 2.0
     first_mb: float = 1.0
 
     def run(self, program: Program) -> PassResult:

@@ -58,7 +58,7 @@ def symbolic_float(env: Any, name: str, value: float) -> Any:
 
 
 def default_store() -> Any:
-    """The key-value store the default process group met on, which torch does not offer publicly. Known on 2.11, 2.13."""
+    """The key-value store the default process group met on, which torch does not offer. Known on 2.11, 2.13."""
     from torch.distributed import distributed_c10d
 
     return distributed_c10d._get_default_store()

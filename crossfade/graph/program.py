@@ -187,9 +187,37 @@ def from_graph_module(module: fx.GraphModule, *, groups: Mapping[str, int] | Non
     graph.output(tuple(flat))
     complete_metadata(graph)
     constants = {str(node.target): _attribute(module, str(node.target)) for node in graph.find_nodes(op="get_attr")}
+    if len(_fake_modes(graph)) != 1:
+        _describe_anew(graph, constants)
     inputs = tuple(Input(InputKind.INPUT, str(node.target)) for node in graph.find_nodes(op="placeholder"))
     outputs = tuple(Output(OutputKind.OUTPUT, str(index)) for index in range(len(flat)))
     return Program(graph, inputs, outputs, groups=dict(groups or group_sizes(graph)), constants=constants)
+
+
+def _fake_modes(graph: fx.Graph) -> set[FakeTensorMode | None]:
+    values = [node.meta.get("val") for node in graph.nodes]
+    return {getattr(value, "fake_mode", None) for value in values if isinstance(value, torch.Tensor)}
+
+
+def _describe_anew(graph: fx.Graph, constants: Mapping[str, Any]) -> None:
+    """Run a graph once on fake tensors of one mode: `make_fx` on real tensors gives every node a mode of its own."""
+    mode = FakeTensorMode()
+
+    def fake(value: Any) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return value
+        with mode:
+            return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
+
+    for node in graph.nodes:
+        if node.op == "placeholder":
+            node.meta["val"] = fake(node.meta.get("val"))
+        elif node.op == "get_attr":
+            node.meta["val"] = fake(constants[str(node.target)])
+        elif node.op == "call_function":
+            args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
+            with mode:
+                node.meta["val"] = node.target(*args, **kwargs)
 
 
 def complete_metadata(graph: fx.Graph) -> None:

@@ -1,0 +1,70 @@
+"""Peak memory of a training step: eager torch, torch's DDP and Crossfade, each in processes of its own.
+
+    python -m benchmarks.memory
+
+What is printed is how far the resident set of a rank grows above what it was before the first step, after a few steps.
+"""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+import torch.distributed as dist
+from rich.console import Console
+from rich.table import Table
+
+from crossfade import Ranks
+from crossfade.demo import contenders
+from crossfade.demo.model import SIZES, batches
+
+CONTENDERS = {
+    "compute alone (eager)": contenders.compute_alone,
+    "torch DDP": contenders.ddp,
+    "Crossfade": contenders.crossfade,
+}
+
+
+def grown(name: str, size_name: str, steps: int) -> float:
+    """MB by which this rank's peak resident set grew while training."""
+    size = SIZES[size_name]
+    one = CONTENDERS[name](size)
+    if one.compiled is not None:
+        one.compiled.prepare(*batches(size, dist.get_world_size(), 1)[0])
+    before = _reset_peak()
+    for batch in batches(size, dist.get_world_size(), steps):
+        one.step(*batch)
+    return (_peak() - before) / 1024
+
+
+def _reset_peak() -> int:
+    """Start a new peak (Linux) and return the resident kilobytes now."""
+    with open("/proc/self/clear_refs", "w") as file:
+        file.write("5")
+    return _status("VmRSS")
+
+
+def _peak() -> int:
+    return _status("VmHWM")
+
+
+def _status(key: str) -> int:
+    with open("/proc/self/status") as file:
+        return next(int(line.split()[1]) for line in file if line.startswith(key))
+
+
+def main() -> None:
+    """Measure each contender in fresh processes and print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--size", choices=SIZES, default="wide")
+    options = parser.parse_args()
+    table = Table("contender", "MB above the start", title=options.size)
+    for name in CONTENDERS:
+        with Ranks(2) as ranks:
+            results: list[Any] = ranks.run(grown, name, options.size, 5)
+        table.add_row(name, f"{max(results):.0f}")
+    Console().print(table)
+
+
+if __name__ == "__main__":
+    main()

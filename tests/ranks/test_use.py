@@ -1,0 +1,145 @@
+"""A compiled step in the life of a training script: checkpoints, schedulers, evaluation, meshes, given graphs."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.nn import functional as F
+
+import crossfade as cf
+from crossfade.graph import collectives
+from tests.ranks.cases import CASES, batches
+
+
+def start() -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    model = CASES["mlp"].model()
+    return model, torch.optim.AdamW(model.parameters(), lr=0.01)
+
+
+def same(a: nn.Module, b: nn.Module) -> bool:
+    return all(torch.equal(x, y) for x, y in zip(a.parameters(), b.parameters(), strict=True))
+
+
+def test_resuming_from_a_checkpoint_is_bitwise() -> None:
+    data = batches(CASES["mlp"], 6)
+    model, optimizer = start()
+    step = cf.compile_step(model, F.mse_loss, optimizer)
+    for batch in data[:3]:
+        step(*batch)
+    checkpoint = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+    for batch in data[3:]:
+        step(*batch)
+
+    resumed, its_optimizer = start()
+    resumed.load_state_dict(checkpoint[0])
+    its_optimizer.load_state_dict(checkpoint[1])
+    again = cf.compile_step(resumed, F.mse_loss, its_optimizer)
+    for batch in data[3:]:
+        again(*batch)
+    assert same(model, resumed)
+
+
+def test_a_checkpoint_loaded_into_a_running_step_is_used() -> None:
+    data = batches(CASES["mlp"], 4)
+    model, optimizer = start()
+    step = cf.compile_step(model, F.mse_loss, optimizer)
+    step(*data[0])
+    checkpoint = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+    first = float(step(*data[1]))
+    step(*data[2])
+    model.load_state_dict(checkpoint[0])
+    optimizer.load_state_dict(checkpoint[1])
+    assert float(step(*data[1])) == first
+    assert step.captures == 1
+
+
+def test_a_scheduler_drives_the_rate_without_warning(recwarn: pytest.WarningsRecorder) -> None:
+    results = []
+    for compiled in (False, True):
+        model, optimizer = start()
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, gamma=0.1)
+        step = cf.compile_step(model, F.mse_loss, optimizer) if compiled else None
+        for inputs, targets in batches(CASES["mlp"], 5):
+            if step is not None:
+                step(inputs, targets)
+            else:
+                optimizer.zero_grad()
+                F.mse_loss(model(inputs), targets).backward()
+                optimizer.step()
+            scheduler.step()
+        results.append(model)
+    assert same(*results)
+    assert not [w for w in recwarn if "lr_scheduler" in str(w.message)]
+
+
+def test_parameter_groups_have_their_own_rates() -> None:
+    models = []
+    for compiled in (False, True):
+        model, _ = start()
+        groups = [{"params": [model[0].weight], "lr": 0.1}, {"params": [model[0].bias, *model[2].parameters()]}]
+        optimizer = torch.optim.Adam(groups, lr=0.001, weight_decay=0.1)
+        step = cf.compile_step(model, F.mse_loss, optimizer) if compiled else None
+        for inputs, targets in batches(CASES["mlp"], 4):
+            if step is not None:
+                step(inputs, targets)
+                continue
+            optimizer.zero_grad()
+            F.mse_loss(model(inputs), targets).backward()
+            optimizer.step()
+        models.append(model)
+    assert same(*models)
+
+
+def test_preparing_changes_nothing() -> None:
+    model, optimizer = start()
+    before = copy.deepcopy(model)
+    step = cf.compile_step(model, F.mse_loss, optimizer).prepare(*batches(CASES["mlp"], 1)[0])
+    assert same(model, before)
+    assert not optimizer.state
+    assert step.report.nodes_after > 0
+
+
+def on_a_device_mesh(shape: tuple[int, ...], names: tuple[str, ...]) -> float:
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
+    model, optimizer = start()
+    step = cf.compile_step(model, F.mse_loss, optimizer, mesh, timeout=20)
+    return float(step(*batches(CASES["mlp"], 1)[0]))
+
+
+@pytest.mark.ranks
+def test_device_meshes_are_accepted(ranks: Any) -> None:
+    model, _ = start()
+    inputs, targets = batches(CASES["mlp"], 1)[0]
+    expected = float(F.mse_loss(model(inputs), targets))
+    for shape, names in [((2,), ("dp",)), ((2, 1), ("dp", "tp"))]:
+        assert ranks(2).run(on_a_device_mesh, shape, names) == [pytest.approx(expected)] * 2
+
+
+def run_a_given_graph() -> bool:
+    """A make_fx graph with three all-reduces gives bitwise the same after `optimize`."""
+    group = dist.group.WORLD.group_name  # type: ignore[union-attr]
+
+    def exchange(tree: dict[str, torch.Tensor]) -> dict[str, Any]:
+        x = tree["x"]
+        done = [collectives.wait(collectives.all_reduce(y, "sum", group)) for y in (x.sin(), x.cos(), x.exp())]
+        return {"sum": done[0] + done[1], "parts": (done[2], x)}
+
+    x = torch.randn(5, generator=torch.Generator().manual_seed(dist.get_rank()))
+    module = make_fx(exchange)({"x": x})
+    improved = cf.optimize(module, groups={group: 2})
+    assert improved.report.total_before[0] == 3 and improved.report.total_after[0] == 1
+    before, after = module({"x": x}), improved.module({"x": x})
+    return torch.equal(before["sum"], after["sum"]) and torch.equal(before["parts"][0], after["parts"][0])
+
+
+@pytest.mark.ranks
+def test_given_graphs_are_improved_and_keep_their_structure(ranks: Any) -> None:
+    assert ranks(2).run(run_a_given_graph) == [True, True]

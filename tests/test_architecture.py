@@ -1,0 +1,62 @@
+"""The house rules that imports show: one direction, one door to private torch, one file that names collectives."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parent.parent / "crossfade"
+STAGES = {"capture", "shard", "simplify", "communicate", "schedule", "run", "report", "cost"}
+FILES = sorted(PACKAGE.rglob("*.py"))
+
+
+def room(path: Path) -> str:
+    return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+
+
+def imports(path: Path) -> list[str]:
+    found = []
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            found += [f"{node.module}.{alias.name}" for alias in node.names]
+    return found
+
+
+def may_import(source: str, target: str) -> bool:
+    """Stages see the vocabulary and the cost model; the vocabulary sees itself; the rest sees everything."""
+    if target in (source, "errors"):
+        return True
+    if source == "graph":
+        return False
+    return target in ("graph", "cost") if source in STAGES else source != "errors"
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_imports_point_one_way(path: Path) -> None:
+    ours = [name.split(".")[1] for name in imports(path) if name.startswith("crossfade.")]
+    assert [target for target in ours if not may_import(room(path), target)] == []
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_private_torch_is_imported_in_one_file(path: Path) -> None:
+    if path.name == "private.py":
+        return
+    allowed = {"torch.distributed._functional_collectives"}  # registers the collectives' shape rules; one file
+    private = [
+        name
+        for name in imports(path)
+        if name.startswith("torch.") and any(part.startswith("_") and part != "__future__" for part in name.split("."))
+    ]
+    assert [name for name in private if not (name in allowed and path.name == "collectives.py")] == []
+
+
+def test_collectives_are_named_in_one_file() -> None:
+    assert [path.name for path in FILES if "_c10d_functional" in path.read_text()] == ["collectives.py"]
+
+
+def test_files_are_rooms_not_warehouses() -> None:
+    assert [path.name for path in FILES if len(path.read_text().splitlines()) > 500] == []

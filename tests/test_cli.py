@@ -1,0 +1,85 @@
+"""The command line, as a user types it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PROGRAM = """
+a: f32[2] = input("a")
+b: f32[3] = input("b")
+s: f32[2] = c10d.all_reduce(a, "sum", "dp")
+w: f32[2] = c10d.wait_tensor(s)
+s2: f32[3] = c10d.all_reduce(b, "sum", "dp")
+w2: f32[3] = c10d.wait_tensor(s2)
+return output("a", w), output("b", w2)
+"""
+
+
+def crossfade(*arguments: str, timeout: float = 60) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "crossfade.cli", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=timeout, check=False)
+
+
+@pytest.mark.parametrize("command", ["", "demo", "explain", "launch", "passes"])
+def test_help_is_there(command: str) -> None:
+    result = crossfade(*([command] if command else []), "--help")
+    assert result.returncode == 0
+    assert "Usage" in result.stdout
+
+
+def test_explain_says_what_became_of_each_collective(tmp_path: Path) -> None:
+    path = tmp_path / "program.txt"
+    path.write_text(PROGRAM)
+    result = crossfade(
+        "explain", str(path), "--passes", "bucket-all-reduces sink-waits", "--html", str(tmp_path / "r.html")
+    )
+    assert result.returncode == 0, result.stderr
+    assert "s: bucketed: bucket 0 of 2" in result.stdout
+    assert "all_reduce: f32[5]" in result.stdout
+    assert "bucket 0 of 2" in (tmp_path / "r.html").read_text()
+
+
+def test_a_wrong_pass_name_gets_the_nearest(tmp_path: Path) -> None:
+    path = tmp_path / "program.txt"
+    path.write_text(PROGRAM)
+    result = crossfade("explain", str(path), "--passes", "bucket-all-reduce")
+    assert result.returncode == 1
+    assert "did you mean bucket-all-reduces" in " ".join(result.stderr.split())
+    assert "Traceback" not in result.stderr
+
+
+def test_a_broken_program_names_the_line(tmp_path: Path) -> None:
+    path = tmp_path / "program.txt"
+    path.write_text(PROGRAM.replace("c10d.all_reduce(b", "c10d.all_reduce(c"))
+    result = crossfade("explain", str(path))
+    assert result.returncode == 1
+    assert "all_reduce(c" in result.stderr and "Remedy" in result.stderr
+
+
+def test_passes_lists_options() -> None:
+    assert "cap_mb: float = 2.0" in crossfade("passes").stdout
+    assert "After:" in crossfade("passes", "sink-waits").stdout
+
+
+def test_launch_names_the_rank_that_failed(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text("import os, sys, time\nif os.environ['RANK'] == '1': sys.exit(3)\ntime.sleep(60)\n")
+    result = crossfade("launch", "--ranks", "2", str(script), timeout=30)
+    assert result.returncode == 1
+    assert "rank 1 ending with exit code 3" in " ".join(result.stderr.split())
+
+
+@pytest.mark.ranks
+def test_demo_ends_in_a_table_and_a_report(tmp_path: Path) -> None:
+    result = crossfade("demo", "--size", "tiny", "--steps", "3", "--report", str(tmp_path / "out"), timeout=110)
+    assert result.returncode == 0, result.stderr
+    for words in ("one process, eager", "torch DDP, default buckets", "(best)", "Crossfade", "Loss", "HTML report"):
+        assert words in result.stdout
+    report = json.loads((tmp_path / "out" / "report.json").read_text())
+    assert report["collectives_before"]["all_reduce"][0] > report["collectives_after"]["all_reduce"][0]
+    assert (tmp_path / "out" / "index.html").stat().st_size > 10_000

@@ -1,0 +1,60 @@
+"""The public surface, what importing costs, and what a newcomer runs."""
+
+from __future__ import annotations
+
+import inspect
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import crossfade
+
+ROOT = Path(__file__).parent.parent
+EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
+
+
+def test_the_public_names_are_these() -> None:
+    assert crossfade.__all__ == [
+        "CrossfadeError",
+        "Optimized",
+        "Pass",
+        "PassResult",
+        "Program",
+        "Ranks",
+        "Report",
+        "Step",
+        "Verdict",
+        "compile_step",
+        "optimize",
+        "run_passes",
+    ]
+
+
+@pytest.mark.parametrize("name", crossfade.__all__)
+def test_everything_public_is_documented(name: str) -> None:
+    assert len(inspect.getdoc(getattr(crossfade, name)) or "") > 40
+
+
+def test_importing_brings_neither_inductor_nor_triton() -> None:
+    program = (
+        "import sys, crossfade;"
+        "print([m for m in sys.modules if m.split('.')[:2] == ['torch', '_inductor'] or m.split('.')[0] == 'triton'])"
+    )
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
+    assert result.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
+def test_examples_run(path: Path) -> None:
+    launcher = ["-m", "crossfade.cli", "launch", "--ranks", "2"] if "init_process_group" in path.read_text() else []
+    command = [sys.executable, *launcher, str(path)]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    assert result.returncode == 0, result.stderr[-2000:]
+
+
+def test_repository_files_hold_no_machine_paths() -> None:
+    listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, timeout=30, check=True)
+    texts = [ROOT / name for name in listed.stdout.split() if not name.endswith(".png")]
+    assert [str(path) for path in texts if path.exists() and ("/" + "work/" in path.read_text())] == []
