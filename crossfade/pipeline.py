@@ -229,13 +229,21 @@ class _StepCompiler:
     def _capture(self, batch: tuple[Any, ...], layout: BatchLayout, names: Mapping[Any, str]) -> Program:
         trained = [names[p] for group in self.optimizer.param_groups for p in group["params"] if p.requires_grad]
 
+        as_one_device = self.axis is not None and self.semantics == "global"
+
         def capture(size: int) -> Program:
             return capture_forward_backward(
-                self.model, self.loss_fn, batch, batch_size=size, trained=trained, layout=layout
+                self.model,
+                self.loss_fn,
+                batch,
+                batch_size=size,
+                trained=trained,
+                layout=layout,
+                plain_norms=as_one_device,
             )
 
         program = capture(layout.micro_batch_size)
-        if self.axis is not None and self.semantics == "global" and needs_batch_dims(program):
+        if as_one_device and needs_batch_dims(program):
             mark_batch_dims(program, capture(layout.micro_batch_size_of_all_ranks))
         return program
 

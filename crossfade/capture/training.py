@@ -5,6 +5,7 @@ The user's model is not rewritten: it runs once on fake tensors, its parameters 
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -49,11 +50,13 @@ def capture_forward_backward(
     batch_size: int,
     trained: Sequence[str],
     layout: BatchLayout,
+    plain_norms: bool = False,
 ) -> Program:
     """Forward, loss and backward on a batch of `batch_size` samples, as one functional program.
 
     Inputs are the parameters, the buffers and the batch's tensors; outputs are the loss, a gradient for each of the
-    parameters named in `trained` that has one, and the new value of each buffer that the forward changes.
+    parameters named in `trained` that has one, and the new value of each buffer that the forward changes. With
+    `plain_norms`, batch normalisation is captured in ATen's own spelling also where cuDNN would be used.
 
         >>> model, batch = nn.Linear(2, 1), (torch.ones(4, 2), torch.ones(4, 1))
         >>> layout = BatchLayout.of(batch, ranks=1, accumulate=1, given="global")
@@ -76,7 +79,8 @@ def capture_forward_backward(
         return [loss.detach(), *gradients, *(state[name] for name in buffers)]
 
     fakes = [to_fake(mode, p) for p in parameters.values()], [to_fake(mode, b) for b in buffers.values()], *tensors
-    module = trace(forward_backward, fakes, f"the forward and backward of {type(model).__name__}")
+    with torch.backends.cudnn.flags(enabled=False) if plain_norms else contextlib.nullcontext():
+        module = trace(forward_backward, fakes, f"the forward and backward of {type(model).__name__}")
     names = [name for name, leaf in zip(layout.names, leaves, strict=True) if isinstance(leaf, Tensor)]
     inputs = (
         *(Input(InputKind.PARAMETER, name) for name in parameters),

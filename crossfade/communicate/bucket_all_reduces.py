@@ -10,7 +10,7 @@ from torch import Tensor, fx
 
 from crossfade.graph import collectives
 from crossfade.graph.collectives import Collective
-from crossfade.graph.order import Order, Reachability
+from crossfade.graph.order import Order, Reachability, written_inputs
 from crossfade.graph.passes import Numerics, Outcome, Pass, PassResult, Verdict
 from crossfade.graph.program import Program
 from crossfade.graph.rewrite import erase_if_dead, splice
@@ -135,7 +135,7 @@ class _OpenBucket:
         self.members: list[Collective] = []
 
     def has_room(self, one: Collective, order: Order) -> bool:
-        """Whether it fits, and every result of the bucket is still unused where `one` becomes ready."""
+        """Whether it fits, and where `one` is ready every result is still unused and every input still unchanged."""
         fits = self.bytes + one.bytes <= self.cap
         return fits and order.position[one.node] < self.first_use
 
@@ -143,6 +143,7 @@ class _OpenBucket:
         self.members.append(one)
         self.bytes += one.bytes
         uses = [order.position[user] for wait in one.waits for user in wait.users]
+        uses += [order.position[after] for after in order.successors(one.node) if written_inputs(after)]
         self.first_use = min(self.first_use, *uses)
 
 
@@ -163,6 +164,8 @@ def _reason_against(one: Collective, awaited: set[fx.Node]) -> str | None:
         return "it is already coalesced or in place"
     if not one.waits or not all(wait.users for wait in one.waits):
         return "nothing uses its result"
+    if isinstance(one.node.meta["val"].numel(), torch.SymInt):
+        return "its size is not known before it runs"
     if one.node in awaited:
         return "another collective depends on its result, and would be delayed with it"
     return None

@@ -40,10 +40,22 @@ class LowerAverages(Pass):
         rule = Rule("average", 'c10d.all_reduce(x, "avg", group)', self._lowered, self._reason_against)
         done = apply_rules(program, [rule])
         verdicts = [Verdict.of(node, Outcome.LEFT, reason) for _, node, reason in done.declined]
+        declined = {node for _, node, _ in done.declined}
+        for one in collectives.find(program.graph):
+            if one.reduce_op == "avg" and one.node not in declined:
+                verdicts.append(
+                    Verdict.of(one.node, Outcome.LEFT, "only the plain all-reduce is lowered", bytes=one.bytes)
+                )
         return PassResult(done.changed, {"lowered": done.counts["average"]}, tuple(verdicts))
 
     def _reason_against(self, match: Match) -> str | None:
-        return None if match["group"] in self.groups else "its group's backend averages by itself"
+        if match["group"] not in self.groups:
+            return "its group's backend averages by itself"
+        if not match.program.groups[match["group"]]:
+            return "the size of its group is not known"
+        if not (match["x"].meta["val"].is_floating_point() or match["x"].meta["val"].is_complex()):
+            return "a division of integers would not stay in its dtype"
+        return None
 
     def _lowered(self, match: Match) -> object:
         group = match["group"]

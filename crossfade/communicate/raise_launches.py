@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import accumulate
 
 from torch import fx
 
@@ -39,38 +40,32 @@ class RaiseLaunches(Pass):
     numerics = Numerics.BITWISE
 
     def run(self, program: Program) -> PassResult:
-        """One walk: each start is emitted right after the last node it must follow."""
+        """One walk: each start goes right after the lowest node it must follow, which may be a start that rose."""
         order = Order(program.graph)
-        following: dict[fx.Node, list[fx.Node]] = {}
+        found = collectives.find(program.graph)
+        place = _places(order, [one.node for one in found])
+        starts = {one.node for one in found}
+        moved = reorder(program.graph, sorted(order.nodes, key=lambda n: (place[n], n in starts, order.position[n])))
+        others_above = list(accumulate((node not in starts for node in order.nodes), initial=0))
         verdicts = []
-        for one in collectives.find(program.graph):
-            last = order.last_predecessor(one.node)
-            distance = 0
-            if last is not None and last.op != "placeholder":
-                following.setdefault(last, []).append(one.node)
-                distance = order.position[one.node] - order.position[last] - 1
-            verdicts.append(self._verdict(one, last, distance))
-        moved = reorder(program.graph, _emit(order.nodes, following))
+        for one in found:
+            passed = others_above[order.position[one.node]] - others_above[place[one.node] + 1]
+            verdicts.append(_verdict(one, order.nodes[place[one.node]], passed))
         count = sum(v.outcome is Outcome.MOVED for v in verdicts)
         return PassResult(moved, {"raised": count}, tuple(verdicts))
 
-    def _verdict(self, one: collectives.Collective, last: fx.Node | None, distance: int) -> Verdict:
-        name = last.name if last is not None else "the inputs"
-        if distance:
-            return Verdict.of(
-                one.node, Outcome.MOVED, f"started {distance} nodes earlier, after {name}", bytes=one.bytes
-            )
-        return Verdict.of(one.node, Outcome.LEFT, f"already starts right after {name}", bytes=one.bytes)
+
+def _places(order: Order, starts: list[fx.Node]) -> dict[fx.Node, int]:
+    """For each start the position of the node it rises to, for all others their own."""
+    place = dict(order.position)
+    first = max((order.position[node] for node in order.nodes if node.op == "placeholder"), default=0)
+    for start in starts:
+        place[start] = max([first, *(place[before] for before in order.predecessors(start))])
+    return place
 
 
-def _emit(nodes: list[fx.Node], following: dict[fx.Node, list[fx.Node]]) -> list[fx.Node]:
-    moved = {node for group in following.values() for node in group}
-    result: list[fx.Node] = []
-    for node in nodes:
-        if node not in moved:
-            stack = [node]
-            while stack:  # a start may follow a start of its group, which follows its own last input
-                one = stack.pop()
-                result.append(one)
-                stack.extend(reversed(following.get(one, [])))
-    return result
+def _verdict(one: collectives.Collective, last: fx.Node, passed: int) -> Verdict:
+    if passed:
+        reason = f"started {passed} nodes earlier, after {last.name}"
+        return Verdict.of(one.node, Outcome.MOVED, reason, bytes=one.bytes)
+    return Verdict.of(one.node, Outcome.LEFT, f"already starts right after {last.name}", bytes=one.bytes)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from dataclasses import dataclass
+from itertools import accumulate
 
 from torch import fx
 
@@ -47,7 +48,12 @@ class SinkWaits(Pass):
         for node in order.nodes:
             held.setdefault(anchor[node], []).append(node)
         result = [node for end in order.nodes if anchor[end] is end for node in held[end]]
-        verdicts = tuple(self._verdict(order, node, anchor[node]) for node in order.nodes if collectives.is_wait(node))
+        stay_above = list(accumulate((anchor[node] is node for node in order.nodes), initial=0))
+        verdicts = tuple(
+            _verdict(node, anchor[node], stay_above[order.position[anchor[node]]] - stay_above[order.position[node]])
+            for node in order.nodes
+            if collectives.is_wait(node)
+        )
         moved = reorder(program.graph, result)
         return PassResult(moved, {"sunk": sum(v.outcome is Outcome.MOVED for v in verdicts)}, verdicts)
 
@@ -61,13 +67,13 @@ class SinkWaits(Pass):
             anchor[node] = min(ends, key=order.position.__getitem__, default=node)
         return anchor
 
-    def _verdict(self, order: Order, wait: fx.Node, end: fx.Node) -> Verdict:
-        start = collectives.started_by(wait)
-        subject = start if start is not None else wait
-        between = order.position[end] - order.position[wait]
-        if end is wait or between <= 1:
-            return Verdict.of(subject, Outcome.LEFT, "its result is needed at once")
-        return Verdict.of(subject, Outcome.MOVED, f"waited for {between} nodes later, before {end.name}")
+
+def _verdict(wait: fx.Node, end: fx.Node, passed: int) -> Verdict:
+    start = collectives.started_by(wait)
+    subject = start if start is not None else wait
+    if not passed:
+        return Verdict.of(subject, Outcome.LEFT, "its result is needed at once")
+    return Verdict.of(subject, Outcome.MOVED, f"waited for {passed} nodes later, before {end.name}")
 
 
 def _is_result(root: fx.Node) -> bool:

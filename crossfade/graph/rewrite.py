@@ -65,6 +65,11 @@ def insert_call(program: Program, target: Any, *args: Any, before: fx.Node, like
     return node
 
 
+def after(program: Program, node: fx.Node) -> fx.Node:
+    """The node before which to insert what is to come right after `node`: below all inputs, if it is one."""
+    return program.placeholders[-1].next if node.op == "placeholder" else node.next
+
+
 def inline(program: Program, body: fx.Graph, arguments: Mapping[fx.Node, fx.Node], *, before: fx.Node) -> list[Any]:
     """Copy the nodes of `body`, its placeholders replaced by `arguments`, before a node; return its results."""
     mapping = dict(arguments)
@@ -90,7 +95,7 @@ class _Recorder(TorchDispatchMode):
         value = node.meta["val"]
         if isinstance(value, Tensor):
             if self.nodes.get(id(value), node) is not node:  # copies of a node share its fake tensor: tell them apart
-                value = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
+                value = value.detach()  # the same place in the same storage
             self.remember(value, node)
         return value
 
@@ -176,8 +181,8 @@ class Rule:
     """Rewrite `pattern` to what `replace` returns (a node or a constant), unless `check` returns a reason not to.
 
     A pattern is an expression of nested operator calls. Lower-case names capture (one name twice must be the same
-    thing), `_` matches anything, literals match themselves, `(aten.view | aten.reshape)` matches either. Arguments
-    left out at the end of a call match their defaults only.
+    thing), `_` matches anything, literals match themselves (`1` is neither `True` nor `1.0`), lists match item by
+    item, `(aten.view | aten.reshape)` matches either. Arguments left out match their defaults only, written or not.
 
         >>> rule = Rule("double-negation", "aten.neg(aten.neg(x))", replace=lambda match: match["x"])
     """
@@ -225,21 +230,38 @@ def apply_rules(program: Program, rules: Iterable[Rule]) -> Rewritten:
         for target in pattern.targets:
             index.setdefault(target, []).append((rule, pattern))
     done = Rewritten()
+    declined: dict[tuple[Rule, fx.Node], str] = {}  # only the last answer about a node counts
     work = deque(node for node in program.graph.nodes if node.op == "call_function" and node.target in index)
     queued = set(work)
+    depth = max((pattern.depth for entries in index.values() for _, pattern in entries), default=0)
     while work:
         node = work.popleft()
         queued.discard(node)
         if node._erased:
             continue
-        for again in _rewrite_node(program, node, index[node.target], done):
+        for again in _with_users(_rewrite_node(program, node, index[node.target], done.counts, declined), depth - 1):
             if again.op == "call_function" and again.target in index and again not in queued:
                 work.append(again)
                 queued.add(again)
+    done.declined = [(rule, node, reason) for (rule, node), reason in declined.items() if not node._erased]
     return done
 
 
-def _rewrite_node(program: Program, node: fx.Node, rules: list[tuple[Rule, _Call]], done: Rewritten) -> list[fx.Node]:
+def _with_users(nodes: list[fx.Node], steps: int) -> list[fx.Node]:
+    """The nodes and their users' users, as far up as a pattern's root can stand above what changed."""
+    found = dict.fromkeys(nodes)
+    for _ in range(steps):
+        found |= dict.fromkeys(user for node in found for user in node.users)
+    return list(found)
+
+
+def _rewrite_node(
+    program: Program,
+    node: fx.Node,
+    rules: list[tuple[Rule, _Call]],
+    counts: Counter[str],
+    declined: dict[tuple[Rule, fx.Node], str],
+) -> list[fx.Node]:
     """Apply the first rule that fits; return the nodes worth another look."""
     for rule, pattern in rules:
         bound: dict[str, Any] = {}
@@ -247,19 +269,17 @@ def _rewrite_node(program: Program, node: fx.Node, rules: list[tuple[Rule, _Call
             continue
         match = Match(program, node, bound)
         if (reason := rule.check(match)) is not None:
-            done.declined.append((rule, node, reason))
+            declined[rule, node] = reason
             continue
         users = list(node.users)
         previous = node.prev
         replacement = rule.replace(match)
-        _replace(node, replacement)
-        done.counts[rule.name] += 1
         made = []
-        while (after := previous.next) is not node and after is not replacement and after not in users:
-            made.append(after)
-            previous = after
-            if node._erased:
-                break
+        while (previous := previous.next) is not node:
+            made.append(previous)
+        _replace(node, replacement)
+        declined.pop((rule, node), None)
+        counts[rule.name] += 1
         return [*users, *made, *([replacement] if isinstance(replacement, fx.Node) else [])]
     return []
 
@@ -293,6 +313,8 @@ def erase_if_dead(node: fx.Node) -> int:
 
 @dataclass(frozen=True)
 class _Anything:
+    depth = 0
+
     def matches(self, value: Any, bound: dict[str, Any]) -> bool:
         return True
 
@@ -300,17 +322,33 @@ class _Anything:
 @dataclass(frozen=True)
 class _Capture:
     name: str
+    depth = 0
 
     def matches(self, value: Any, bound: dict[str, Any]) -> bool:
-        return bound.setdefault(self.name, value) == value
+        return _same(bound.setdefault(self.name, value), value)
 
 
 @dataclass(frozen=True)
 class _Literal:
     value: Any
+    depth = 0
 
     def matches(self, value: Any, bound: dict[str, Any]) -> bool:
-        return type(value) is type(self.value) and value == self.value
+        return _same(self.value, value)
+
+
+@dataclass(frozen=True)
+class _Sequence:
+    items: tuple[Any, ...]
+
+    @property
+    def depth(self) -> int:
+        return max((item.depth for item in self.items), default=0)
+
+    def matches(self, value: Any, bound: dict[str, Any]) -> bool:
+        if not isinstance(value, (tuple, list)) or len(value) != len(self.items):
+            return False
+        return all(item.matches(one, bound) for item, one in zip(self.items, value, strict=True))
 
 
 @dataclass(frozen=True)
@@ -319,13 +357,43 @@ class _Call:
     args: tuple[Any, ...]
     kwargs: tuple[tuple[str, Any], ...]
 
+    @property
+    def depth(self) -> int:
+        """How many calls stand above the lowest one, itself included."""
+        return 1 + max((item.depth for item in (*self.args, *dict(self.kwargs).values())), default=0)
+
     def matches(self, value: Any, bound: dict[str, Any]) -> bool:
-        if not isinstance(value, fx.Node) or value.target not in self.targets or len(value.args) != len(self.args):
+        if not isinstance(value, fx.Node) or value.target not in self.targets:
             return False
-        if value.kwargs.keys() != {name for name, _ in self.kwargs}:
+        wanted = _by_name(value.target, self.args, dict(self.kwargs))
+        given = _by_name(value.target, value.args, value.kwargs)
+        defaults = _defaults(value.target)
+        if not all(name in wanted or _same(defaults.get(name), argument) for name, argument in given.items()):
             return False
-        pairs = [*zip(self.args, value.args, strict=True), *((p, value.kwargs[name]) for name, p in self.kwargs)]
-        return all(pattern.matches(argument, bound) for pattern, argument in pairs)
+        if not all(name in given or name in defaults for name in wanted):
+            return False
+        return all(item.matches(given.get(name, defaults.get(name)), bound) for name, item in wanted.items())
+
+
+def _same(one: Any, other: Any) -> bool:
+    """Equality that tells `1`, `1.0` and `True` apart, also inside lists."""
+    if isinstance(one, (tuple, list)) and isinstance(other, (tuple, list)):
+        return len(one) == len(other) and all(_same(a, b) for a, b in zip(one, other, strict=True))
+    return one is other or (type(one) is type(other) and one == other)
+
+
+def _by_name(target: Any, args: Iterable[Any], kwargs: Mapping[str, Any]) -> dict[Any, Any]:
+    """Arguments by their names in the operator's schema; by position where there is none."""
+    schema = getattr(target, "_schema", None)
+    names = [item.name for item in schema.arguments] if schema is not None else []
+    return {(names[i] if i < len(names) else i): item for i, item in enumerate(args)} | dict(kwargs)
+
+
+@cache
+def _defaults(target: Any) -> dict[str, Any]:
+    schema = getattr(target, "_schema", None)
+    items = schema.arguments if schema is not None else []
+    return {item.name: item.default_value for item in items if item.has_default_value()}
 
 
 @cache
@@ -351,6 +419,8 @@ def _compile(item: ast.expr) -> Any:
         case ast.Call(func=func, args=args, keywords=keywords):
             named = tuple((k.arg or "", _compile(k.value)) for k in keywords)
             return _Call(_targets(func), tuple(_compile(a) for a in args), named)
+        case ast.List(elts=items) | ast.Tuple(elts=items):
+            return _Sequence(tuple(_compile(one) for one in items))
         case ast.Subscript(value=value, slice=index):
             return _Call((operator.getitem,), (_compile(value), _compile(index)), ())
     return _Literal(ast.literal_eval(item))

@@ -9,6 +9,7 @@ import torch
 from torch import fx
 
 from crossfade.graph import collectives
+from crossfade.graph.order import alias_roots, written_inputs
 from crossfade.graph.passes import Numerics, Outcome, Pass, PassResult, Verdict
 from crossfade.graph.program import Input, InputKind, Program, tensor_bytes
 from crossfade.graph.rewrite import erase_if_dead, insert_call, splice
@@ -65,11 +66,12 @@ class PackInPlace(Pass):
         """Replace each packing concatenation by a workspace input."""
         counts = {"buffers": 0, "written_directly": 0, "copied_in": 0}
         verdicts = []
+        rewritten = _rewritten(program)
         for cat in program.graph.find_nodes(op="call_function", target=_aten.cat.default):
             if (reason := _reason_against(cat)) is not None:
                 verdicts.append(Verdict.of(cat, Outcome.LEFT, reason, bytes=tensor_bytes(cat.meta["val"])))
                 continue
-            direct, copied = _pack(program, cat, counts["buffers"])
+            direct, copied = _pack(program, cat, rewritten)
             reason = f"a buffer kept from step to step: {direct} members written directly, {copied} copied in"
             verdicts.append(Verdict.of(cat, Outcome.REPLACED, reason, bytes=tensor_bytes(cat.meta["val"])))
             counts["buffers"] += 1
@@ -87,23 +89,34 @@ def _reason_against(cat: fx.Node) -> str | None:
         return "something other than one collective reads it"
     if not all(member.target in _FLATTENS and member.meta["val"].dim() == 1 for member in members):
         return "its members are not flattened tensors"
+    if any(isinstance(member.meta["val"].numel(), torch.SymInt) for member in members):
+        return "its size is not known before it runs"
     return None
 
 
-def _pack(program: Program, cat: fx.Node, number: int) -> tuple[int, int]:
+def _rewritten(program: Program) -> set[fx.Node]:
+    """The values whose memory something writes after they were made: they are ready only where they are read."""
+    roots = alias_roots(program.graph.nodes)
+    written = {roots[target] for node in program.graph.nodes for target in written_inputs(node)}
+    return {node for node, root in roots.items() if root in written}
+
+
+def _pack(program: Program, cat: fx.Node, rewritten: set[fx.Node]) -> tuple[int, int]:
     with program.fake_mode:
         memory = torch.empty_like(cat.meta["val"])
+    number = sum(item.kind is InputKind.WORKSPACE for item in program.inputs)
     bucket = program.add_input(Input(InputKind.WORKSPACE, f"bucket.{number}"), memory)
     direct = copied = start = 0
     members: Any = cat.args[0]
     for flat in members:
         source: Any = flat.args[0]
         end = start + source.meta["val"].numel()
-        if _can_write_into(source, flat):
+        if _can_write_into(source, flat, bucket) and source not in rewritten:
             _write_into(program, source, bucket, start, end)
             direct += 1
         else:
-            _copy_into(program, source, bucket, start, end, cat)
+            before = cat if source.op == "placeholder" or source in rewritten else source.next
+            _copy_into(program, source, bucket, start, end, before)
             copied += 1
         start = end
     cat.replace_all_uses_with(bucket)
@@ -111,10 +124,11 @@ def _pack(program: Program, cat: fx.Node, number: int) -> tuple[int, int]:
     return direct, copied
 
 
-def _can_write_into(source: fx.Node, flat: fx.Node) -> bool:
+def _can_write_into(source: fx.Node, flat: fx.Node, bucket: fx.Node) -> bool:
     """Whether a member is a fresh, dense result that only the bucket reads, of an op that takes an output buffer."""
     fresh = source.op == "call_function" and list(source.users) == [flat] and len(flat.users) == 1
-    return fresh and source.meta["val"].is_contiguous() and source.target in _WRITES_INTO
+    fits = source.meta["val"].is_contiguous() and source.meta["val"].dtype == bucket.meta["val"].dtype
+    return fresh and fits and source.target in _WRITES_INTO
 
 
 def _write_into(program: Program, source: fx.Node, bucket: fx.Node, start: int, end: int) -> None:
@@ -124,8 +138,7 @@ def _write_into(program: Program, source: fx.Node, bucket: fx.Node, start: int, 
     source.meta["val"] = place.meta["val"]
 
 
-def _copy_into(program: Program, source: fx.Node, bucket: fx.Node, start: int, end: int, cat: fx.Node) -> None:
-    before = cat if source.op == "placeholder" else source.next
+def _copy_into(program: Program, source: fx.Node, bucket: fx.Node, start: int, end: int, before: fx.Node) -> None:
     place = _place(program, bucket, start, end, source, before=before)
     insert_call(program, _aten.copy_.default, place, source, before=before, like=source)
 

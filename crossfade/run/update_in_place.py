@@ -11,10 +11,12 @@ from torch import Tensor, fx
 from crossfade.graph import collectives
 from crossfade.graph.order import alias_roots
 from crossfade.graph.passes import Numerics, Pass, PassResult
-from crossfade.graph.program import InputKind, OutputKind, Program, size_hint
+from crossfade.graph.program import InputKind, OutputKind, Program
 from crossfade.graph.rewrite import insert_call
 
 _NEVER = float("inf")
+_ALL = 2**62
+"""The end of a region that covers its whole memory, whatever that has."""
 
 
 @dataclass(frozen=True)
@@ -22,7 +24,8 @@ class UpdateInPlace(Pass):
     """Write new values of inputs into the inputs, and let ops overwrite arguments that nothing reads again.
 
     The program then returns no updates: running it has changed its inputs. An update whose computation cannot go in
-    place is copied in as soon as the old value is no longer read.
+    place is copied in as soon as the old value is no longer read. A result that would come to live in memory which
+    changes at this run or the next one (an updated input, a workspace) is cloned: what the caller holds stays.
 
     Before:
         p: f32[4] = parameter("p")
@@ -50,24 +53,32 @@ class UpdateInPlace(Pass):
         memory = _Memory(program)
         chains = _update_chains(program, memory)
         overwritten = sum(_overwrite(memory, node, chains) for node in memory.nodes)
-        copied = _copy_the_rest(program, memory, chains)
+        cloned = _clone_results(program, memory)
+        copied = cloned + _copy_the_rest(program, memory, chains)
         kept = [(out, value) for out, value in program.named_results() if out.kind is not OutputKind.UPDATE]
         dropped = len(program.outputs) - len(kept)
         program.set_results([value for _, value in kept], tuple(out for out, _ in kept))
         counts = {"updates": dropped, "overwritten": overwritten, "copied": copied}
-        return PassResult(bool(dropped or overwritten), counts)
+        return PassResult(bool(dropped or overwritten or cloned), counts)
 
 
 @dataclass(frozen=True, slots=True)
 class _Region:
-    """A range of elements of one piece of memory."""
+    """A range of bytes of one piece of memory."""
 
     root: fx.Node
-    start: int
-    end: int
+    start: int = 0
+    end: int = _ALL
 
     def overlaps(self, other: _Region) -> bool:
         return self.root is other.root and self.start < other.end and other.start < self.end
+
+    def moved(self, old: _Region, new: _Region) -> _Region:
+        """Where this region of the memory `old` lies once that is the region `new`."""
+        if self.end >= _ALL or new.end >= _ALL:
+            return _Region(new.root)
+        shift = new.start - old.start
+        return _Region(new.root, self.start + shift, self.end + shift)
 
 
 class _Memory:
@@ -77,7 +88,7 @@ class _Memory:
         self.nodes = list(program.graph.nodes)
         self.position = {node: index for index, node in enumerate(self.nodes)}
         roots = alias_roots(self.nodes)
-        self.region = {node: _region(node, root) for node, root in roots.items()}
+        self.region = _regions(self.nodes, roots)
         self.workspaces = {node for item, node in program.named_inputs() if item.kind is InputKind.WORKSPACE}
         self.aliases: dict[fx.Node, list[fx.Node]] = {}
         for node, root in roots.items():
@@ -100,21 +111,50 @@ class _Memory:
 
     def merge(self, node: fx.Node, into: _Region) -> None:
         """Note that `node`'s own memory is now the region `into`."""
-        old = self.region[node].root
-        shift = into.start - self.region[node].start
-        for alias in self.aliases.pop(old):
-            was = self.region[alias]
-            self.region[alias] = _Region(into.root, was.start + shift, was.end + shift)
+        old = self.region[node]
+        for alias in self.aliases.pop(old.root):
+            self.region[alias] = self.region[alias].moved(old, into)
             self.aliases[into.root].append(alias)
 
 
-def _region(node: fx.Node, root: fx.Node) -> _Region:
-    value = node.meta.get("val")
-    if not isinstance(value, Tensor):
-        return _Region(root, 0, 2**62)
-    start = size_hint(value.storage_offset())
-    span = size_hint(1 + sum((size - 1) * stride for size, stride in zip(value.shape, value.stride(), strict=True)))
-    return _Region(root, start, start + (span if value.numel() else 0))
+def _regions(nodes: list[fx.Node], roots: dict[fx.Node, fx.Node]) -> dict[fx.Node, _Region]:
+    """The bytes of its root's memory that each value occupies: all of them where metadata cannot tell.
+
+    Views carry the storage of what they view. A wait or an op already in place may carry one of its own: it is the
+    argument that it looks like.
+    """
+    regions: dict[fx.Node, _Region] = {}
+    begins: dict[tuple[fx.Node, int], int] = {}
+    for node in nodes:
+        root, value = roots[node], node.meta.get("val")
+        regions[node] = _Region(root)
+        if not isinstance(value, Tensor) or _is_symbolic(value):
+            continue
+        storage = root, value.untyped_storage()._cdata
+        first = int(value.storage_offset()) * value.element_size()
+        if root is node:
+            begins[storage] = 0
+        elif storage not in begins:
+            twins = [s for s in node.all_input_nodes if roots[s] is root and _same_layout(s.meta.get("val"), value)]
+            if not twins or regions[twins[0]].end >= _ALL:
+                continue
+            begins[storage] = regions[twins[0]].start - first
+        start = begins[storage] + first
+        regions[node] = _Region(root, start, start + _span(value))
+    return regions
+
+
+def _span(value: Tensor) -> int:
+    """Bytes from a tensor's first element to the end of its last."""
+    if not value.numel():
+        return 0
+    last = sum((size - 1) * stride for size, stride in zip(value.shape, value.stride(), strict=True))
+    return (1 + last) * value.element_size()
+
+
+def _is_symbolic(value: Tensor) -> bool:
+    """Whether its place depends on sizes that are known only by a hint, which must not decide what is overwritten."""
+    return any(isinstance(n, torch.SymInt) for n in (*value.shape, *value.stride(), value.storage_offset()))
 
 
 def _update_chains(program: Program, memory: _Memory) -> dict[fx.Node, fx.Node]:
@@ -124,18 +164,18 @@ def _update_chains(program: Program, memory: _Memory) -> dict[fx.Node, fx.Node]:
     for out, value in program.named_results():
         if out.kind is OutputKind.UPDATE:
             placeholder = placeholders[out.name]
-            chain = _chain(value, placeholder)
+            chain = _chain(value, placeholder, memory)
             if chain and not any(node in chains for node in chain) and _old_values_unread(chain, placeholder, memory):
                 chains.update(dict.fromkeys(chain, placeholder))
     return chains
 
 
-def _chain(value: fx.Node, placeholder: fx.Node) -> list[fx.Node]:
+def _chain(value: fx.Node, placeholder: fx.Node, memory: _Memory) -> list[fx.Node]:
     """The ops from an input to its new value, each the first argument of the next; empty if there is no such path."""
     chain: list[fx.Node] = []
     node: Any = value
     while node is not placeholder:
-        if not isinstance(node, fx.Node) or _in_place_target(node) is None:
+        if not isinstance(node, fx.Node) or _in_place_target(node) is None or memory.region[node].root is not node:
             return []
         chain.append(node)
         node = node.args[0]
@@ -151,16 +191,22 @@ def _old_values_unread(chain: list[fx.Node], placeholder: fx.Node, memory: _Memo
 
 
 def _reads_twice(memory: _Memory, node: fx.Node) -> bool:
-    """Whether another argument shares memory with the first: overwriting one would change the other."""
+    """Whether another argument shares memory with the first: overwriting one would change the other.
+
+    The first argument itself may come again if the op works element by element.
+    """
     source: Any = node.args[0]
-    others = [other for other in node.all_input_nodes if other is not source]
+    others: list[fx.Node] = []
+    fx.map_arg((node.args[1:], node.kwargs), others.append)
+    if torch.Tag.pointwise in node.target.tags:  # type: ignore[union-attr]
+        others = [other for other in others if other is not source]
     return any(memory.region[other].overlaps(memory.region[source]) for other in others)
 
 
 def _overwrite(memory: _Memory, node: fx.Node, chains: dict[fx.Node, fx.Node]) -> bool:
     """Make one op write into its first argument's memory, if nothing needs that any more."""
     target = _in_place_target(node)
-    if target is None or (node not in chains and not _is_free(memory, node)):
+    if target is None or memory.region[node].root is not node or (node not in chains and not _is_free(memory, node)):
         return False
     source: Any = node.args[0]
     node.target = target
@@ -178,19 +224,47 @@ def _is_free(memory: _Memory, node: fx.Node) -> bool:
     )
 
 
-def _copy_the_rest(program: Program, memory: _Memory, chains: dict[fx.Node, fx.Node]) -> int:
-    """Copy in each update that did not go in place, once the old value is no longer read."""
-    copied = 0
+def _clone_results(program: Program, memory: _Memory) -> int:
+    """Give each result that lives in memory which this run or the next one changes, memory of its own."""
     placeholders = program.input_nodes()
+    changing = {placeholders[out.name] for out in program.outputs if out.kind is OutputKind.UPDATE} | memory.workspaces
+    clones: dict[fx.Node, fx.Node] = {}
+    results = []
     for out, value in program.named_results():
-        if out.kind is not OutputKind.UPDATE or chains.get(value) is placeholders[out.name]:
-            continue
-        placeholder = placeholders[out.name]
-        last = int(max(memory.last_read(memory.region[placeholder]), memory.position[value]))
-        after = memory.nodes[last]
-        insert_call(program, torch.ops.aten.copy_.default, placeholder, value, before=after.next, like=value)
-        copied += 1
-    return copied
+        if out.kind is not OutputKind.UPDATE and isinstance(value, fx.Node) and memory.region[value].root in changing:
+            if value not in clones:
+                clones[value] = _clone_at_end(program, value)
+            value = clones[value]
+        results.append(value)
+    program.set_results(results)
+    return len(clones)
+
+
+def _copy_the_rest(program: Program, memory: _Memory, chains: dict[fx.Node, fx.Node]) -> int:
+    """Copy in each update that did not go in place: once the old value is no longer read, or else at the end."""
+    placeholders = program.input_nodes()
+    updates = [(placeholders[o.name], v) for o, v in program.named_results() if o.kind is OutputKind.UPDATE]
+    rest = [(old, new) for old, new in updates if chains.get(new) is not old and new is not old]
+    ends = {old: memory.last_read(memory.region[old]) for old, _ in rest}
+    late = [(old, new) for old, new in rest if ends[old] == _NEVER]
+    last_input = max((memory.position[node] for node in placeholders.values()), default=0)
+    for old, new in rest:
+        if ends[old] != _NEVER:
+            last = int(max(ends[old], memory.position[new], last_input))
+            _copy(program, old, new, before=memory.nodes[last].next)
+    # What is copied over at the end may itself be the new value of another input.
+    kept = [_clone_at_end(program, v) if memory.region[v].root in dict(late) else v for _, v in late]
+    for (old, _), new in zip(late, kept, strict=True):
+        _copy(program, old, new, before=program.output_node)
+    return len(rest)
+
+
+def _copy(program: Program, old: fx.Node, new: fx.Node, *, before: fx.Node) -> None:
+    insert_call(program, torch.ops.aten.copy_.default, old, new, before=before, like=new)
+
+
+def _clone_at_end(program: Program, value: fx.Node) -> fx.Node:
+    return insert_call(program, torch.ops.aten.clone.default, value, before=program.output_node, like=value)
 
 
 def _in_place_target(node: fx.Node) -> Any:
@@ -201,7 +275,7 @@ def _in_place_target(node: fx.Node) -> Any:
     if not isinstance(source, fx.Node) or not _same_layout(source.meta.get("val"), node.meta.get("val")):
         return None
     if (collective := collectives.in_place_form(node)) is not None:
-        return collective
+        return collective if source.meta["val"].is_contiguous() else None
     schema = node.target._schema
     if schema.is_mutable or any(item.alias_info is not None for item in schema.returns):
         return None

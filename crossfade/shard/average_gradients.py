@@ -9,7 +9,7 @@ from torch import Tensor
 from crossfade.graph import collectives
 from crossfade.graph.passes import Numerics, Outcome, Pass, PassResult, Verdict
 from crossfade.graph.program import MADE_FOR, OutputKind, Program, tensor_bytes
-from crossfade.graph.rewrite import splice
+from crossfade.graph.rewrite import after, splice
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class AverageGradients(Pass):
                     f"averages {'a gradient' if out.kind is OutputKind.GRADIENT else 'the loss'}, where it is ready"
                 )
                 size = tensor_bytes(value.meta["val"])
-                value = splice(program, self._average, value, before=value.next, like=value)
+                value = splice(program, self._average, value, before=after(program, value), like=value)
                 value.args[0].meta[MADE_FOR] = out.name
                 verdicts.append(Verdict.of(value.args[0], Outcome.INSERTED, reason, bytes=size))
             results.append(value)

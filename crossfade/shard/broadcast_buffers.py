@@ -9,7 +9,7 @@ from torch import Tensor
 from crossfade.graph import collectives
 from crossfade.graph.passes import Numerics, Outcome, Pass, PassResult, Verdict
 from crossfade.graph.program import MADE_FOR, InputKind, OutputKind, Program, tensor_bytes
-from crossfade.graph.rewrite import splice
+from crossfade.graph.rewrite import after, splice
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class BroadcastBuffers(Pass):
         for out, value in program.named_results():
             if out.kind is OutputKind.UPDATE and out.name in buffers:
                 size = tensor_bytes(value.meta["val"])
-                value = splice(program, self._from_first, value, before=value.next, like=value)
+                value = splice(program, self._from_first, value, before=after(program, value), like=value)
                 reason = "each rank updates this buffer from its own samples; the first rank's value is kept"
                 value.args[0].meta[MADE_FOR] = out.name
                 verdicts.append(Verdict.of(value.args[0], Outcome.INSERTED, reason, bytes=size))

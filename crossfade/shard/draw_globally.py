@@ -83,6 +83,8 @@ class DrawGlobally(Pass):
             return f"{node.target} draws inside its kernel: each rank's numbers are its own"
         if len(drawn) > 1:
             return f"dims {drawn} all grow with the batch: there is no one part for a rank"
+        if node.target is _aten.native_dropout.default and node.args[2] is False:
+            return "it draws nothing outside training"
         return None
 
     def _widen(self, program: Program, node: fx.Node) -> None:
@@ -100,7 +102,8 @@ class DrawGlobally(Pass):
             drawn = call(node.target, call(_aten.new_empty.default, first, whole), *node.args[1:], **node.kwargs)
         if node.target is _aten.native_dropout.default:
             mask = self._part(program, call(operator.getitem, drawn, 1), dim, value.shape[dim], node)
-            scaled = call(_aten.mul.Tensor, call(_aten.mul.Tensor, first, mask), 1.0 / (1.0 - float(node.args[1])))  # type: ignore[arg-type]
+            kept = 1.0 - float(node.args[1])  # type: ignore[arg-type]
+            scaled = call(_aten.mul.Tensor, call(_aten.mul.Tensor, first, mask), 1.0 / kept if kept else 0.0)
             for part in list(node.users):
                 part.replace_all_uses_with(scaled if part.args[1] == 0 else mask)
         else:

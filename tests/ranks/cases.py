@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -14,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import crossfade as cf
 from crossfade.demo.model import GPT, Size, next_token_loss
+from crossfade.graph.private import tree_map_only
 
 Batch = tuple[Any, ...]
 
@@ -153,18 +155,25 @@ class Trained:
     extra: dict[str, Any]
 
 
-def batches(case: Case, steps: int) -> list[Batch]:
+def batches(case: Case, steps: int, device: str = "cpu") -> list[Batch]:
     """The same global batches everywhere."""
-    return [case.batch(torch.Generator().manual_seed(100 + step)) for step in range(steps)]
+    made = [case.batch(torch.Generator().manual_seed(100 + step)) for step in range(steps)]
+    return [tree_map_only(Tensor, lambda t: t.to(device), batch) for batch in made]
 
 
 def train_eager(
-    name: str, *, steps: int = 10, optimizer: str = "", clip: float | None = None, accumulate: int = 1
+    name: str,
+    *,
+    steps: int = 10,
+    optimizer: str = "",
+    clip: float | None = None,
+    accumulate: int = 1,
+    device: str = "cpu",
 ) -> Trained:
     """Train on one device with plain eager torch: the reference."""
-    case, model, opt = _start(name, optimizer)
+    case, model, opt = _start(name, optimizer, device)
     losses = []
-    for inputs, *rest in batches(case, steps):
+    for inputs, *rest in batches(case, steps, device):
         opt.zero_grad()
         total = 0.0
         for part in range(accumulate):
@@ -178,12 +187,14 @@ def train_eager(
     return _trained(losses, model, opt)
 
 
-def train_crossfade(name: str, ranks: int = 1, *, steps: int = 10, optimizer: str = "", **options: Any) -> Trained:
+def train_crossfade(
+    name: str, ranks: int = 1, *, steps: int = 10, optimizer: str = "", device: str = "cpu", **options: Any
+) -> Trained:
     """Train with `compile_step`, on the ranks of this world (or on one device)."""
-    case, model, opt = _start(name, optimizer)
+    case, model, opt = _start(name, optimizer, device)
     step = cf.compile_step(model, case.loss, opt, {"dp": ranks}, timeout=30.0, **options)
     local = options.get("batch") == "local"
-    losses = [float(step(*(_own(batch, ranks) if local else batch))) for batch in batches(case, steps)]
+    losses = [float(step(*(_own(batch, ranks) if local else batch))) for batch in batches(case, steps, device)]
     return _trained(losses, model, opt, captures=step.captures, collectives=step.report.collectives_after)
 
 
@@ -207,10 +218,10 @@ def train_ddp(name: str, ranks: int) -> Trained:
     return _trained(losses, model, opt)
 
 
-def _start(name: str, optimizer: str) -> tuple[Case, nn.Module, torch.optim.Optimizer]:
+def _start(name: str, optimizer: str, device: str = "cpu") -> tuple[Case, nn.Module, torch.optim.Optimizer]:
     case = CASES[name]
     torch.manual_seed(0)
-    model = case.model()
+    model = case.model().to(device)
     chosen = OPTIMIZERS[optimizer] if optimizer else case.optimizer
     opt = chosen([p for p in model.parameters() if p.requires_grad])
     torch.manual_seed(1)
@@ -222,7 +233,7 @@ def _call(model: Any, inputs: Any) -> Tensor:
 
 
 def _part(tree: Any, index: int, count: int) -> Any:
-    return torch.utils._pytree.tree_map_only(Tensor, lambda t: t.chunk(count)[index], tree)
+    return tree_map_only(Tensor, lambda t: t.chunk(count)[index], tree)
 
 
 def _own(batch: Batch, ranks: int) -> Batch:
@@ -230,5 +241,5 @@ def _own(batch: Batch, ranks: int) -> Batch:
 
 
 def _trained(losses: list[float], model: nn.Module, opt: torch.optim.Optimizer, **extra: Any) -> Trained:
-    state = {name: value.detach().clone() for name, value in model.state_dict().items()}
-    return Trained(losses, state, opt.state_dict(), extra)
+    state = {name: value.detach().cpu() for name, value in model.state_dict().items()}
+    return Trained(losses, copy.deepcopy(state), tree_map_only(Tensor, Tensor.cpu, opt.state_dict()), extra)
