@@ -94,7 +94,10 @@ class Members:
         for index, rank in enumerate(self.ranks):
             raw = self._peek(f"{meeting}/member/{index}", wait=max(0.0, deadline - time.monotonic()))
             if raw is None:
-                return {"kind": "failed", "found": f"rank {rank} did not bring its program within {self.timeout:g} s"}
+                return {
+                    "kind": "failed",
+                    "found": f"rank {rank} did not come to compare programs within {self.timeout:g} s",
+                }
             said = json.loads(raw)
             if "failed" in said:
                 return {"kind": "failed", "found": f"rank {rank}: {said['failed']}"}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
@@ -15,7 +16,8 @@ from crossfade.run.members import Members
 
 MeshLike = DeviceMesh | Mapping[str, int] | None
 
-_steps_opened = 0
+_opened: Counter[tuple[int, ...]] = Counter()
+"""How often each set of ranks has opened an axis: the same on all of them, since they open in the same order."""
 
 
 @dataclass(frozen=True)
@@ -37,10 +39,10 @@ class Axis:
 
         A group of our own keeps the user's collectives and ours from mixing. Returns its members and its name.
         """
-        global _steps_opened
-        _steps_opened += 1  # the same on every rank, since all open their steps in the same order
-        store = dist.PrefixStore(f"crossfade/{_steps_opened}/{self.ranks[0]}", default_store())
-        members = Members(store, self.ranks, self.index, timeout)
+        _opened[self.ranks] += 1
+        prefix = f"crossfade/{'-'.join(map(str, self.ranks))}/{_opened[self.ranks]}"
+        members = Members(dist.PrefixStore(prefix, default_store()), self.ranks, self.index, timeout)
+        members.agree(self.name, f"axis {self.name} over {self.backend}")  # or making the group would wait unnamed
         limit = timedelta(seconds=timeout)
         group = dist.new_group(list(self.ranks), timeout=limit, backend=self.backend, use_local_synchronization=True)
         return members, group.group_name

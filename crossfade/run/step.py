@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import time
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -14,6 +16,8 @@ from crossfade.graph.private import mark_optimizer_stepped
 from crossfade.graph.program import InputKind, OutputKind, Program
 from crossfade.run.executable import Executable
 from crossfade.run.members import Members
+
+log = logging.getLogger("crossfade")
 
 
 class TakesBatch(Protocol):
@@ -116,7 +120,9 @@ class Step:
     def _prepared(self, batch: tuple[Any, ...]) -> _Ready:
         key = self._key(batch)
         if key not in self._ready:
+            start = time.perf_counter()
             built = self._build(batch)
+            log.info("captured %s in %.1f s: %s", type(self.model).__name__, time.perf_counter() - start, built.report)
             executable = Executable(built.program, self._groups)
             self._ready[key] = _Ready(built, executable, self._binders(built.program))
         return self._ready[key]
@@ -136,9 +142,8 @@ class Step:
 
     def _create_state(self, built: Built) -> None:
         """Give the optimizer the state that its own first step would have made."""
-        parameters = dict(self.model.named_parameters())
         for name, entries in built.initial_state.items():
-            state = self.optimizer.state[parameters[name]] if entries else {}
+            state = self.optimizer.state[self.model.get_parameter(name)] if entries else {}
             for key, value in entries.items():
                 if state.get(key) is None:
                     state[key] = value.clone()

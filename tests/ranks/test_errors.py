@@ -222,7 +222,7 @@ JOBS = {
             "one cannot capture",
             ["RankFailedError: found rank 1: found control flow", "CaptureError: found control flow"],
         ),
-        ("one stays away", ["RankFailedError: found rank 1 did not bring its program within 3 s", "no error"]),
+        ("one stays away", ["RankFailedError: found rank 1 did not come to compare programs within 3 s", "no error"]),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -296,3 +296,22 @@ def test_errors_survive_the_way_between_processes() -> None:
 
     error = RankMismatchError("a", expected="b", remedy="c")
     assert str(pickle.loads(pickle.dumps(error))) == str(error) == "found a; expected b. Remedy: c."
+
+
+def _one_never_opens() -> None:
+    model = linear()
+    if dist.get_rank() == 1:
+        time.sleep(5)
+        return
+    compiled(model, mesh={"dp": 2}, timeout=2)
+
+
+JOBS["one never opens"] = _one_never_opens
+
+
+@pytest.mark.ranks
+def test_a_rank_that_never_compiles_is_named() -> None:
+    with cf.Ranks(2, timeout=60) as world:  # not the pool: these ranks have lost count of each other
+        first, second = world.run(on_ranks, "one never opens")
+    assert first.startswith("RankFailedError: found rank 1 did not come to compare programs within 2 s")
+    assert second == "no error"

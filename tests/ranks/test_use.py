@@ -118,7 +118,7 @@ def on_a_device_mesh(shape: tuple[int, ...], names: tuple[str, ...]) -> float:
 def test_device_meshes_are_accepted(ranks: Any) -> None:
     model, _ = start()
     inputs, targets = batches(CASES["mlp"], 1)[0]
-    expected = float(F.mse_loss(model(inputs), targets))
+    expected = float(F.mse_loss(model(inputs), targets).detach())
     for shape, names in [((2,), ("dp",)), ((2, 1), ("dp", "tp"))]:
         assert ranks(2).run(on_a_device_mesh, shape, names) == [pytest.approx(expected)] * 2
 
