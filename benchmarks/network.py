@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 _NAMES = ("crossfade1", "crossfade2")
+_PROBE = f"crossfade-probe-{os.getpid()}"
 _LINKS = ("cfveth1", "cfveth2")
 _ADDRESSES = ("10.79.0.1", "10.79.0.2")
 
@@ -51,7 +52,11 @@ def reason_against() -> str | None:
     if not hasattr(os, "geteuid") or os.geteuid() != 0:
         return "network namespaces need root"
     missing = [tool for tool in ("ip", "tc") if shutil.which(tool) is None]
-    return f"{' and '.join(missing)} not installed (Debian: iproute2)" if missing else None
+    if missing:
+        return f"{' and '.join(missing)} not installed (Debian: iproute2)"
+    probe = subprocess.run(["ip", "netns", "add", _PROBE], capture_output=True, text=True, check=False)
+    subprocess.run(["ip", "netns", "del", _PROBE], capture_output=True, check=False)
+    return f"namespaces cannot be made here: {probe.stderr.strip()}" if probe.returncode else None
 
 
 @contextlib.contextmanager

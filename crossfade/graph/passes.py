@@ -46,7 +46,8 @@ class Verdict:
     """What became of one collective or one candidate, and why; `remedy` says how to change it, where one can.
 
     `source` is where it comes from in the user's terms: a source line, or the parameter whose gradient it is.
-    Reasons are kept constant where they can be, so that reports can group them.
+    `reason` says why in words that are the same for all such cases, so that reports can group them; `detail` has the
+    numbers and names of this one.
 
     >>> print(Verdict("all_reduce_3", Outcome.LEFT, "the only one of its group", remedy="none needed"))
     all_reduce_3: left alone: the only one of its group (remedy: none needed)
@@ -58,16 +59,20 @@ class Verdict:
     source: str = ""
     remedy: str = ""
     bytes: int = 0
+    detail: str = ""
 
     @classmethod
-    def of(cls, node: fx.Node, outcome: Outcome, reason: str, *, remedy: str = "", bytes: int = 0) -> Verdict:
-        """A verdict about a node, with the node's source line."""
-        return cls(node.name, outcome, reason, source=source_line(node), remedy=remedy, bytes=bytes)
+    def of(
+        cls, node: fx.Node, outcome: Outcome, reason: str, *, detail: str = "", remedy: str = "", bytes: int = 0
+    ) -> Verdict:
+        """A verdict about a node, with the node's source."""
+        return cls(node.name, outcome, reason, source_line(node), remedy, bytes, detail)
 
     def __str__(self) -> str:
         where = f" [{self.source}]" if self.source else ""
         remedy = f" (remedy: {self.remedy})" if self.remedy else ""
-        return f"{self.subject}{where}: {self.outcome}: {self.reason}{remedy}"
+        detail = f": {self.detail}" if self.detail else ""
+        return f"{self.subject}{where}: {self.outcome}: {self.reason}{detail}{remedy}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import re
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -12,6 +11,7 @@ from torch import fx
 
 from crossfade.graph import collectives
 from crossfade.graph.program import Program, source_line
+from crossfade.run.codegen import compile_program
 
 
 class Executable:
@@ -33,20 +33,18 @@ class Executable:
         self.program = program.copy()
         collectives.rename_groups(self.program.graph.nodes, dict(groups))
         self.groups = {real: logical for logical, real in groups.items()}
-        self.module = self.program.module()
-        self.nodes = {node.name: node for node in self.module.graph.nodes}
+        self.compiled = compile_program(self.program)
 
-    def __call__(self, inputs: Sequence[Any]) -> tuple[Any, ...]:
-        """Run on the inputs, in the program's order."""
+    def __call__(self, inputs: list[Any]) -> tuple[Any, ...]:
+        """Run on the inputs, in the program's order; the list is emptied."""
         with torch.no_grad():
-            return self.module.forward(*inputs)
+            return self.compiled.function(inputs)
 
     def collective_at(self, error: BaseException) -> str:
         """Which collective an error came out of, in words; empty if it came from elsewhere."""
         for frame in reversed(traceback.extract_tb(error.__traceback__)):
-            assigned = re.match(r"\s*(\w+) = ", frame.line or "")
-            node = self.nodes.get(assigned.group(1)) if assigned and "eval_with_key" in frame.filename else None
-            if node is not None:
+            node = self.compiled.node_at.get(frame.lineno or 0)
+            if node is not None and frame.filename == self.compiled.filename:
                 return self._describe(node)
         return ""
 

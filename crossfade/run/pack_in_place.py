@@ -68,7 +68,7 @@ class PackInPlace(Pass):
         verdicts = []
         rewritten = _rewritten(program)
         for cat in program.graph.find_nodes(op="call_function", target=_aten.cat.default):
-            if (reason := _reason_against(cat)) is not None:
+            if (reason := _reason_against(cat, rewritten)) is not None:
                 verdicts.append(Verdict.of(cat, Outcome.LEFT, reason, bytes=tensor_bytes(cat.meta["val"])))
                 continue
             direct, copied = _pack(program, cat, rewritten)
@@ -80,8 +80,10 @@ class PackInPlace(Pass):
         return PassResult(bool(counts["buffers"]), counts, tuple(verdicts))
 
 
-def _reason_against(cat: fx.Node) -> str | None:
+def _reason_against(cat: fx.Node, rewritten: set[fx.Node]) -> str | None:
     members: Any = cat.args[0]
+    if cat in rewritten:
+        return "something writes it in place"
     user: Any = next(iter(cat.users), None)
     while user is not None and user.target in _SCALES and len(user.users) == 1:
         user = next(iter(user.users))

@@ -95,11 +95,16 @@ class _Memory:
             self.aliases.setdefault(root, []).append(node)
 
     def last_read(self, region: _Region, *, ignoring: fx.Node | None = None) -> float:
-        """The position of the last node that reads memory overlapping the region; an output reads for ever."""
+        """The position of the last node that reads memory overlapping the region; an output reads for ever.
+
+        What is in flight counts with all of its memory, as it does to `verify`.
+        """
         last: float = -1
         for alias in self.aliases[region.root]:
-            if self.region[alias].overlaps(region):
-                last = max([last, *(self._read_ends(user) for user in alias.users if user is not ignoring)])
+            overlaps = self.region[alias].overlaps(region)
+            for user in alias.users:
+                if user is not ignoring and (overlaps or collectives.is_collective(user)):
+                    last = max(last, self._read_ends(user))
         return last
 
     def _read_ends(self, user: fx.Node) -> float:
@@ -107,7 +112,8 @@ class _Memory:
         if user.op == "output":
             return _NEVER
         started = collectives.view(user)
-        return max(self.position[node] for node in (user, *(started.waits if started else ())))
+        ends = (user, *(started.waits if started else ()))
+        return max(self.position.get(node, _NEVER) for node in ends)  # what was added since stands at the end
 
     def merge(self, node: fx.Node, into: _Region) -> None:
         """Note that `node`'s own memory is now the region `into`."""
@@ -218,6 +224,8 @@ def _is_free(memory: _Memory, node: fx.Node) -> bool:
     """Whether the first argument's memory was made inside the program, and is read for the last time here."""
     source: Any = node.args[0]
     region = memory.region[source]
+    if collectives.is_collective(node):
+        region = _Region(region.root)
     made_here = region.root.op == "call_function" or region.root in memory.workspaces
     return (
         made_here and not _reads_twice(memory, node) and memory.last_read(region, ignoring=node) < memory.position[node]

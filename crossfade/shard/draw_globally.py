@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from crossfade.errors import CaptureError
 from crossfade.graph.order import is_random
 from crossfade.graph.passes import Numerics, Outcome, Pass, PassResult, Verdict
 from crossfade.graph.program import Input, InputKind, Program
@@ -99,23 +100,40 @@ class DrawGlobally(Pass):
         if node.target in _SIZE_FIRST_ARGUMENT:
             drawn = call(node.target, whole, *node.args[1:], **node.kwargs)
         else:
-            drawn = call(node.target, call(_aten.new_empty.default, first, whole), *node.args[1:], **node.kwargs)
+            if value.is_contiguous():
+                empty = call(_aten.new_empty.default, first, whole)
+            else:  # numbers are drawn in the order of memory
+                empty = call(_aten.new_empty_strided.default, first, whole, _dense_strides(whole, value))
+            drawn = call(node.target, empty, *node.args[1:], **node.kwargs)
         if node.target is _aten.native_dropout.default:
-            mask = self._part(program, call(operator.getitem, drawn, 1), dim, value.shape[dim], node)
+            mask = self._part(program, call(operator.getitem, drawn, 1), dim, node)
             kept = 1.0 - float(node.args[1])  # type: ignore[arg-type]
             scaled = call(_aten.mul.Tensor, call(_aten.mul.Tensor, first, mask), 1.0 / kept if kept else 0.0)
             for part in list(node.users):
                 part.replace_all_uses_with(scaled if part.args[1] == 0 else mask)
         else:
-            node.replace_all_uses_with(self._part(program, drawn, dim, value.shape[dim], node))
+            node.replace_all_uses_with(self._part(program, drawn, dim, node))
         _erase(node)
 
-    def _part(self, program: Program, whole: fx.Node, dim: int, size: int, like: fx.Node) -> fx.Node:
+    def _part(self, program: Program, whole: fx.Node, dim: int, node: fx.Node) -> fx.Node:
         """The rows of `whole` that belong to this rank; the rank is an input, so that all ranks run one program."""
-        rank = _rank_input(program)
-        start = insert_call(program, operator.mul, rank, size, before=like, like=like)
-        end = insert_call(program, operator.add, start, size, before=like, like=like)
-        return insert_call(program, _aten.slice.Tensor, whole, dim, start, end, before=like, like=like)
+
+        def call(target: Any, *args: Any) -> fx.Node:
+            return insert_call(program, target, *args, before=node, like=node)
+
+        value = _drawn_value(node)
+        start = call(operator.mul, _rank_input(program), value.shape[dim])
+        end = call(operator.add, start, value.shape[dim])
+        part = call(_aten.slice.Tensor, whole, dim, start, end)
+        return part if part.meta["val"].stride() == value.stride() else call(_aten.clone.default, part)
+
+
+def _dense_strides(shape: list[int], like: torch.Tensor) -> list[int]:
+    """Strides for a shape without gaps, its dims in memory in the order of another tensor's."""
+    strides, step = [0] * len(shape), 1
+    for dim in sorted(range(len(shape)), key=lambda d: (like.stride(d), -d)):
+        strides[dim], step = step, step * shape[dim]
+    return strides
 
 
 def _erase(node: fx.Node) -> None:
@@ -141,5 +159,9 @@ def _drawn_value(node: fx.Node) -> torch.Tensor:
 
 def _rank_input(program: Program) -> fx.Node:
     if (known := program.input_nodes().get(RANK_INPUT)) is not None:
+        if Input(InputKind.SCALAR, RANK_INPUT) not in program.inputs:
+            raise CaptureError(
+                f"a tensor of the model named {RANK_INPUT!r}", remedy="rename it: the step needs the name"
+            )
         return known
     return program.add_input(Input(InputKind.SCALAR, RANK_INPUT), 0)

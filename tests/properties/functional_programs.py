@@ -1,6 +1,6 @@
 """Sampled functional programs with updates of inputs, and a reference that runs them, as unkind as a machine may be.
 
-A program is drawn from a `random.Random`: hypothesis gives one that it can shrink, ranks make one from a seed.
+A program is drawn from a `random.Random`, made from a seed, so that ranks can draw the same one.
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ class Sampler:
     mode: FakeTensorMode = field(default_factory=FakeTensorMode)
     values: list[fx.Node] = field(default_factory=list)
     in_flight: list[fx.Node] = field(default_factory=list)
+    for_later: list[fx.Node] = field(default_factory=list)
 
     def emit(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
         node = self.graph.call_function(target, args, kwargs)
@@ -97,11 +98,14 @@ class Sampler:
             kinds += [(aten.view.default, [1, -1])]
             kinds += [(aten.expand.default, [2, size])]
             kinds += [(aten.view.default, [2, size // 2])] if size % 2 == 0 else []
-            kinds += [(aten.view.dtype, I16)] if value.dtype == F32 and not self.only_all_reduce else []
+            kinds += [(aten.view.dtype, I16)] if self.may_reinterpret(value) else []
             kinds += [(aten.unfold.default, 0, 2, 1)] if size >= 2 else []
         if value.numel() <= 64 and value.dim() <= 3:
             target, *args = self.random.choice(kinds)
             self.keep(target, x, *args)
+
+    def may_reinterpret(self, value: Tensor) -> bool:
+        return value.dtype == F32 and value.stride(-1) == 1 and not self.only_all_reduce
 
     def reduce(self) -> None:
         if (x := self.pick(lambda value: value.dim() > 0 and value.dtype == F32)) is not None:
@@ -169,8 +173,8 @@ class Sampler:
             self.launch(c10d.all_gather_into_tensor.default, x, GROUP_SIZE, group)
         elif kind < 0.92:
             self.launch(c10d.broadcast.default, x, 0, group)
-        else:
-            pair = [x, self.like(x)]
+        elif x.meta["val"].is_contiguous():  # torch's own metadata is wrong for others
+            pair = [x, x]
             both = self.emit(c10d.all_reduce_coalesced.default, pair, "sum", group)
             self.in_flight += [self.emit(operator.getitem, both, index) for index in (0, 1)]
 
@@ -182,9 +186,10 @@ class Sampler:
     def wait(self) -> None:
         if self.in_flight:
             result = self.in_flight.pop(self.random.randrange(len(self.in_flight)))
-            self.keep(c10d.wait_tensor.default, result)
+            where = self.for_later if self.random.random() < 0.7 else self.values  # as gradients are: used at the end
+            where.append(self.emit(c10d.wait_tensor.default, result))
             if self.random.random() < 0.1:
-                self.keep(c10d.wait_tensor.default, result)
+                where.append(self.emit(c10d.wait_tensor.default, result))
 
     def program(self, steps: int) -> Program:
         shapes = [(4,), (2, 2), (4, 2), (6,), (3,)]
@@ -196,12 +201,25 @@ class Sampler:
             self.values.append(node)
             inputs.append(node)
         kinds = [self.pointwise, self.pointwise, self.binary, self.binary, self.three, self.view, self.view]
-        kinds += [self.reduce, self.matmul, self.split, self.two_results, self.concatenate, self.start, self.start]
+        kinds += [
+            self.reduce,
+            self.matmul,
+            self.split,
+            self.two_results,
+            self.concatenate,
+            self.start,
+            self.start,
+            self.start,
+        ]
         kinds += [self.wait, self.not_pointwise, self.broadcast_arithmetic, self.rand]
+        kinds += [self.start] * 6 if self.only_all_reduce else []
         for _ in range(steps):
             self.random.choice(kinds)()
         while self.in_flight:
             self.wait()
+        self.values += self.for_later
+        for _ in range(self.random.randint(0, 6)):
+            self.random.choice([self.pointwise, self.binary, self.view, self.split])()
         return self.returned(inputs)
 
     def returned(self, inputs: list[fx.Node]) -> Program:
@@ -216,7 +234,7 @@ class Sampler:
                 outputs.append(Output(OutputKind.UPDATE, node.name))
                 results.append(fits[-1] if self.random.random() < 0.5 else self.random.choice(fits))
         some = self.random.sample(self.values, min(len(self.values), self.random.randint(0, 4)))
-        some += [self.values[-1]]
+        some += [self.values[-1], *self.for_later]
         outputs += [Output(OutputKind.OUTPUT, str(index)) for index in range(len(some))]
         self.graph.output((*results, *some))
         signature = tuple(Input(InputKind.PARAMETER, node.name) for node in inputs), tuple(outputs)

@@ -1,0 +1,149 @@
+"""Programs as Python functions: one line a node, operators bound ahead, every value freed after its last use.
+
+Small operators cost more to call than to compute. Calling torch's own bindings (`torch.mm`) takes about half the time
+of calling the same operator through `torch.ops`, so the common ones are bound to those.
+"""
+
+from __future__ import annotations
+
+import itertools
+import linecache
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from crossfade.graph.private import unwrapped_operator
+from crossfade.graph.program import Program
+
+# fmt: off
+_NATIVE = frozenset({
+    "add", "add_", "addcdiv", "addcdiv_", "addcmul", "addcmul_", "addmm", "bmm", "cat", "copy_", "detach", "div",
+    "div_", "embedding", "exp", "expand", "lerp", "lerp_", "mean", "mm", "mul", "mul_", "native_layer_norm", "neg",
+    "permute", "pow", "relu", "relu_", "rsqrt", "select", "sigmoid", "split_with_sizes", "sqrt", "sqrt_", "stack",
+    "sub", "sub_", "sum", "t", "tanh", "transpose", "unsqueeze", "view",
+})
+# fmt: on
+"""ATen operators whose Python binding takes exactly the operator's arguments; the tests compare each."""
+
+_numbers = itertools.count()
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """A program's function over its inputs, and the node that each line of it stands for."""
+
+    function: Callable[[list[Any]], tuple[Any, ...]]
+    source: str
+    filename: str
+    node_at: Mapping[int, fx.Node]
+
+
+def compile_program(program: Program) -> Compiled:
+    """Write the program as Python and compile it. The list of inputs is emptied, so that no input outlives its use.
+
+    >>> from crossfade.graph.text import parse
+    >>> program = parse('''
+    ... x: f32[2] = input("x")
+    ... a: f32[2] = aten.neg(x)
+    ... b: f32[2] = aten.add.Tensor(a, x, alpha=2)
+    ... return output("b", b)
+    ... ''')
+    >>> compiled = compile_program(program)
+    >>> print(compiled.source)
+    def run(inputs):
+        [x] = inputs; inputs.clear()
+        a = neg(x)
+        b = add(a, x, alpha=2); del a, x
+        return (b,)
+    >>> compiled.function([torch.ones(2)])
+    (tensor([1., 1.]),)
+    """
+    writer = _Writer(program)
+    source = writer.source()
+    filename = f"<crossfade program {next(_numbers)}>"
+    exec(compile(source, filename, "exec"), writer.names)
+    linecache.cache[filename] = len(source), None, source.splitlines(keepends=True), filename
+    return Compiled(writer.names["run"], source, filename, writer.node_at)
+
+
+def native(target: Any) -> Callable[..., Any]:
+    """What to call for an operator: torch's own binding where that is known to be the same, else the operator."""
+    if not isinstance(target, torch._ops.OpOverload):
+        return target
+    name = target._schema.name.removeprefix("aten::")
+    if name not in _NATIVE:
+        return unwrapped_operator(target)
+    return getattr(torch, name, None) or getattr(torch.Tensor, name)
+
+
+class _Writer:
+    def __init__(self, program: Program) -> None:
+        self.program = program
+        self.names: dict[str, Any] = {}
+        self.node_at: dict[int, fx.Node] = {}
+        self._bound: dict[Any, str] = {}
+        self._taken = {node.name for node in program.graph.nodes}
+
+    def source(self) -> str:
+        last_use = self._last_uses()
+        arguments = ", ".join(node.name for node in self.program.placeholders)
+        lines = ["def run(inputs):", f"    [{arguments}] = inputs; inputs.clear()"]
+        for node in self.program.graph.nodes:
+            if node.op in ("call_function", "get_attr"):
+                freed = last_use.get(node, [])
+                lines.append(f"    {node.name} = {self._call(node)}" + (f"; del {', '.join(freed)}" if freed else ""))
+                self.node_at[len(lines)] = node
+        results = "".join(f"{self._value(value)}," for value in self.program.results)
+        return "\n".join([*lines, f"    return ({results})"])
+
+    def _last_uses(self) -> dict[fx.Node, list[str]]:
+        """For each node, the values that are not needed after it."""
+        freed: dict[fx.Node, list[str]] = {}
+        seen: set[fx.Node] = set()
+        for node in reversed(list(self.program.graph.nodes)):
+            if node.op == "placeholder":
+                continue
+            if node.op != "output" and node not in seen:
+                freed.setdefault(node, []).append(node.name)
+            for source in node.all_input_nodes:
+                if source not in seen:
+                    seen.add(source)
+                    if node.op != "output":
+                        freed.setdefault(node, []).append(source.name)
+        return freed
+
+    def _call(self, node: fx.Node) -> str:
+        if node.op == "get_attr":
+            return self._bind(self.program.constants[str(node.target)], "constant")
+        arguments = [self._value(argument) for argument in node.args]
+        arguments += [f"{name}={self._value(value)}" for name, value in node.kwargs.items()]
+        function = native(node.target)
+        return f"{self._bind(function, getattr(function, '__name__', 'call'))}({', '.join(arguments)})"
+
+    def _value(self, value: Any) -> str:
+        if isinstance(value, fx.Node):
+            return value.name
+        if isinstance(value, (list, tuple)):
+            inside = ", ".join(self._value(item) for item in value)
+            return f"[{inside}]" if isinstance(value, list) else f"({inside}{',' if len(value) == 1 else ''})"
+        plain = (
+            value is None or isinstance(value, (bool, int, str)) or (isinstance(value, float) and math.isfinite(value))
+        )
+        return repr(value) if plain else self._bind(value, "constant")
+
+    def _bind(self, value: Any, hint: str) -> str:
+        """A global name for an object, as readable as it can be."""
+        key = id(value)
+        if key not in self._bound:
+            name = self._free_name(hint if hint.isidentifier() else "call")
+            self._bound[key] = name
+            self.names[name] = value
+        return self._bound[key]
+
+    def _free_name(self, hint: str) -> str:
+        candidates = itertools.chain([hint], (f"{hint}_{number}" for number in itertools.count(1)))
+        return next(one for one in candidates if one not in self.names and one not in self._taken)

@@ -1,0 +1,205 @@
+"""Which all-reduces travel together, which do not and why, and what the merged program looks like."""
+
+from __future__ import annotations
+
+import textwrap
+
+import pytest
+import torch
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from crossfade.communicate.bucket_all_reduces import MB, BucketAllReduces
+from crossfade.graph import collectives
+from crossfade.graph.passes import fingerprint, run_passes
+from crossfade.graph.program import from_graph_module
+from crossfade.graph.text import parse, render
+from crossfade.graph.verify import verify
+
+GROUPS = {"dp": 2, "tp": 2}
+ALONE = "alone in its bucket: its neighbours of the same kind are full, far or absent (cap {cap:g} MB)"
+
+
+def all_reduces(*members: tuple[str, str, str, int]) -> str:
+    """A program of all-reduces of inputs, each given by dtype, reduction, group and number of elements."""
+    lines = [f'x{i}: {dtype}[{n}] = input("x{i}")' for i, (dtype, _, _, n) in enumerate(members)]
+    for i, (dtype, op, group, n) in enumerate(members):
+        lines.append(f's{i}: {dtype}[{n}] = c10d.all_reduce(x{i}, "{op}", "{group}")')
+        lines.append(f"w{i}: {dtype}[{n}] = c10d.wait_tensor(s{i})")
+    results = ", ".join(f'output("{i}", w{i})' for i in range(len(members)))
+    return "\n".join([*lines, f"return {results}"])
+
+
+def planned(text: str, *, cap: float = 1e6, first: float = 1e6) -> tuple[list[str], dict[str, str]]:
+    """Members of each bucket, and the reason of every all-reduce that is left."""
+    program = parse(textwrap.dedent(text), groups=GROUPS)
+    one = BucketAllReduces(cap_mb=cap / MB, first_mb=first / MB)
+    before = fingerprint(program)
+    plan = one.plan(program)
+    assert fingerprint(program) == before and one.plan(program) == plan, "planning is pure"
+    done = run_passes(program, [one])
+    verify(done, recompute=True)
+    record = done.history[0]
+    everything = {c.node.name for c in collectives.find(program.graph) if c.kind is collectives.Kind.ALL_REDUCE}
+    assert sorted(v.subject for v in record.verdicts) == sorted(everything), "one verdict for every all-reduce"
+    packed = sum(len(bucket.members) for bucket in plan.buckets)
+    assert record.counts == {"buckets": len(plan.buckets), "bucketed": packed, "left": len(plan.left)}
+    assert record.changed == bool(plan.buckets)
+    kinds = [c.kind for c in collectives.find(done.graph)]
+    assert kinds.count(collectives.Kind.ALL_REDUCE) == len(everything) - packed + len(plan.buckets)
+    return [" ".join(bucket.members) for bucket in plan.buckets], {v.subject: v.reason for v in plan.left}
+
+
+@pytest.mark.parametrize(
+    ("what", "other"),
+    [("dtype", ("f64", "sum", "dp", 2)), ("op", ("f32", "max", "dp", 2)), ("group", ("f32", "sum", "tp", 2))],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_kinds_are_kept_apart(what: str, other: tuple):
+    one = ("f32", "sum", "dp", 2)
+    assert planned(all_reduces(one, other, one, other)) == (["s0 s2", "s1 s3"], {})
+
+
+def test_cap_and_small_first_bucket():
+    four_bytes = ("f32", "sum", "dp", 1)
+    buckets, left = planned(all_reduces(*[four_bytes] * 8), cap=12, first=8)
+    assert (buckets, left) == (["s0 s1", "s2 s3 s4", "s5 s6 s7"], {})
+    buckets, left = planned(all_reduces(*[four_bytes] * 6), cap=12, first=8)
+    assert buckets == ["s0 s1", "s2 s3 s4"]
+    assert left == {"s5": ALONE.format(cap=12 / MB)}
+
+
+def test_each_kind_has_its_own_first_bucket():
+    dp, tp = ("f32", "sum", "dp", 1), ("f32", "sum", "tp", 1)
+    assert planned(all_reduces(*[dp, tp] * 3, dp, tp), cap=100, first=8)[0] == ["s0 s2", "s1 s3", "s4 s6", "s5 s7"]
+
+
+def test_one_larger_than_the_cap_travels_alone():
+    small, large = ("f32", "sum", "dp", 1), ("f32", "sum", "dp", 100)
+    buckets, left = planned(all_reduces(small, small, large, small, small), cap=12, first=12)
+    assert (buckets, left) == (["s0 s1", "s3 s4"], {"s2": ALONE.format(cap=12 / MB)})
+
+
+def test_one_that_another_collective_depends_on_is_left():
+    text = """
+        x: f32[4] = input("x")
+        s: f32[4] = c10d.all_reduce(x, "sum", "dp")
+        w: f32[4] = c10d.wait_tensor(s)
+        n: f32[4] = aten.neg(w)
+        g: f32[8] = c10d.all_gather_into_tensor(n, 2, "tp")
+        wg: f32[8] = c10d.wait_tensor(g)
+        s1: f32[4] = c10d.all_reduce(x, "sum", "dp")
+        w1: f32[4] = c10d.wait_tensor(s1)
+        s2: f32[4] = c10d.all_reduce(x, "sum", "dp")
+        w2: f32[4] = c10d.wait_tensor(s2)
+        return output("g", wg), output("1", w1), output("2", w2)
+    """
+    reason = "another collective depends on its result, and would be delayed with it"
+    assert planned(text) == (["s1 s2"], {"s": reason})
+
+
+def test_the_order_of_a_group_is_no_dependence():
+    member = ("f32", "sum", "dp", 1)
+    assert planned(all_reduces(*[member] * 3)) == (["s0 s1 s2"], {})
+
+
+def test_a_use_before_the_next_is_ready_closes_the_bucket():
+    text = """
+        x: f32[4] = input("x")
+        s: f32[4] = c10d.all_reduce(x, "sum", "dp")
+        w: f32[4] = c10d.wait_tensor(s)
+        s1: f32[4] = c10d.all_reduce(x, "sum", "dp")
+        w1: f32[4] = c10d.wait_tensor(s1)
+        n: f32[4] = aten.neg(w)
+        s2: f32[4] = c10d.all_reduce(x, "sum", "dp")
+        w2: f32[4] = c10d.wait_tensor(s2)
+        s3: f32[4] = c10d.all_reduce(x, "sum", "dp")
+        w3: f32[4] = c10d.wait_tensor(s3)
+        return output("n", n), output("1", w1), output("2", w2), output("3", w3)
+    """
+    assert planned(text) == (["s s1", "s2 s3"], {})
+
+
+def test_a_write_to_an_input_closes_the_bucket():
+    text = """
+        x: f32[4] = input("x")
+        a: f32[4] = aten.clone(x)
+        s: f32[4] = c10d.all_reduce(a, "sum", "dp")
+        w: f32[4] = c10d.wait_tensor(s)
+        write: f32[4] = aten.add_.Tensor(a, 1)
+        s1: f32[4] = c10d.all_reduce(x, "sum", "dp")
+        w1: f32[4] = c10d.wait_tensor(s1)
+        return output("0", w), output("1", w1)
+    """
+    assert planned(text) == ([], {"s": ALONE.format(cap=1e6 / MB), "s1": ALONE.format(cap=1e6 / MB)})
+
+
+def test_in_place_coalesced_and_unused_are_left():
+    text = """
+        x: f32[4] = input("x")
+        a: f32[4] = aten.clone(x)
+        s: f32[4] = c10d.all_reduce_(a, "sum", "dp")
+        w: f32[4] = c10d.wait_tensor(s)
+        c: (f32[4],) = c10d.all_reduce_coalesced([x], "sum", "dp")
+        c0: f32[4] = c[0]
+        wc: f32[4] = c10d.wait_tensor(c0)
+        u: f32[4] = c10d.all_reduce(x, "sum", "dp")
+        wu: f32[4] = c10d.wait_tensor(u)
+        return output("w", w), output("c", wc)
+    """
+    taken = "it is already coalesced or in place"
+    assert planned(text) == ([], {"s": taken, "c": taken, "u": "nothing uses its result"})
+
+
+def test_members_of_any_layout_keep_their_shape_and_all_their_waits():
+    text = """
+        x: f32[2, 3] = input("x")
+        t: f32[3, 2] = aten.t(x)
+        e: f32[2, 2, 3] = aten.expand(x, [2, 2, 3])
+        s: f32[3, 2] = c10d.all_reduce(t, "sum", "dp")
+        w: f32[3, 2] = c10d.wait_tensor(s)
+        again: f32[3, 2] = c10d.wait_tensor(s)
+        s1: f32[2, 2, 3] = c10d.all_reduce(e, "sum", "dp")
+        w1: f32[2, 2, 3] = c10d.wait_tensor(s1)
+        return output("a", w), output("b", again), output("c", w1)
+    """
+    done = run_passes(parse(textwrap.dedent(text), groups=GROUPS), [BucketAllReduces()])
+    verify(done, recompute=True)
+    expected = """
+        x: f32[2, 3] = input("x")
+        t: f32[3, 2] = aten.t(x)
+        e: f32[2, 2, 3] = aten.expand(x, [2, 2, 3])
+        clone: f32[3, 2] = aten.clone(t, memory_format=contiguous_format)
+        _unsafe_view: f32[6] = aten._unsafe_view(clone, [6])
+        clone_1: f32[2, 2, 3] = aten.clone(e, memory_format=contiguous_format)
+        _unsafe_view_1: f32[12] = aten._unsafe_view(clone_1, [12])
+        cat: f32[18] = aten.cat([_unsafe_view, _unsafe_view_1])
+        all_reduce: f32[18] = c10d.all_reduce(cat, "sum", "dp")
+        wait_tensor: f32[18] = c10d.wait_tensor(all_reduce)
+        split_with_sizes: (f32[6], f32[12]) = aten.split_with_sizes(wait_tensor, [6, 12])
+        getitem: f32[6] = split_with_sizes[0]
+        getitem_1: f32[12] = split_with_sizes[1]
+        view: f32[3, 2] = aten.view(getitem, [3, 2])
+        view_1: f32[2, 2, 3] = aten.view(getitem_1, [2, 2, 3])
+        return output("a", view), output("b", view), output("c", view_1)
+    """
+    assert render(done) == textwrap.dedent(expected).strip()
+
+
+def test_symbolic_sizes_are_left():
+    def two(x: torch.Tensor) -> list[torch.Tensor]:
+        return [collectives.wait(collectives.all_reduce(x * n, "sum", "dp")) for n in (1, 2)]
+
+    program = from_graph_module(make_fx(two, tracing_mode="symbolic")(torch.ones(5)), groups=GROUPS)
+    done = run_passes(program, [BucketAllReduces()])
+    assert not done.history[0].changed
+    assert [v.reason for v in done.history[0].verdicts] == ["its size is not known before it runs"] * 2
+
+
+def test_plan_prints():
+    text = all_reduces(*[("f32", "sum", "dp", 2**18)] * 3)
+    plan = BucketAllReduces(cap_mb=2.0, first_mb=2.0).plan(parse(text, groups=GROUPS))
+    reason = ALONE.format(cap=2)
+    assert str(plan).splitlines() == [
+        "2 all-reduces, 2.00 MB: s0, s1",
+        f"s2: left alone: {reason} (remedy: a larger cap_mb packs more)",
+    ]

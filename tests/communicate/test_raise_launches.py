@@ -1,0 +1,131 @@
+"""Starts rise as far as data, memory and the order of their group let them."""
+
+from __future__ import annotations
+
+import textwrap
+
+import pytest
+
+from crossfade.communicate.raise_launches import RaiseLaunches
+from crossfade.graph.passes import run_passes
+from crossfade.graph.text import parse
+
+GROUPS = {"dp": 2, "tp": 2}
+
+
+def names_after(text: str) -> tuple[list[str], list[str]]:
+    done = run_passes(parse(text, groups=GROUPS), [RaiseLaunches()])
+    return [n.name for n in done.graph.nodes if n.op == "call_function"], [str(v) for v in done.history[0].verdicts]
+
+
+CASES = {
+    "second start of a group stays below its own input": (
+        """
+        x: f32[4] = input("x")
+        a: f32[4] = aten.neg(x)
+        b: f32[4] = aten.exp(x)
+        c: f32[4] = aten.sin(x)
+        s: f32[4] = c10d.all_reduce(a, "sum", "dp")
+        t: f32[4] = c10d.all_reduce(b, "sum", "dp")
+        ws: f32[4] = c10d.wait_tensor(s)
+        wt: f32[4] = c10d.wait_tensor(t)
+        return output("a", ws), output("b", wt), output("c", c)
+        """,
+        "a s b t c ws wt",
+        ["s: moved: started 2 nodes earlier, after a", "t: moved: started 1 nodes earlier, after b"],
+    ),
+    "group order is kept though the second is ready first": (
+        """
+        x: f32[4] = input("x")
+        a: f32[4] = aten.neg(x)
+        b: f32[4] = aten.exp(x)
+        s: f32[4] = c10d.all_reduce(b, "sum", "dp")
+        t: f32[4] = c10d.all_reduce(a, "sum", "dp")
+        ws: f32[4] = c10d.wait_tensor(s)
+        wt: f32[4] = c10d.wait_tensor(t)
+        return output("a", ws), output("b", wt)
+        """,
+        "a b s t ws wt",
+        ["s: left alone: already starts right after b", "t: left alone: already starts right after b"],
+    ),
+    "groups are independent": (
+        """
+        x: f32[4] = input("x")
+        a: f32[4] = aten.neg(x)
+        b: f32[4] = aten.exp(x)
+        s: f32[4] = c10d.all_reduce(b, "sum", "dp")
+        t: f32[4] = c10d.all_reduce(a, "sum", "tp")
+        ws: f32[4] = c10d.wait_tensor(s)
+        wt: f32[4] = c10d.wait_tensor(t)
+        return output("a", ws), output("b", wt)
+        """,
+        "a t b s ws wt",
+        ["s: left alone: already starts right after b", "t: moved: started 1 nodes earlier, after a"],
+    ),
+    "an input's collective rises to the top": (
+        """
+        x: f32[4] = input("x")
+        y: f32[4] = input("y")
+        a: f32[4] = aten.neg(x)
+        s: f32[4] = c10d.all_reduce(x, "sum", "dp")
+        ws: f32[4] = c10d.wait_tensor(s)
+        return output("a", a), output("s", ws), output("y", y)
+        """,
+        "s a ws",
+        ["s: moved: started 1 nodes earlier, after y"],
+    ),
+    "a coalesced start": (
+        """
+        x: f32[4] = input("x")
+        a: f32[4] = aten.neg(x)
+        b: f32[4] = aten.exp(x)
+        s: (f32[4], f32[4]) = c10d.all_reduce_coalesced([a, x], "sum", "dp")
+        s0: f32[4] = s[0]
+        s1: f32[4] = s[1]
+        w0: f32[4] = c10d.wait_tensor(s0)
+        w1: f32[4] = c10d.wait_tensor(s1)
+        return output("0", w0), output("1", w1), output("b", b)
+        """,
+        "a s b s0 s1 w0 w1",
+        ["s: moved: started 1 nodes earlier, after a"],
+    ),
+    "a writer of its input stays above": (
+        """
+        x: f32[4] = input("x")
+        a: f32[4] = aten.clone(x)
+        b: f32[4] = aten.exp(x)
+        write: f32[4] = aten.add_.Tensor(a, 1)
+        c: f32[4] = aten.sin(x)
+        s: f32[4] = c10d.all_reduce(a, "sum", "dp")
+        ws: f32[4] = c10d.wait_tensor(s)
+        return output("a", ws), output("b", b), output("c", c)
+        """,
+        "a b write s c ws",
+        ["s: moved: started 1 nodes earlier, after write"],
+    ),
+    "an in-place start stays below readers": (
+        """
+        x: f32[4] = input("x")
+        a: f32[4] = aten.clone(x)
+        b: f32[4] = aten.exp(a)
+        c: f32[4] = aten.sin(x)
+        s: f32[4] = c10d.all_reduce_(a, "sum", "dp")
+        ws: f32[4] = c10d.wait_tensor(s)
+        return output("a", ws), output("b", b), output("c", c)
+        """,
+        "a b s c ws",
+        ["s: moved: started 1 nodes earlier, after b"],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_raised(name: str):
+    text, order, verdicts = CASES[name]
+    assert names_after(textwrap.dedent(text)) == (order.split(), verdicts)
+
+
+def test_twice_is_once():
+    for text, *_ in CASES.values():
+        once = run_passes(parse(textwrap.dedent(text), groups=GROUPS), [RaiseLaunches()])
+        assert not run_passes(once, [RaiseLaunches()]).history[-1].changed

@@ -1,0 +1,121 @@
+"""Waits, and the views that take results apart, sink to just above the first real use."""
+
+from __future__ import annotations
+
+import textwrap
+
+import pytest
+
+from crossfade.communicate.sink_waits import SinkWaits
+from crossfade.graph.passes import run_passes
+from crossfade.graph.text import parse
+
+CASES = {
+    "views of the result sink too, a use of another part does not hold them": (
+        """
+        x: f32[4] = input("x")
+        s: f32[4] = c10d.all_reduce(x, "sum", "dp")
+        w: f32[4] = c10d.wait_tensor(s)
+        parts: (f32[2], f32[2]) = aten.split.Tensor(w, 2)
+        a: f32[2] = parts[0]
+        b: f32[2] = parts[1]
+        e: f32[4] = aten.exp(x)
+        na: f32[2] = aten.neg(a)
+        f: f32[4] = aten.sin(x)
+        nb: f32[2] = aten.neg(b)
+        return output("a", na), output("b", nb), output("e", e), output("f", f)
+        """,
+        "s e w parts a na f b nb",
+        ["s: moved: waited for 1 nodes later, before na"],
+    ),
+    "needed at once, through a view": (
+        """
+        x: f32[4] = input("x")
+        s: f32[4] = c10d.all_reduce(x, "sum", "dp")
+        w: f32[4] = c10d.wait_tensor(s)
+        v: f32[2, 2] = aten.view(w, [2, 2])
+        n: f32[2, 2] = aten.neg(v)
+        return output("n", n)
+        """,
+        "s w v n",
+        ["s: left alone: its result is needed at once"],
+    ),
+    "a result waits at the end": (
+        """
+        x: f32[4] = input("x")
+        s: f32[4] = c10d.all_reduce(x, "sum", "dp")
+        w: f32[4] = c10d.wait_tensor(s)
+        e: f32[4] = aten.exp(x)
+        return output("w", w), output("e", e)
+        """,
+        "s e w",
+        ["s: moved: waited for 1 nodes later, before output"],
+    ),
+    "coalesced results sink one by one": (
+        """
+        x: f32[4] = input("x")
+        s: (f32[4], f32[4]) = c10d.all_reduce_coalesced([x, x], "sum", "dp")
+        s0: f32[4] = s[0]
+        s1: f32[4] = s[1]
+        w0: f32[4] = c10d.wait_tensor(s0)
+        w1: f32[4] = c10d.wait_tensor(s1)
+        e: f32[4] = aten.exp(x)
+        n0: f32[4] = aten.neg(w0)
+        n1: f32[4] = aten.neg(w1)
+        return output("0", n0), output("1", n1), output("e", e)
+        """,
+        "s e s0 w0 n0 s1 w1 n1",
+        ["s: moved: waited for 1 nodes later, before n0", "s: moved: waited for 2 nodes later, before n1"],
+    ),
+    "a writer of what a gather reads holds its wait up": (
+        """
+        x: f32[4] = input("x")
+        a: f32[4] = aten.clone(x)
+        s: f32[8] = c10d.all_gather_into_tensor(a, 2, "dp")
+        w: f32[8] = c10d.wait_tensor(s)
+        e: f32[4] = aten.exp(x)
+        write: f32[4] = aten.add_.Tensor(a, 1)
+        n: f32[8] = aten.neg(w)
+        return output("n", n), output("e", e)
+        """,
+        "a s e w write n",
+        ["s: moved: waited for 1 nodes later, before write"],
+    ),
+    "a reader of an in-place buffer holds the wait up": (
+        """
+        x: f32[4] = input("x")
+        a: f32[4] = aten.clone(x)
+        s: f32[4] = c10d.all_reduce_(a, "sum", "dp")
+        w: f32[4] = c10d.wait_tensor(s)
+        e: f32[4] = aten.exp(x)
+        r: f32[4] = aten.sin(a)
+        n: f32[4] = aten.neg(w)
+        return output("n", n), output("e", e), output("r", r)
+        """,
+        "a s e w r n",
+        ["s: moved: waited for 1 nodes later, before r"],
+    ),
+    "a wait on an ordinary tensor": (
+        """
+        x: f32[4] = input("x")
+        a: f32[4] = aten.clone(x)
+        w: f32[4] = c10d.wait_tensor(a)
+        e: f32[4] = aten.exp(x)
+        n: f32[4] = aten.neg(w)
+        return output("n", n), output("e", e)
+        """,
+        "a e w n",
+        ["w: moved: waited for 1 nodes later, before n"],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_sunk(name: str):
+    text, order, verdicts = CASES[name]
+    done = run_passes(parse(textwrap.dedent(text), groups={"dp": 2}), [SinkWaits()])
+    assert [n.name for n in done.graph.nodes if n.op == "call_function"] == order.split()
+    assert [str(v) for v in done.history[0].verdicts] == verdicts
+    moved = sum(v.outcome == "moved" for v in done.history[0].verdicts)
+    assert done.history[0].counts == {"sunk": moved}
+    assert done.history[0].changed == bool(moved)

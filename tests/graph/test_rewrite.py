@@ -1,0 +1,341 @@
+"""Splicing with metadata and provenance, and rules: what patterns match, what is declined, when it is done."""
+
+from __future__ import annotations
+
+import operator
+import textwrap
+
+import pytest
+import torch
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from crossfade.errors import RewriteError
+from crossfade.graph.program import from_graph_module
+from crossfade.graph.rewrite import Match, Rule, after, apply_rules, compile_pattern, erase_if_dead, inline, insert_call
+from crossfade.graph.rewrite import splice as splice_into
+from crossfade.graph.text import parse, render
+from crossfade.graph.verify import verify
+
+aten = torch.ops.aten
+
+
+def program_of(text: str):
+    return parse(textwrap.dedent(text), groups={"dp": 2})
+
+
+def named(program):
+    return {node.name: node for node in program.graph.nodes}
+
+
+def body(program) -> list[str]:
+    return render(program).splitlines()[len(program.inputs) : -1]
+
+
+TWO = """
+    x: f32[4, 2] = input("x")
+    y: f32[4, 2] = aten.relu(x)
+    z: f32[4, 2] = aten.neg(y)
+    return output("z", z)
+"""
+
+
+class TestSplice:
+    def test_metadata_and_provenance(self):
+        program = program_of(TWO)
+        n = named(program)
+        n["y"].meta["stack_trace"] = 'File "model.py", line 3, in forward'
+        n["y"].meta["nn_module_stack"] = {"layer": ("layer", torch.nn.Linear)}
+        n["y"].meta["private"] = "stays"
+        result = splice_into(program, lambda a, k: (a.exp() * k).sum(0), n["x"], 2.0, before=n["z"], like=n["y"])
+        program.set_results([result])
+        verify(program, recompute=True)
+        assert body(program)[1:4] == [
+            "exp: f32[4, 2] = aten.exp(x)",
+            "mul: f32[4, 2] = aten.mul.Tensor(exp, 2.0)",
+            "sum_1: f32[2] = aten.sum.dim_IntList(mul, [0])",
+        ]
+        for name in ("exp", "mul", "sum_1"):
+            meta = named(program)[name].meta
+            assert meta["stack_trace"] == n["y"].meta["stack_trace"]
+            assert meta["nn_module_stack"] == n["y"].meta["nn_module_stack"]
+            assert "private" not in meta
+
+    def test_results_of_any_structure_and_untouched_inputs(self):
+        program = program_of(TWO)
+        n = named(program)
+        found = splice_into(
+            program, lambda ab: {"a": ab[0], "sum": [ab[0] + ab[1], 3]}, [n["x"], n["y"]], before=n["z"], like=n["y"]
+        )
+        assert found["a"] is n["x"] and found["sum"][1] == 3
+        assert found["sum"][0].args == (n["x"], n["y"])
+
+    def test_multiple_outputs(self):
+        program = program_of(TWO)
+        n = named(program)
+        low, high = splice_into(program, lambda a: torch.aminmax(a, dim=0), n["x"], before=n["z"], like=n["y"])
+        assert (low.target, low.args[1], high.args[1]) == (operator.getitem, 0, 1)
+        assert low.args[0].target is aten.aminmax.default
+        assert [tuple(one.meta["val"].shape) for one in (low, high)] == [(2,), (2,)]
+
+    def test_nodes_that_share_one_fake_tensor_are_told_apart(self):
+        program = program_of("""
+            x: f32[4] = input("x")
+            parts: (f32[1], f32[3]) = aten.split_with_sizes(x, [1, 3])
+            a: f32[3] = parts[1]
+            b: f32[3] = parts[1]
+            return output("a", a), output("b", b)
+        """)
+        n = named(program)
+        assert n["a"].meta["val"] is n["b"].meta["val"]
+        total = splice_into(
+            program, lambda p, q: p.view(3) - q.view(3), n["a"], n["b"], before=n["output"], like=n["a"]
+        )
+        assert [source.args[0] for source in total.args] == [n["a"], n["b"]]
+        assert [source.meta["val"].storage_offset() for source in total.args] == [1, 1], "still the same place in x"
+        storages = {source.meta["val"].untyped_storage()._cdata for source in total.args}
+        assert storages == {n["x"].meta["val"].untyped_storage()._cdata}
+
+    def test_foreign_tensors_are_refused(self):
+        program = program_of(TWO)
+        n = named(program)
+        foreign = n["y"].meta["val"]
+        message = r"found a tensor of shape \(4, 2\) that the spliced function did not make or receive"
+        with pytest.raises(RewriteError, match=message):
+            splice_into(program, lambda a: a + foreign, n["x"], before=n["z"], like=n["y"])
+        with pytest.raises(RewriteError, match=message):
+            splice_into(program, lambda a: foreign, n["x"], before=n["z"], like=n["y"])
+
+    def test_symbolic_sizes_are_refused(self):
+        program = from_graph_module(make_fx(lambda x: x.neg(), tracing_mode="symbolic")(torch.ones(5)))
+        x, y, *_ = [node for node in program.graph.nodes if isinstance(node.meta.get("val"), torch.Tensor)]
+        with pytest.raises(RewriteError, match=r"aten\..* called with the symbolic size s\d+ in a spliced function"):
+            splice_into(program, lambda a: a.new_zeros(a.shape[0]), x, before=y, like=y)
+
+    def test_insert_call_takes_scalars_of_the_graph(self):
+        program = program_of("""
+            x: f32[4] = input("x")
+            k: int = scalar("k")
+            y: f32[4] = aten.neg(x)
+            return output("y", y)
+        """)
+        n = named(program)
+        n["y"].meta["stack_trace"] = 'File "model.py", line 3, in forward'
+        double = insert_call(program, operator.mul, n["k"], 2, before=n["y"], like=n["y"])
+        part = insert_call(program, aten.slice.Tensor, n["x"], 0, n["k"], end=double, before=n["y"], like=n["y"])
+        assert body(program)[:2] == [
+            "mul: int = operator.mul(k, 2)",
+            "slice_1: f32[1] = aten.slice.Tensor(x, 0, k, end=mul)",
+        ]
+        assert part.meta["stack_trace"] == n["y"].meta["stack_trace"]
+
+    def test_inline_copies_with_metadata_of_its_own(self):
+        outer = program_of(TWO)
+        inner = outer.copy()
+        n = named(outer)
+        (found,) = inline(outer, inner.graph, {inner.placeholders[0]: n["z"]}, before=outer.output_node)
+        outer.set_results([found])
+        verify(outer, recompute=True)
+        assert body(outer)[2:] == ["y_1: f32[4, 2] = aten.relu(z)", "z_1: f32[4, 2] = aten.neg(y_1)"]
+        found.meta["note"] = 1
+        assert "note" not in named(inner)["z"].meta
+
+    def test_after_an_input_is_below_all_inputs(self):
+        program = program_of("""
+            x: f32[4] = input("x")
+            y: f32[4] = input("y")
+            a: f32[4] = aten.neg(x)
+            b: f32[4] = aten.neg(y)
+            return output("a", a), output("b", b)
+        """)
+        n = named(program)
+        assert after(program, n["x"]) is n["a"] and after(program, n["a"]) is n["b"]
+
+
+MATCHES = [
+    ("aten.add.Tensor(a, b)", "aten.add.Tensor(x, y)", {"a": "x", "b": "y"}),
+    ("aten.add.Tensor(a, a)", "aten.add.Tensor(x, x)", {"a": "x"}),
+    ("aten.add.Tensor(a, a)", "aten.add.Tensor(x, y)", None),
+    ("aten.add.Tensor(_, _)", "aten.add.Tensor(x, y)", {}),
+    ("aten.add.Tensor(a, 1)", "aten.add.Tensor(x, 1)", {"a": "x"}),
+    ("aten.add.Tensor(a, 1)", "aten.add.Tensor(x, True)", None),
+    ("aten.add.Tensor(a, 1)", "aten.add.Tensor(x, 1.0)", None),
+    ("aten.add.Tensor(a, True)", "aten.add.Tensor(x, 1)", None),
+    ("aten.add.Tensor(a, -1)", "aten.add.Tensor(x, -1)", {"a": "x"}),
+    ("aten.add.Tensor(a, b)", "aten.add.Tensor(x, y, alpha=2)", None),
+    ("aten.add.Tensor(a, b)", "aten.add.Tensor(x, y, alpha=1)", {"a": "x", "b": "y"}),
+    ("aten.add.Tensor(a, b, alpha=k)", "aten.add.Tensor(x, y, alpha=2)", {"a": "x", "b": "y", "k": 2}),
+    ("aten.add.Tensor(a, b, alpha=k)", "aten.add.Tensor(x, y)", {"a": "x", "b": "y", "k": 1}),
+    ("aten.add.Tensor(a, b, alpha=2)", "aten.add.Tensor(x, y, alpha=3)", None),
+    ("aten.add.Tensor(a, b)", "aten.add.Tensor(x, other=y)", {"a": "x", "b": "y"}),
+    ("(aten.sub.Tensor | aten.add.Tensor)(a, b)", "aten.add.Tensor(x, y)", {"a": "x", "b": "y"}),
+    ("(aten.sub.Tensor | aten.mul.Tensor)(a, b)", "aten.add.Tensor(x, y)", None),
+    ("aten.sum.dim_IntList(a, [0])", "aten.sum.dim_IntList(x, [0])", {"a": "x"}),
+    ("aten.sum.dim_IntList(a, [0])", "aten.sum.dim_IntList(x, [0], True)", None),
+    ("aten.sum.dim_IntList(a, [0])", "aten.sum.dim_IntList(x, [0], False)", {"a": "x"}),
+    ("aten.sum.dim_IntList(a, [0])", "aten.sum.dim_IntList(x, [1])", None),
+    ("aten.sum.dim_IntList(a, [d])", "aten.sum.dim_IntList(x, [1])", {"a": "x", "d": 1}),
+    ("aten.sum.dim_IntList(a, [d])", "aten.sum.dim_IntList(x, [0, 1])", None),
+    ("aten.sum.dim_IntList(a, dims)", "aten.sum.dim_IntList(x, [0, 1])", {"a": "x", "dims": [0, 1]}),
+    ("aten.cat([a, b])", "aten.cat([x, y])", {"a": "x", "b": "y"}),
+    ("aten.cat([a, a])", "aten.cat([x, y])", None),
+    ("aten.cat(aten.split.Tensor(a, 1))", "aten.cat(x)", None),
+    ("aten.transpose.int(a, d, d)", "aten.transpose.int(x, 1, 1)", {"a": "x", "d": 1}),
+    ("aten.neg(a)", "aten.relu(x)", None),
+]
+
+
+@pytest.mark.parametrize(("pattern", "call", "bound"), MATCHES, ids=str)
+def test_patterns(pattern: str, call: str, bound: dict | None):
+    if call == "aten.cat(x)":
+        call = "aten.cat([x])"
+    program = program_of(f'x: f32[2, 2] = input("x")\ny: f32[2, 2] = input("y")\nz = {call}\nreturn output("z", z)')
+    found: dict = {}
+    matched = compile_pattern(pattern).matches(named(program)["z"], found)
+    assert matched == (bound is not None)
+    if bound is not None:
+        assert {k: v.name if isinstance(v, torch.fx.Node) else v for k, v in found.items()} == bound
+
+
+def test_patterns_nest_and_take_elements():
+    program = program_of("""
+        x: f32[4] = input("x")
+        parts: (f32[2], f32[2]) = aten.split.Tensor(x, 2)
+        a: f32[2] = parts[1]
+        z: f32[2] = aten.neg(a)
+        return output("z", z)
+    """)
+    root = named(program)["z"]
+    assert compile_pattern("aten.neg(aten.split.Tensor(x, 2)[1])").matches(root, {})
+    assert not compile_pattern("aten.neg(aten.split.Tensor(x, 2)[0])").matches(root, {})
+    assert compile_pattern("aten.neg(aten.split.Tensor(x, n)[i])").depth == 3
+
+
+@pytest.mark.parametrize(
+    ("pattern", "message"),
+    [
+        ("x", r"found the pattern 'x'; expected a call at its root"),
+        ("aten.nothing(x)", r"found the pattern 'aten.nothing\(x\)'"),
+        ("aten.neg(x", r"found the pattern 'aten.neg\(x'"),
+        ("aten.neg(x + 1)", r"found the pattern 'aten.neg\(x \+ 1\)'"),
+    ],
+)
+def test_bad_patterns_are_named(pattern: str, message: str):
+    with pytest.raises(RewriteError, match=message):
+        compile_pattern(pattern)
+
+
+class TestRules:
+    def test_declines_are_recorded_once_with_the_last_reason(self):
+        program = program_of("""
+            x: f32[4] = input("x")
+            a: f32[4] = aten.neg(x)
+            b: f32[4] = aten.neg(a)
+            c: f32[4] = aten.exp(b)
+            d: f32[4] = aten.exp(x)
+            return output("c", c), output("d", d)
+        """)
+
+        def check(match: Match) -> str | None:
+            return f"reads {match['x'].name}" if match.root.name in ("c", "d") else None
+
+        rules = [
+            Rule("exp", "aten.exp(x)", lambda m: m["x"], check),
+            Rule("double", "aten.neg(aten.neg(x))", lambda m: m["x"]),
+        ]
+        done = apply_rules(program, rules)
+        assert dict(done.counts) == {"double": 1} and done.changed
+        assert sorted((rule.name, node.name, why) for rule, node, why in done.declined) == [
+            ("exp", "c", "reads x"),
+            ("exp", "d", "reads x"),
+        ]
+        assert body(program) == ["c: f32[4] = aten.exp(x)", "d: f32[4] = aten.exp(x)"]
+
+    def test_first_rule_that_agrees_wins(self):
+        program = program_of('x: f32[4] = input("x")\na: f32[4] = aten.neg(x)\nreturn output("a", a)')
+        rules = [
+            Rule("no", "aten.neg(x)", lambda m: m["x"], lambda m: "not this one"),
+            Rule("yes", "aten.neg(x)", lambda m: m.splice(torch.relu, m["x"])),
+            Rule("late", "aten.neg(x)", lambda m: m["x"]),
+        ]
+        assert dict(apply_rules(program, rules).counts) == {"yes": 1}
+        assert body(program) == ["relu: f32[4] = aten.relu(x)"]
+
+    def test_every_new_node_is_examined(self):
+        """A replacement of three nodes, whose middle one is itself a candidate."""
+        program = program_of('x: f32[4] = input("x")\na: f32[4] = aten.tan(x)\nreturn output("a", a)')
+        rules = [
+            Rule("tan", "aten.tan(x)", lambda m: m.splice(lambda x: x.abs().exp().neg(), m["x"])),
+            Rule("exp", "aten.exp(x)", lambda m: m.splice(torch.sin, m["x"])),
+        ]
+        assert dict(apply_rules(program, rules).counts) == {"tan": 1, "exp": 1}
+        assert [line.split(" = ")[1] for line in body(program)] == ["aten.abs(x)", "aten.sin(abs_1)", "aten.neg(sin)"]
+        verify(program, recompute=True)
+
+    def test_users_of_users_are_examined_again(self):
+        """The root of a deep pattern stands two calls above what another rule changes later."""
+        program = program_of("""
+            x: f32[4] = input("x")
+            a: f32[4] = aten.tan(x)
+            b: f32[4] = aten.relu(a)
+            c: f32[4] = aten.neg(b)
+            return output("c", c)
+        """)
+        rules = [
+            Rule("deep", "aten.neg(aten.relu(aten.exp(x)))", lambda m: m["x"]),
+            Rule("tan", "aten.tan(x)", lambda m: m.splice(torch.sin, m["x"])),
+            Rule("relu", "aten.relu(y)", lambda m: m["y"], lambda m: "kept"),
+            Rule("sin", "aten.sin(x)", lambda m: m.splice(torch.exp, m["x"])),
+        ]
+        assert dict(apply_rules(program, rules).counts) == {"tan": 1, "sin": 1, "deep": 1}
+        assert body(program) == []
+
+    def test_a_constant_replaces_everywhere(self):
+        program = program_of("""
+            x: f32[4] = input("x")
+            k: int = scalar("k")
+            n: int = operator.add(k, 0)
+            y: f32[4] = aten.mul.Tensor(x, n)
+            return output("y", y)
+        """)
+        apply_rules(program, [Rule("five", "operator.add(k, 0)", lambda m: 5)])
+        assert body(program) == ["y: f32[4] = aten.mul.Tensor(x, 5)"]
+
+    def test_to_a_fixed_point(self):
+        lines = ['x: f32[4] = input("x")', "a0: f32[4] = aten.neg(x)"]
+        lines += [f"a{i}: f32[4] = aten.neg(a{i - 1})" for i in range(1, 41)]
+        program = program_of("\n".join([*lines, 'return output("y", a40)']))
+        done = apply_rules(program, [Rule("double", "aten.neg(aten.neg(x))", lambda m: m["x"])])
+        assert done.counts["double"] == 20 and len(body(program)) == 1
+
+    def test_nothing_to_do(self):
+        program = program_of(TWO)
+        done = apply_rules(program, [Rule("exp", "aten.exp(x)", lambda m: m["x"])])
+        assert not done.changed and not done.declined
+
+
+class TestEraseIfDead:
+    def test_erases_what_only_it_kept_alive(self):
+        program = program_of("""
+            x: f32[4] = input("x")
+            a: f32[4] = aten.neg(x)
+            b: f32[4] = aten.exp(a)
+            c: f32[4] = aten.add.Tensor(a, b)
+            d: f32[4] = aten.sin(x)
+            return output("d", d)
+        """)
+        n = named(program)
+        assert erase_if_dead(n["d"]) == 0 and erase_if_dead(n["a"]) == 0 and erase_if_dead(n["x"]) == 0
+        assert erase_if_dead(n["c"]) == 3
+        assert body(program) == ["d: f32[4] = aten.sin(x)"]
+
+    def test_effects_stay(self):
+        program = program_of("""
+            x: f32[4] = input("x")
+            write: f32[4] = aten.add_.Tensor(x, 1)
+            draw: f32[4] = aten.rand_like(x)
+            s: f32[4] = c10d.all_reduce(x, "sum", "dp")
+            w: f32[4] = c10d.wait_tensor(s)
+            return output("x", x)
+        """)
+        n = named(program)
+        assert [erase_if_dead(n[name]) for name in ("write", "draw", "w")] == [0, 0, 0]
