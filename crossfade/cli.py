@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 
 from crossfade.errors import CrossfadeError
 
@@ -64,10 +65,10 @@ def explain(
     report = Report.of(before, after, title=program.name)
     report.show(console)
     for name, verdict in report.verdicts:
-        console.print(f"[dim]{name}:[/] {verdict}", highlight=False)
-    console.print(str(after), highlight=False, markup=False)
+        console.print(f"[dim]{name}:[/] {escape(str(verdict))}", highlight=False, soft_wrap=True)
+    console.print(str(after), highlight=False, markup=False, soft_wrap=True)
     if html is not None:
-        console.print(f"HTML report: {report.to_html(html)}")
+        console.print(f"HTML report: {report.to_html(html)}", soft_wrap=True)
 
 
 @app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})

@@ -39,9 +39,9 @@ def test_explain_says_what_became_of_each_collective(tmp_path: Path) -> None:
         "explain", str(path), "--passes", "bucket-all-reduces sink-waits", "--html", str(tmp_path / "r.html")
     )
     assert result.returncode == 0, result.stderr
-    assert "s: bucketed: bucket 0 of 2" in result.stdout
+    assert "s: bucketed: packed with others into one: bucket 0 with 2 members" in result.stdout
     assert "all_reduce: f32[5]" in result.stdout
-    assert "bucket 0 of 2" in (tmp_path / "r.html").read_text()
+    assert "bucket 0 with 2 members" in (tmp_path / "r.html").read_text()
 
 
 def test_a_wrong_pass_name_gets_the_nearest(tmp_path: Path) -> None:

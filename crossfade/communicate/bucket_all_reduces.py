@@ -45,7 +45,8 @@ class BucketAllReduces(Pass):
     """Pack all-reduces of one group, dtype and reduction into buckets of at most `cap_mb`, in the order they are ready.
 
     The first bucket is small (`first_mb`), so that the network starts early. An all-reduce on whose result another
-    collective depends is left alone: delaying it would delay that one. Results are views of the bucket.
+    collective depends is left alone: delaying it would delay that one. Results are views of the bucket, but for those
+    that the program returns, which are copies: results must not share memory.
 
     Before:
         a: f32[2] = input("a")
@@ -54,7 +55,8 @@ class BucketAllReduces(Pass):
         w: f32[2] = c10d.wait_tensor(s)
         s2: f32[3] = c10d.all_reduce(b, "avg", "dp")
         w2: f32[3] = c10d.wait_tensor(s2)
-        return output("a", w), output("b", w2)
+        neg: f32[2] = aten.neg(w)
+        return output("a", neg), output("b", w2)
 
     After:
         a: f32[2] = input("a")
@@ -69,7 +71,9 @@ class BucketAllReduces(Pass):
         getitem_1: f32[3] = split_with_sizes[1]
         view_2: f32[2] = aten.view(getitem, [2])
         view_3: f32[3] = aten.view(getitem_1, [3])
-        return output("a", view_2), output("b", view_3)
+        clone: f32[3] = aten.clone(view_3)
+        neg: f32[2] = aten.neg(view_2)
+        return output("a", neg), output("b", clone)
     """
 
     name = "bucket-all-reduces"
@@ -123,8 +127,11 @@ def apply_buckets(program: Program, plan: BucketPlan) -> list[Verdict]:
     verdicts: list[Verdict] = []
     for number, bucket in enumerate(plan.buckets):
         members = [named[name] for name in bucket.members]
-        reason = f"bucket {number} of {len(members)}, {bucket.bytes / MB:.2f} MB"
-        verdicts += [Verdict.of(one.node, Outcome.BUCKETED, reason, bytes=one.bytes) for one in members]
+        detail = f"bucket {number} with {len(members)} members, {bucket.bytes / MB:.2f} MB"
+        verdicts += [
+            Verdict.of(one.node, Outcome.BUCKETED, "packed with others into one", detail=detail, bytes=one.bytes)
+            for one in members
+        ]
         _merge(program, members)
     return verdicts
 
@@ -176,8 +183,9 @@ def _freeze(closed: Sequence[list[Collective]], left: list[Verdict], order: Orde
     for members in sorted(closed, key=lambda m: order.position[m[-1].node]):
         if len(members) == 1:
             one = members[0]
-            why = f"alone in its bucket: its neighbours of the same kind are full, far or absent (cap {cap / MB:g} MB)"
-            left.append(Verdict.of(one.node, Outcome.LEFT, why, remedy="a larger cap_mb packs more", bytes=one.bytes))
+            why, detail = "no neighbour of the same kind fits its bucket", f"cap {cap / MB:g} MB"
+            remedy = "a larger cap_mb packs more"
+            left.append(Verdict.of(one.node, Outcome.LEFT, why, detail=detail, remedy=remedy, bytes=one.bytes))
         else:
             buckets.append(Bucket(tuple(m.node.name for m in members), sum(m.bytes for m in members)))
     return BucketPlan(tuple(buckets), tuple(left))
@@ -187,12 +195,14 @@ def _merge(program: Program, members: list[Collective]) -> None:
     """Start the bucket where its last member would have started."""
     last = members[-1]
     group, reduce_op = last.group, str(last.reduce_op)
+    returned = [any(user.op == "output" for wait in one.waits for user in wait.users) for one in members]
 
     def exchange(*values: Tensor) -> list[Tensor]:
         flat = [value.view(-1) if value.is_contiguous() else value.reshape(-1) for value in values]
         done = collectives.wait(collectives.all_reduce(torch.cat(flat), reduce_op, group))
         parts = done.split([value.numel() for value in values])
-        return [part.view(value.shape) for part, value in zip(parts, values, strict=True)]
+        views = [part.view(value.shape) for part, value in zip(parts, values, strict=True)]
+        return [view.clone() if out else view for view, out in zip(views, returned, strict=True)]
 
     results = splice(program, exchange, *(one.inputs[0] for one in members), before=last.node, like=last.node)
     for one, result in zip(members, results, strict=True):

@@ -66,6 +66,7 @@ def _places(order: Order, starts: list[fx.Node]) -> dict[fx.Node, int]:
 
 def _verdict(one: collectives.Collective, last: fx.Node, passed: int) -> Verdict:
     if passed:
-        reason = f"started {passed} nodes earlier, after {last.name}"
-        return Verdict.of(one.node, Outcome.MOVED, reason, bytes=one.bytes)
-    return Verdict.of(one.node, Outcome.LEFT, f"already starts right after {last.name}", bytes=one.bytes)
+        detail = f"{passed} nodes earlier, after {last.name}"
+        return Verdict.of(one.node, Outcome.MOVED, "started as early as it can be", detail=detail, bytes=one.bytes)
+    reason, detail = "it already starts as early as it can", f"after {last.name}"
+    return Verdict.of(one.node, Outcome.LEFT, reason, detail=detail, bytes=one.bytes)

@@ -73,7 +73,8 @@ def _verdict(wait: fx.Node, end: fx.Node, passed: int) -> Verdict:
     subject = start if start is not None else wait
     if not passed:
         return Verdict.of(subject, Outcome.LEFT, "its result is needed at once")
-    return Verdict.of(subject, Outcome.MOVED, f"waited for {passed} nodes later, before {end.name}")
+    detail = f"{passed} nodes later, before {end.name}"
+    return Verdict.of(subject, Outcome.MOVED, "waited for just before its first use", detail=detail)
 
 
 def _is_result(root: fx.Node) -> bool:

@@ -31,7 +31,7 @@ def run(*, ranks: int, steps: int, size: str, folder: Path, console: Console) ->
     report.show(console)
     folder.mkdir(parents=True, exist_ok=True)
     report.to_json(folder / "report.json")
-    console.print(f"HTML report: {report.to_html(folder / 'index.html')}")
+    console.print(f"HTML report: {report.to_html(folder / 'index.html')}", soft_wrap=True)
     return report
 
 

@@ -72,8 +72,12 @@ class PackInPlace(Pass):
                 verdicts.append(Verdict.of(cat, Outcome.LEFT, reason, bytes=tensor_bytes(cat.meta["val"])))
                 continue
             direct, copied = _pack(program, cat, rewritten)
-            reason = f"a buffer kept from step to step: {direct} members written directly, {copied} copied in"
-            verdicts.append(Verdict.of(cat, Outcome.REPLACED, reason, bytes=tensor_bytes(cat.meta["val"])))
+            reason, detail = (
+                "packed into memory kept from step to step",
+                f"{direct} written directly, {copied} copied in",
+            )
+            size = tensor_bytes(cat.meta["val"])
+            verdicts.append(Verdict.of(cat, Outcome.REPLACED, reason, detail=detail, bytes=size))
             counts["buffers"] += 1
             counts["written_directly"] += direct
             counts["copied_in"] += copied

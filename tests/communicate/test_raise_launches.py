@@ -32,7 +32,10 @@ CASES = {
         return output("a", ws), output("b", wt), output("c", c)
         """,
         "a s b t c ws wt",
-        ["s: moved: started 2 nodes earlier, after a", "t: moved: started 1 nodes earlier, after b"],
+        [
+            "s: moved: started as early as it can be: 2 nodes earlier, after a",
+            "t: moved: started as early as it can be: 1 nodes earlier, after b",
+        ],
     ),
     "group order is kept though the second is ready first": (
         """
@@ -46,7 +49,10 @@ CASES = {
         return output("a", ws), output("b", wt)
         """,
         "a b s t ws wt",
-        ["s: left alone: already starts right after b", "t: left alone: already starts right after b"],
+        [
+            "s: left alone: it already starts as early as it can: after b",
+            "t: left alone: it already starts as early as it can: after b",
+        ],
     ),
     "groups are independent": (
         """
@@ -60,7 +66,10 @@ CASES = {
         return output("a", ws), output("b", wt)
         """,
         "a t b s ws wt",
-        ["s: left alone: already starts right after b", "t: moved: started 1 nodes earlier, after a"],
+        [
+            "s: left alone: it already starts as early as it can: after b",
+            "t: moved: started as early as it can be: 1 nodes earlier, after a",
+        ],
     ),
     "an input's collective rises to the top": (
         """
@@ -72,7 +81,7 @@ CASES = {
         return output("a", a), output("s", ws), output("y", y)
         """,
         "s a ws",
-        ["s: moved: started 1 nodes earlier, after y"],
+        ["s: moved: started as early as it can be: 1 nodes earlier, after y"],
     ),
     "a coalesced start": (
         """
@@ -87,7 +96,7 @@ CASES = {
         return output("0", w0), output("1", w1), output("b", b)
         """,
         "a s b s0 s1 w0 w1",
-        ["s: moved: started 1 nodes earlier, after a"],
+        ["s: moved: started as early as it can be: 1 nodes earlier, after a"],
     ),
     "a writer of its input stays above": (
         """
@@ -101,7 +110,7 @@ CASES = {
         return output("a", ws), output("b", b), output("c", c)
         """,
         "a b write s c ws",
-        ["s: moved: started 1 nodes earlier, after write"],
+        ["s: moved: started as early as it can be: 1 nodes earlier, after write"],
     ),
     "an in-place start stays below readers": (
         """
@@ -114,7 +123,7 @@ CASES = {
         return output("a", ws), output("b", b), output("c", c)
         """,
         "a b s c ws",
-        ["s: moved: started 1 nodes earlier, after b"],
+        ["s: moved: started as early as it can be: 1 nodes earlier, after b"],
     ),
 }
 

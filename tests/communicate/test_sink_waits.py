@@ -26,7 +26,7 @@ CASES = {
         return output("a", na), output("b", nb), output("e", e), output("f", f)
         """,
         "s e w parts a na f b nb",
-        ["s: moved: waited for 1 nodes later, before na"],
+        ["s: moved: waited for just before its first use: 1 nodes later, before na"],
     ),
     "needed at once, through a view": (
         """
@@ -49,7 +49,7 @@ CASES = {
         return output("w", w), output("e", e)
         """,
         "s e w",
-        ["s: moved: waited for 1 nodes later, before output"],
+        ["s: moved: waited for just before its first use: 1 nodes later, before output"],
     ),
     "coalesced results sink one by one": (
         """
@@ -65,7 +65,10 @@ CASES = {
         return output("0", n0), output("1", n1), output("e", e)
         """,
         "s e s0 w0 n0 s1 w1 n1",
-        ["s: moved: waited for 1 nodes later, before n0", "s: moved: waited for 2 nodes later, before n1"],
+        [
+            "s: moved: waited for just before its first use: 1 nodes later, before n0",
+            "s: moved: waited for just before its first use: 2 nodes later, before n1",
+        ],
     ),
     "a writer of what a gather reads holds its wait up": (
         """
@@ -79,7 +82,7 @@ CASES = {
         return output("n", n), output("e", e)
         """,
         "a s e w write n",
-        ["s: moved: waited for 1 nodes later, before write"],
+        ["s: moved: waited for just before its first use: 1 nodes later, before write"],
     ),
     "a reader of an in-place buffer holds the wait up": (
         """
@@ -93,7 +96,7 @@ CASES = {
         return output("n", n), output("e", e), output("r", r)
         """,
         "a s e w r n",
-        ["s: moved: waited for 1 nodes later, before r"],
+        ["s: moved: waited for just before its first use: 1 nodes later, before r"],
     ),
     "a wait on an ordinary tensor": (
         """
@@ -105,7 +108,7 @@ CASES = {
         return output("n", n), output("e", e)
         """,
         "a e w n",
-        ["w: moved: waited for 1 nodes later, before n"],
+        ["w: moved: waited for just before its first use: 1 nodes later, before n"],
     ),
 }
 

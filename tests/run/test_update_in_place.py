@@ -240,12 +240,16 @@ CASES = {
         a: f32[4] = aten.neg(x)
         b: f32[4] = aten.dropout(a, 0.5, False)
         c: f32[4] = aten.sin(b)
+        e: f32[4] = aten.exp(x)
+        unused: f32[4] = aten.dropout(e, 0.5, False)
         return output("c", c)
         """,
         """
         a: f32[4] = aten.neg(x)
         b: f32[4] = aten.dropout(a, 0.5, False)
         c: f32[4] = aten.sin_(b)
+        e: f32[4] = aten.exp(x)
+        unused: f32[4] = aten.dropout(e, 0.5, False)
         return output("c", c)
         """,
         (0, 1, 0),
