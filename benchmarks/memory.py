@@ -14,6 +14,7 @@ import torch.distributed as dist
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.figures import save
 from crossfade import Ranks
 from crossfade.demo import contenders
 from crossfade.demo.model import SIZES, batches
@@ -57,13 +58,18 @@ def main() -> None:
     """Measure each contender in fresh processes and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--size", choices=SIZES, default="wide")
+    parser.add_argument("--save", action="store_true", help="keep the figures as JSON")
     options = parser.parse_args()
+    figures = {}
     table = Table("contender", "MB above the start", title=options.size)
     for name in CONTENDERS:
         with Ranks(2) as ranks:
             results: list[Any] = ranks.run(grown, name, options.size, 5)
-        table.add_row(name, f"{max(results):.0f}")
+        figures[name] = max(results)
+        table.add_row(name, f"{figures[name]:.0f}")
     Console().print(table)
+    if options.save:
+        save(f"memory-{options.size}", {"megabytes_above_the_start": figures})
 
 
 if __name__ == "__main__":

@@ -11,13 +11,8 @@ in pieces of 1 MB, both measured in the same run: what perfect overlap would giv
 from __future__ import annotations
 
 import argparse
-import json
-import os
-import platform
 import statistics
 import time
-from datetime import date
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,11 +21,10 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks import network
+from benchmarks.figures import save
 from crossfade import Ranks
 from crossfade.demo.contenders import compute_alone, crossfade, ddp, race
 from crossfade.demo.model import SIZES, build
-
-RESULTS = Path(__file__).parent / "results"
 
 
 def main() -> None:
@@ -95,16 +89,7 @@ def finish(figures: dict[str, Any], options: argparse.Namespace) -> None:
     Console().print(table)
     Console().print(f"losses of DDP and Crossfade differ by at most {figures['loss_difference']:.1e}")
     if options.save:
-        _save(figures, options)
-
-
-def _save(figures: dict[str, Any], options: argparse.Namespace) -> None:
-    machine = {"cores": os.cpu_count(), "processor": platform.machine(), "torch": torch.__version__}
-    kept = {"date": date.today().isoformat(), "machine": machine, "steps": options.steps, **figures}
-    RESULTS.mkdir(exist_ok=True)
-    path = RESULTS / f"step-{options.size}-{options.network}.json"
-    path.write_text(json.dumps(kept, indent=2) + "\n")
-    Console().print(f"kept in {path}")
+        save(f"step-{options.size}-{options.network}", {"steps": options.steps, **figures})
 
 
 def _work_under_torchrun(options: argparse.Namespace) -> None:

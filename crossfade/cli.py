@@ -87,13 +87,19 @@ def launch(
 
 
 @app.command()
-def passes(name: Annotated[str, typer.Argument(help="Show only this pass, in full.")] = "") -> None:
+def passes(
+    name: Annotated[str, typer.Argument(help="Show only this pass, in full.")] = "",
+    markdown: Annotated[bool, typer.Option("--markdown", help="Print all of them in full, as docs/passes.md.")] = False,
+) -> None:
     """List the passes with their options and what they do to the numbers; with a name, show its example."""
     from crossfade import pipeline
 
     known = pipeline.known_passes()
     if name and name not in known:
         raise typer.BadParameter(f"found {name!r}; expected one of {', '.join(known)}", param_hint="name")
+    if markdown:
+        typer.echo(pipeline.passes_as_markdown(), nl=False)
+        return
     for one in [known[name]] if name else known.values():
         document = inspect.cleandoc(one.__doc__ or "")
         console.print(f"[bold]{one.name}[/]  [dim]{one.numerics}[/]", highlight=False)

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 import crossfade
+from crossfade.pipeline import passes_as_markdown
 
 ROOT = Path(__file__).parent.parent
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
@@ -52,6 +53,11 @@ def test_examples_run(path: Path) -> None:
     command = [sys.executable, *launcher, str(path)]
     result = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
     assert result.returncode == 0, result.stderr[-2000:]
+
+
+def test_the_list_of_passes_is_current() -> None:
+    written = (ROOT / "docs" / "passes.md").read_text()
+    assert written == passes_as_markdown(), "run: crossfade passes --markdown > docs/passes.md"
 
 
 def test_repository_files_hold_no_machine_paths() -> None:

@@ -237,8 +237,11 @@ def written_inputs(node: fx.Node) -> list[fx.Node]:
 
 
 def is_random(node: fx.Node) -> bool:
-    """Whether this node draws from the random generator."""
-    return node.op == "call_function" and _traits(node.target).random
+    """Whether this node draws from the random generator; attention without dropout does not, though it could."""
+    traits = _traits(node.target) if node.op == "call_function" else _Traits()
+    if traits.dropout is None:
+        return traits.random
+    return traits.random and _argument(node, traits.dropout) not in (None, 0.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -253,6 +256,7 @@ class _Traits:
     one_list: bool = False
     only_training: bool = False
     random: bool = False
+    dropout: tuple[int, str] | None = None
 
 
 @functools.cache
@@ -278,6 +282,7 @@ def _traits(target: Any) -> _Traits:
         one_list=len(schema.returns) == 1 and isinstance(schema.returns[0].type, torch.ListType),
         only_training=undeclared,
         random=torch.Tag.nondeterministic_seeded in target.tags,
+        dropout=next((place[:2] for place in places if place[1] == "dropout_p"), None),
     )
 
 

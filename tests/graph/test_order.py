@@ -479,3 +479,15 @@ def test_reachability_counts_order_as_well_as_data():
     assert reach.reaches(node["free"], node["write"])
     assert not reach.reaches(node["free"], node["wait"])
     assert not reach.reaches(node["wait"], node["wait"])
+
+
+def test_attention_is_random_only_with_dropout():
+    program = parse("""
+q: f32[1, 2, 4, 8] = input("q")
+plain = aten._scaled_dot_product_flash_attention_for_cpu(q, q, q)
+zero = aten._scaled_dot_product_flash_attention_for_cpu(q, q, q, 0.0, True)
+some = aten._scaled_dot_product_flash_attention_for_cpu(q, q, q, 0.1)
+return output("q", q)
+""")
+    attention = [node for node in program.graph.nodes if node.op == "call_function"]
+    assert [is_random(node) for node in attention] == [False, False, True]
