@@ -21,7 +21,9 @@ from crossfade.capture.accumulate import accumulate as run_on_micro_batches
 from crossfade.capture.batch import BatchIs, BatchLayout, batch_key
 from crossfade.capture.optimizer import append_optimizer, check_optimizer, missing_state, options_key, parameter_names
 from crossfade.capture.training import LossFunction, capture_forward_backward, check_model
+from crossfade.communicate.bucket_all_gathers import BucketAllGathers
 from crossfade.communicate.bucket_all_reduces import BucketAllReduces
+from crossfade.communicate.bucket_reduce_scatters import BucketReduceScatters
 from crossfade.communicate.lower_averages import LowerAverages
 from crossfade.communicate.raise_launches import RaiseLaunches
 from crossfade.communicate.sink_waits import SinkWaits
@@ -63,7 +65,7 @@ def data_parallelism(axis: str, ranks: int, semantics: Semantics) -> list[Pass]:
 
 def communication() -> list[Pass]:
     """Passes that make collectives few, early to start and late to be waited for: the ones to add to or replace."""
-    return [BucketAllReduces(), RaiseLaunches(), SinkWaits()]
+    return [BucketAllGathers(), BucketReduceScatters(), BucketAllReduces(), RaiseLaunches(), SinkWaits()]
 
 
 def optimization() -> list[Pass]:

@@ -17,6 +17,9 @@ from crossfade.graph.program import Program
 class RaiseLaunches(Pass):
     """Move the start of each collective up to just after what it needs; the order within a group stays.
 
+    All-gathers stay unless `gathers` is set: what they gather is larger than what they need, and starting them early
+    holds it for longer; of parameters, which are ready at once, all would start at the top.
+
     Before:
         x: f32[4] = input("x")
         neg: f32[4] = aten.neg(x)
@@ -39,10 +42,13 @@ class RaiseLaunches(Pass):
     name = "raise-launches"
     numerics = Numerics.BITWISE
 
+    gathers: bool = False
+
     def run(self, program: Program) -> PassResult:
         """One walk: each start goes right after the lowest node it must follow, which may be a start that rose."""
         order = Order(program.graph)
-        found = collectives.find(program.graph)
+        everything = collectives.find(program.graph)
+        found = [one for one in everything if self.gathers or one.kind is not collectives.Kind.ALL_GATHER]
         place = _places(order, [one.node for one in found])
         starts = {one.node for one in found}
         moved = reorder(program.graph, sorted(order.nodes, key=lambda n: (place[n], n in starts, order.position[n])))
@@ -51,6 +57,7 @@ class RaiseLaunches(Pass):
         for one in found:
             passed = others_above[order.position[one.node]] - others_above[place[one.node] + 1]
             verdicts.append(_verdict(one, order.nodes[place[one.node]], passed))
+        verdicts += [_held_longer(one) for one in everything if one.node not in starts]
         count = sum(v.outcome is Outcome.MOVED for v in verdicts)
         return PassResult(moved, {"raised": count}, tuple(verdicts))
 
@@ -62,6 +69,11 @@ def _places(order: Order, starts: list[fx.Node]) -> dict[fx.Node, int]:
     for start in starts:
         place[start] = max([first, *(place[before] for before in order.predecessors(start))])
     return place
+
+
+def _held_longer(one: collectives.Collective) -> Verdict:
+    reason = "starting it earlier would hold what it gathers for longer"
+    return Verdict.of(one.node, Outcome.LEFT, reason, remedy="gathers=True starts it early", bytes=one.bytes)
 
 
 def _verdict(one: collectives.Collective, last: fx.Node, passed: int) -> Verdict:

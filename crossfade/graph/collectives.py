@@ -224,6 +224,11 @@ def all_gather(tensor: Tensor, group_size: int, group: str) -> Tensor:
     return _ops.all_gather_into_tensor(tensor, group_size, group)
 
 
+def reduce_scatter(tensor: Tensor, reduce_op: str, group_size: int, group: str) -> Tensor:
+    """Start a reduce-scatter along dim 0."""
+    return _ops.reduce_scatter_tensor(tensor, reduce_op, group_size, group)
+
+
 def broadcast(tensor: Tensor, source: int, group: str) -> Tensor:
     """Start a broadcast from the group's rank `source`."""
     return _ops.broadcast(tensor, source, group)

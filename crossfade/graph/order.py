@@ -30,12 +30,14 @@ _UNDECLARED_ALIASES = {
 _UNDECLARED_WRITES = {"batch_norm", "native_batch_norm", "cudnn_batch_norm", "_batch_norm_impl_index", "instance_norm"}
 """ATen ops that update their running statistics (arguments 3 and 4) while training (argument 5), undeclared."""
 
+_SAME_GROUP = "starts a collective of the same group before"
+
 _SEEN_FROM_BELOW = {
     "writes memory read by": "reads memory written by",
     "reads memory written by": "writes memory read by",
     "draws random numbers before": "draws random numbers after",
     "has a side effect before": "has a side effect after",
-    "starts a collective of the same group before": "starts a collective of the same group after",
+    _SAME_GROUP: "starts a collective of the same group after",
 }
 """Each reason for an order, said of the later node."""
 
@@ -76,9 +78,17 @@ class Order:
         """The nodes that must stay below `node`."""
         return [*node.users, *(after for after, _ in self._ordered_before.get(node, ()))]
 
-    def last_predecessor(self, node: fx.Node) -> fx.Node | None:
-        """The lowest node that must stay above `node`: the node may rise to just below it."""
-        return max(self.predecessors(node), key=self.position.__getitem__, default=None)
+    def last_predecessor(self, node: fx.Node, *, within_group: bool = True) -> fx.Node | None:
+        """The lowest node that must stay above `node`: the node may rise to just below it.
+
+        Without `within_group`, the order of the collectives of one group does not count: for passes that change it,
+        alike on all ranks.
+        """
+        above = self.predecessors(node)
+        if not within_group:
+            ordered = self._ordered_after.get(node, ())
+            above = [*node.all_input_nodes, *(before for before, why in ordered if why != _SAME_GROUP)]
+        return max(above, key=self.position.__getitem__, default=None)
 
     def first_successor(self, node: fx.Node) -> fx.Node | None:
         """The highest node that must stay below `node`: the node may sink to just above it."""

@@ -110,9 +110,10 @@ def test_a_use_before_the_next_is_ready_closes_the_bucket():
         s1: f32[4] = c10d.all_reduce(x, "sum", "dp")
         w1: f32[4] = c10d.wait_tensor(s1)
         n: f32[4] = aten.neg(w)
-        s2: f32[4] = c10d.all_reduce(x, "sum", "dp")
+        e: f32[4] = aten.exp(x)
+        s2: f32[4] = c10d.all_reduce(e, "sum", "dp")
         w2: f32[4] = c10d.wait_tensor(s2)
-        s3: f32[4] = c10d.all_reduce(x, "sum", "dp")
+        s3: f32[4] = c10d.all_reduce(e, "sum", "dp")
         w3: f32[4] = c10d.wait_tensor(s3)
         return output("n", n), output("1", w1), output("2", w2), output("3", w3)
     """
@@ -126,7 +127,8 @@ def test_a_write_to_an_input_closes_the_bucket():
         s: f32[4] = c10d.all_reduce(a, "sum", "dp")
         w: f32[4] = c10d.wait_tensor(s)
         write: f32[4] = aten.add_.Tensor(a, 1)
-        s1: f32[4] = c10d.all_reduce(x, "sum", "dp")
+        e: f32[4] = aten.exp(x)
+        s1: f32[4] = c10d.all_reduce(e, "sum", "dp")
         w1: f32[4] = c10d.wait_tensor(s1)
         return output("0", w), output("1", w1)
     """

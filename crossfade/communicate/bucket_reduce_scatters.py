@@ -1,0 +1,85 @@
+"""Many small reduce-scatters become few large ones."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from crossfade.communicate.buckets import MB, BucketPlan, apply_buckets, bucket_result, plan_buckets, returned
+from crossfade.graph import collectives
+from crossfade.graph.collectives import Collective, Kind
+from crossfade.graph.passes import Numerics, Pass, PassResult
+from crossfade.graph.program import Program
+
+
+@dataclass(frozen=True)
+class BucketReduceScatters(Pass):
+    """Pack reduce-scatters of one group, dtype and reduction into buckets whose input is at most `cap_mb`.
+
+    Each rank's parts are laid side by side, so that the bucket scatters exactly what its members would have; one copy
+    goes in, and results are views of the bucket, but for those that the program returns.
+
+    Before:
+        a: f32[4] = input("a")
+        b: f32[2, 3] = input("b")
+        s: f32[2] = c10d.reduce_scatter_tensor(a, "sum", 2, "dp")
+        w: f32[2] = c10d.wait_tensor(s)
+        s2: f32[1, 3] = c10d.reduce_scatter_tensor(b, "sum", 2, "dp")
+        w2: f32[1, 3] = c10d.wait_tensor(s2)
+        neg: f32[2] = aten.neg(w)
+        return output("a", neg), output("b", w2)
+
+    After:
+        a: f32[4] = input("a")
+        b: f32[2, 3] = input("b")
+        view: f32[2, 2] = aten.view(a, [2, -1])
+        view_1: f32[2, 3] = aten.view(b, [2, -1])
+        cat: f32[2, 5] = aten.cat([view, view_1], 1)
+        view_2: f32[10] = aten.view(cat, [-1])
+        reduce_scatter_tensor: f32[5] = c10d.reduce_scatter_tensor(view_2, "sum", 2, "dp")
+        wait_tensor: f32[5] = c10d.wait_tensor(reduce_scatter_tensor)
+        split_with_sizes: (f32[2], f32[3]) = aten.split_with_sizes(wait_tensor, [2, 3])
+        getitem: f32[2] = split_with_sizes[0]
+        getitem_1: f32[3] = split_with_sizes[1]
+        view_3: f32[2] = aten.view(getitem, [2])
+        view_4: f32[1, 3] = aten.view(getitem_1, [1, 3])
+        clone: f32[1, 3] = aten.clone(view_4)
+        neg: f32[2] = aten.neg(view_3)
+        return output("a", neg), output("b", clone)
+    """
+
+    name = "bucket-reduce-scatters"
+    numerics = Numerics.REASSOCIATES  # a ring splits a bucket at other places than it splits its members
+    provides = frozenset({"bucketed"})
+
+    cap_mb: float = 2.0
+    first_mb: float = 1.0
+
+    def run(self, program: Program) -> PassResult:
+        """Plan, then apply."""
+        plan = self.plan(program)
+        return bucket_result(plan, apply_buckets(program, plan, _exchange))
+
+    def plan(self, program: Program) -> BucketPlan:
+        """Choose the buckets; pure."""
+        cap, first = int(self.cap_mb * MB), int(self.first_mb * MB)
+        return plan_buckets(program, Kind.REDUCE_SCATTER, cap=cap, first=first, may_delay=True)
+
+
+def _exchange(members: list[Collective]) -> Callable[..., list[Tensor]]:
+    group, ranks, reduce_op = members[0].group, members[0].group_size or 1, str(members[0].reduce_op)
+
+    def exchange(*values: Tensor) -> list[Tensor]:
+        rows = [value.view(ranks, -1) if value.is_contiguous() else value.reshape(ranks, -1) for value in values]
+        packed = torch.cat(rows, 1).view(-1)
+        done = collectives.wait(collectives.reduce_scatter(packed, reduce_op, ranks, group))
+        parts = done.split([value.numel() // ranks for value in values])
+        views = [
+            part.view(value.shape[0] // ranks, *value.shape[1:]) for part, value in zip(parts, values, strict=True)
+        ]
+        return [view.clone() if returned(one) else view for view, one in zip(views, members, strict=True)]
+
+    return exchange
