@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 
 from crossfade.capture.accumulate import accumulate as run_on_micro_batches
 from crossfade.capture.batch import BatchIs, BatchLayout, batch_key
-from crossfade.capture.optimizer import append_optimizer, check_optimizer, missing_state, options_key, parameter_names
+from crossfade.capture.optimizer import append_optimizer, check_optimizer, initial_state, options_key, parameter_names
 from crossfade.capture.training import LossFunction, capture_forward_backward, check_model
 from crossfade.communicate.bucket_all_gathers import BucketAllGathers
 from crossfade.communicate.bucket_all_reduces import BucketAllReduces
@@ -239,7 +239,7 @@ class _StepCompiler:
 
         report = Report.of(before, program, title=type(self.model).__name__, facts=self._facts(seconds, layout))
         stepped = {out.name for out in before.outputs if out.kind is OutputKind.UPDATE}
-        return Built(program, layout, report, missing_state(self.optimizer, names, stepped))
+        return Built(program, layout, report, initial_state(self.optimizer, names, stepped))
 
     def _capture(self, batch: tuple[Any, ...], layout: BatchLayout, names: Mapping[Any, str]) -> Program:
         trained = [names[p] for group in self.optimizer.param_groups for p in group["params"] if p.requires_grad]

@@ -15,7 +15,7 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from crossfade.capture.tracing import to_fake, trace
 from crossfade.errors import OptimizerError
-from crossfade.graph.private import symbolic_float
+from crossfade.graph.private import has_step_hooks, symbolic_float
 from crossfade.graph.program import Input, InputKind, Output, OutputKind, Program
 from crossfade.graph.rewrite import inline
 
@@ -64,6 +64,8 @@ def check_optimizer(optimizer: Optimizer, names: Mapping[Tensor, str]) -> None:
             expected=f"one of {', '.join(kind.__name__ for kind in _INITIAL_STATE)}",
             remedy="use one of those, or keep this optimizer and compile only the forward and backward",
         )
+    if has_step_hooks(optimizer):
+        raise OptimizerError("hooks around the optimizer's step", remedy="remove them, and call them between steps")
     for index, group in enumerate(optimizer.param_groups):
         for option in _REFUSED_OPTIONS:
             if group.get(option):
@@ -83,17 +85,16 @@ def check_optimizer(optimizer: Optimizer, names: Mapping[Tensor, str]) -> None:
                 )
 
 
-def missing_state(
+def initial_state(
     optimizer: Optimizer, names: Mapping[Tensor, str], stepped: Collection[str]
 ) -> dict[str, dict[str, Tensor]]:
-    """The state that the optimizer would create at its first step for the parameters `stepped`, where it has none."""
-    missing: dict[str, dict[str, Tensor]] = {}
-    for group in optimizer.param_groups:
-        for parameter in (p for p in group["params"] if names[p] in stepped):
-            present = optimizer.state.get(parameter, {})
-            initial = _INITIAL_STATE[type(optimizer)](group, parameter, present)
-            missing[names[parameter]] = {key: value for key, value in initial.items() if present.get(key) is None}
-    return missing
+    """The state that the optimizer would create at its first step, for each of the parameters `stepped`."""
+    return {
+        names[parameter]: _INITIAL_STATE[type(optimizer)](group, parameter, optimizer.state.get(parameter, {}))
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+        if names[parameter] in stepped
+    }
 
 
 def options_key(optimizer: Optimizer) -> Hashable:
@@ -149,7 +150,7 @@ def append_optimizer(
         *rates,
     )
     with torch.no_grad():
-        body = trace(update, fakes, f"the step of {type(optimizer).__name__}")
+        body = trace(program.fake_mode, update, fakes, f"the step of {type(optimizer).__name__}")
     return _append(program, body.graph, ready, state, len(rates), clipped=clip_grad_norm is not None)
 
 
@@ -168,8 +169,8 @@ def _fake_state(
     program: Program, optimizer: Optimizer, names: Mapping[Tensor, str], ready: Mapping[str, Any]
 ) -> dict[str, dict[str, Tensor]]:
     parameters = {name: parameter for parameter, name in names.items()}
-    missing = missing_state(optimizer, names, ready)
-    real = {n: {**missing[n], **optimizer.state.get(parameters[n], {})} for n in ready}
+    initial = initial_state(optimizer, names, ready)
+    real = {n: {**initial[n], **optimizer.state.get(parameters[n], {})} for n in ready}
     mode = program.fake_mode
     return {
         n: {key: to_fake(mode, value) for key, value in entries.items() if isinstance(value, Tensor)}

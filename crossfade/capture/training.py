@@ -6,7 +6,7 @@ The user's model is not rewritten: it runs once on fake tensors, its parameters 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -15,7 +15,14 @@ from torch import Tensor, nn
 from crossfade.capture.batch import BatchLayout, is_split
 from crossfade.capture.tracing import new_fake_mode, to_fake, trace
 from crossfade.errors import CaptureError, ModelError
-from crossfade.graph.private import FakeTensorMode, tree_flatten, tree_unflatten
+from crossfade.graph.private import (
+    FakeTensorMode,
+    TorchDispatchMode,
+    has_hooks,
+    swapped_state,
+    tree_flatten,
+    tree_unflatten,
+)
 from crossfade.graph.program import Input, InputKind, Output, OutputKind, Program, identifier
 
 LossFunction = Callable[..., Tensor]
@@ -35,6 +42,9 @@ def check_model(model: nn.Module) -> None:
                 f"{name} on the meta device, which holds no numbers",
                 remedy="materialise the model first: model.to_empty(device='cpu'), then initialise or load its weights",
             )
+    hooked = next((name for name, parameter in model.named_parameters() if has_hooks(parameter)), None)
+    if hooked is not None:
+        raise ModelError(f"a gradient hook on {hooked}", remedy="remove it: gradients live inside the compiled step")
     devices = {str(tensor.device) for _, tensor in tensors}
     if len(devices) > 1:
         raise ModelError(
@@ -71,16 +81,18 @@ def capture_forward_backward(
     tensors = [_resized(mode, leaf, batch_size) for leaf in leaves if isinstance(leaf, Tensor)]
 
     def forward_backward(parameter_values: list[Tensor], buffer_values: list[Tensor], *batch_values: Tensor) -> Any:
-        with torch.enable_grad():
-            fresh = [_as_leaf(p, like) for p, like in zip(parameter_values, parameters.values(), strict=True)]
-            state = dict(zip([*parameters, *buffers], [*fresh, *buffer_values], strict=True))
-            loss = _loss(model, loss_fn, state, tree_unflatten(_fill(leaves, batch_values), spec))
-            gradients = torch.autograd.grad(loss, [state[name] for name in trained], allow_unused=True)
-        return [loss.detach(), *gradients, *(state[name] for name in buffers)]
+        fresh = [_as_leaf(p, like) for p, like in zip(parameter_values, parameters.values(), strict=True)]
+        state = dict(zip([*parameters, *buffers], [*fresh, *buffer_values], strict=True))
+        wanted = [state[name] for name in trained]
+        with torch.enable_grad(), swapped_state(model, state):  # until after the backward, which may run parts again
+            loss = _loss(model, loss_fn, tree_unflatten(_fill(leaves, batch_values), spec))
+            with _NoDraws():
+                gradients = torch.autograd.grad(loss, wanted, allow_unused=True)
+        return [loss.detach(), *gradients, *(state[name] for name in buffers), *parameter_values]
 
     fakes = [to_fake(mode, p) for p in parameters.values()], [to_fake(mode, b) for b in buffers.values()], *tensors
-    with torch.backends.cudnn.flags(enabled=False) if plain_norms else contextlib.nullcontext():
-        module = trace(forward_backward, fakes, f"the forward and backward of {type(model).__name__}")
+    with _as_it_was(model), _plain_kernels(model, plain_norms):
+        module = trace(mode, forward_backward, fakes, f"the forward and backward of {type(model).__name__}")
     names = [name for name, leaf in zip(layout.names, leaves, strict=True) if isinstance(leaf, Tensor)]
     inputs = (
         *(Input(InputKind.PARAMETER, name) for name in parameters),
@@ -90,16 +102,56 @@ def capture_forward_backward(
     outputs = (
         Output(OutputKind.LOSS, "loss"),
         *(Output(OutputKind.GRADIENT, name) for name in trained),
-        *(Output(OutputKind.UPDATE, name) for name in buffers),
+        *(Output(OutputKind.UPDATE, name) for name in [*buffers, *parameters]),
     )
     return _tidy(module, inputs, outputs)
 
 
-def _loss(model: nn.Module, loss_fn: LossFunction | None, state: dict[str, Tensor], batch: tuple[Any, ...]) -> Tensor:
-    """Run the model on swapped-in state. With a loss function, the last element of the batch is its targets."""
-    inputs = batch if loss_fn is None else batch[0]
-    args, kwargs = _call_arguments(inputs)
-    result = torch.func.functional_call(model, state, args, kwargs)
+class _NoDraws(TorchDispatchMode):
+    """Refuses random numbers drawn in the backward: a checkpointed forward that runs again would draw others."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if torch.Tag.nondeterministic_seeded in func.tags and "attention" not in func._schema.name:
+            raise CaptureError(
+                f"{func} drawn again in the backward, as activation checkpointing does",
+                expected="the numbers that the forward drew",
+                remedy="leave dropout out of checkpointed parts, or leave the checkpointing out",
+            )
+        return func(*args, **(kwargs or {}))
+
+
+@contextlib.contextmanager
+def _as_it_was(model: nn.Module) -> Iterator[None]:
+    """Give every module back the plain attributes it had: a forward that stores a tensor would keep a traced one."""
+    before = [(module, dict(vars(module))) for module in model.modules()]
+    try:
+        yield
+    finally:
+        for module, attributes in before:
+            vars(module).clear()
+            vars(module).update(attributes)
+
+
+@contextlib.contextmanager
+def _plain_kernels(model: nn.Module, plain_norms: bool) -> Iterator[None]:
+    """Capture in ATen's own spelling where a library's kernel would hide what it computes.
+
+    oneDNN's recurrent layers return a workspace that fake tensors describe wrongly.
+    """
+    recurrent = any(isinstance(module, nn.RNNBase) for module in model.modules())
+    with contextlib.ExitStack() as stack:
+        if plain_norms or recurrent:
+            stack.enter_context(torch.backends.cudnn.flags(enabled=False))
+        if recurrent:
+            stack.enter_context(torch.backends.mkldnn.flags(enabled=False))
+        yield
+
+
+def _loss(model: nn.Module, loss_fn: LossFunction | None, batch: tuple[Any, ...]) -> Tensor:
+    """The loss of a batch. With a loss function, the batch's first element is the model's inputs, the rest its own."""
+    whole = batch[0] if len(batch) == 1 and isinstance(batch[0], dict) else batch
+    args, kwargs = _call_arguments(whole if loss_fn is None else batch[0])
+    result = model(*args, **kwargs)
     loss = result if loss_fn is None else loss_fn(result, *batch[1:])
     if not isinstance(loss, Tensor) or loss.dim() or not loss.is_floating_point():
         shape = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
@@ -107,6 +159,11 @@ def _loss(model: nn.Module, loss_fn: LossFunction | None, state: dict[str, Tenso
             f"{shape} as the loss",
             expected="one floating-point number",
             remedy="reduce it with .mean()" if isinstance(loss, Tensor) else "return the loss tensor from loss_fn",
+        )
+    if not loss.requires_grad:
+        raise CaptureError(
+            "a loss that does not depend on any trained parameter",
+            remedy="check for detach(), no_grad or inference_mode in the model, and that parameters require gradients",
         )
     return loss
 
@@ -136,17 +193,25 @@ def _fill(leaves: Sequence[Any], tensors: Sequence[Tensor]) -> list[Any]:
 
 def _tidy(module: torch.fx.GraphModule, inputs: tuple[Input, ...], outputs: tuple[Output, ...]) -> Program:
     """Keep only the results that say something: gradients that exist, buffers that changed."""
-    results: Any = next(iter(module.graph.find_nodes(op="output"))).args[0]
-    kept = [(out, value) for out, value in zip(outputs, results, strict=True) if _says_something(value)]
+    placeholders = dict(zip([item.name for item in inputs], module.graph.find_nodes(op="placeholder"), strict=True))
+    results: Any = module.graph.output_node().args[0]
+    kept = [
+        (out, value)
+        for out, value in zip(outputs, results, strict=True)
+        if value is not None and not (out.kind is OutputKind.UPDATE and value is placeholders[out.name])
+    ]
+    for out, _ in kept:
+        if out.kind is OutputKind.UPDATE and Input(InputKind.PARAMETER, out.name) in inputs:
+            raise CaptureError(
+                f"parameter {out.name} changed by the forward itself",
+                expected="parameters that only the optimizer changes",
+                remedy="do it between steps (an embedding's max_norm, a clamp), or make it a buffer",
+            )
     module.graph.output_node().args = (tuple(value for _, value in kept),)
-    for item, node in zip(inputs, module.graph.find_nodes(op="placeholder"), strict=True):
-        node.target = identifier(item.name)
+    for name, node in placeholders.items():
+        node.target = identifier(name)
         node._rename(node.target)
     constants = {
         name: getattr(module, name) for name in {str(n.target) for n in module.graph.find_nodes(op="get_attr")}
     }
     return Program(module.graph, inputs, tuple(out for out, _ in kept), constants=constants)
-
-
-def _says_something(value: Any) -> bool:
-    return value is not None and value.op != "placeholder"

@@ -29,7 +29,10 @@ __all__ = [
     "TorchDispatchMode",
     "default_store",
     "dispatch_functionalize",
+    "has_hooks",
+    "has_step_hooks",
     "mark_optimizer_stepped",
+    "swapped_state",
     "symbolic_float",
     "symbolic_shapes",
     "tree_flatten",
@@ -73,3 +76,20 @@ def mark_optimizer_stepped(optimizer: torch.optim.Optimizer) -> None:
 def unwrapped_operator(operator: torch._ops.OpOverload) -> Any:
     """The C++ function inside an operator: calling it saves a Python frame for each node. Known on 2.11, 2.13."""
     return operator._op
+
+
+def swapped_state(model: torch.nn.Module, state: dict[str, torch.Tensor]) -> Any:
+    """Run a model on other parameters and buffers for a while; `state` then holds what it left. Known on 2.11, 2.13."""
+    from torch.nn.utils import stateless
+
+    return stateless._reparametrize_module(model, state, tie_weights=True)
+
+
+def has_hooks(parameter: torch.Tensor) -> bool:
+    """Whether the user put gradient hooks on a parameter. Known on 2.11, 2.13."""
+    return bool(parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None))
+
+
+def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether the user put hooks around the optimizer's step. Known on 2.11, 2.13."""
+    return bool(optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks)
