@@ -43,7 +43,9 @@ def demo(
 
 @app.command()
 def explain(
-    program: Annotated[Path, typer.Argument(help="A program in Crossfade's text form; see docs/architecture.md.")],
+    program: Annotated[
+        Path, typer.Argument(help="A program in Crossfade's text form; see docs/architecture.md.", exists=True)
+    ],
     passes: Annotated[str, typer.Option(help="Passes to run, e.g. 'bucket-all-reduces(cap_mb=2) sink-waits'.")] = "",
     group_size: Annotated[int, typer.Option(help="Ranks in each process group the program names.", min=1)] = 2,
     html: Annotated[Path | None, typer.Option(help="Also write an HTML report here.")] = None,
@@ -74,7 +76,7 @@ def explain(
 @app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
 def launch(
     context: typer.Context,
-    script: Annotated[Path, typer.Argument(help="The Python script; what follows are its own arguments.")],
+    script: Annotated[Path, typer.Argument(help="The Python script; what follows are its own arguments.", exists=True)],
     ranks: Annotated[int, typer.Option(help="Local rank processes to start.", min=1)] = 2,
 ) -> None:
     """Start a script on several local ranks; when one fails, end all and name it.

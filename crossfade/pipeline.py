@@ -5,13 +5,14 @@
 
 from __future__ import annotations
 
+import ast
 import difflib
 import inspect
 import time
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from torch import fx, nn
@@ -28,6 +29,7 @@ from crossfade.communicate.lower_averages import LowerAverages
 from crossfade.communicate.raise_launches import RaiseLaunches
 from crossfade.communicate.sink_waits import SinkWaits
 from crossfade.errors import CrossfadeError, NotYetError, PassError
+from crossfade.graph.order import is_random
 from crossfade.graph.passes import Pass, fingerprint, run_passes
 from crossfade.graph.private import tree_flatten, tree_unflatten
 from crossfade.graph.program import OutputKind, Program, from_graph_module
@@ -37,15 +39,17 @@ from crossfade.run.mesh import Axis, MeshLike, data_parallel_axis
 from crossfade.run.pack_in_place import PackInPlace
 from crossfade.run.step import Built, Step
 from crossfade.run.update_in_place import UpdateInPlace
+from crossfade.shard.average_buffers import AverageBuffers
 from crossfade.shard.average_gradients import AverageGradients
 from crossfade.shard.batch_dims import mark_batch_dims, needs_batch_dims
 from crossfade.shard.broadcast_buffers import BroadcastBuffers
-from crossfade.shard.draw_globally import RANK_INPUT, DrawGlobally
+from crossfade.shard.draw_globally import DrawGlobally
 from crossfade.shard.synchronize_batch_norm import SynchronizeBatchNorm
 from crossfade.simplify.remove_aliases import RemoveAliases
 from crossfade.simplify.remove_dead_code import RemoveDeadCode
 
 Semantics = Literal["global", "per-rank"]
+LossIs = Literal["mean", "sum"]
 
 _SUMS_ONLY = frozenset({"gloo"})
 """Backends without an averaging all-reduce."""
@@ -56,11 +60,12 @@ def simplification() -> list[Pass]:
     return [RemoveAliases(), RemoveDeadCode()]
 
 
-def data_parallelism(axis: str, ranks: int, semantics: Semantics) -> list[Pass]:
+def data_parallelism(axis: str, ranks: int, semantics: Semantics, loss_is: LossIs = "mean") -> list[Pass]:
     """Passes that split a program's batch over the ranks of an axis."""
+    exchange = AverageGradients(axis, "avg" if loss_is == "mean" else "sum")
     if semantics == "global":
-        return [DrawGlobally(ranks), SynchronizeBatchNorm(axis, ranks), AverageGradients(axis)]
-    return [BroadcastBuffers(axis), AverageGradients(axis)]
+        return [DrawGlobally(ranks), SynchronizeBatchNorm(axis, ranks), AverageBuffers(axis), exchange]
+    return [BroadcastBuffers(axis), exchange]
 
 
 def communication() -> list[Pass]:
@@ -105,18 +110,20 @@ def pass_from_spelling(spelling: str) -> Pass:
     >>> pass_from_spelling("bucket-all-reduces(cap_mb=8)")
     BucketAllReduces(cap_mb=8.0, first_mb=1.0)
     """
-    name, _, options = spelling.rstrip(")").partition("(")
+    name, _, options = spelling.partition("(")
     if name not in known_passes():
         near = difflib.get_close_matches(name, known_passes(), n=1)
         remedy = f"did you mean {near[0]}" if near else "`crossfade passes` lists them"
         raise PassError(f"the pass {name!r}", expected="a known pass", remedy=remedy)
     kind = known_passes()[name]
     defaults: dict[str, Any] = {option.name: option.default for option in fields(kind)}
-    values = dict(item.split("=", 1) for item in options.split(",") if item)
-    if unknown := values.keys() - defaults.keys():
+    try:
+        call: Any = ast.parse(f"options({options}" if options else "options()", mode="eval").body
+        values = {item.arg: ast.literal_eval(item.value) for item in call.keywords}
+        return kind(**{key: type(defaults[key])(value) for key, value in values.items()})
+    except (SyntaxError, ValueError, KeyError) as error:
         expected = ", ".join(options_of(kind)) or "no options"
-        raise PassError(f"option {sorted(unknown)[0]!r} of {name}", expected=expected, remedy="correct the option")
-    return kind(**{key: type(defaults[key])(value) for key, value in values.items()})
+        raise PassError(f"the options of {spelling}", expected=expected, remedy="correct them") from error
 
 
 def compile_step(
@@ -130,6 +137,7 @@ def compile_step(
     accumulate: int = 1,
     clip_grad_norm: float | None = None,
     semantics: Semantics = "global",
+    loss_is: LossIs = "mean",
     passes: Sequence[Pass] | None = None,
     timeout: float = 60.0,
 ) -> Step:
@@ -150,6 +158,7 @@ def compile_step(
         semantics: `"global"`: the step computes what one device would on the whole batch; batch statistics span all
             ranks and dropout masks are those of the whole batch (all ranks need the same seed). `"per-rank"`: each
             rank normalises and draws for its own samples, as under torch's DDP.
+        loss_is: whether the loss is a mean over samples or a sum: how parts of a batch are put together.
         passes: communication passes to use instead of `crossfade.pipeline.communication()`.
         timeout: seconds after which a collective, or the check that all ranks run the same program, fails.
 
@@ -166,17 +175,54 @@ def compile_step(
         raise NotYetError(
             f"data_parallel={data_parallel!r}", expected='"replicate"', remedy='pass data_parallel="replicate"'
         )
+    _check_options(batch=(batch, BatchIs), semantics=(semantics, Semantics), loss_is=(loss_is, LossIs))
+    _check_numbers(accumulate, clip_grad_norm, timeout)
     names = parameter_names(model)
     check_model(model)
     check_optimizer(optimizer, names)
     axis = data_parallel_axis(mesh)
     compiler = _StepCompiler(
-        model, loss_fn, optimizer, axis, batch, accumulate, clip_grad_norm, semantics,
+        model, loss_fn, optimizer, axis, batch, accumulate, clip_grad_norm, semantics, loss_is,
         tuple(communication() if passes is None else passes),
     )  # fmt: skip
     members, group = axis.open(timeout) if axis is not None else (None, "")
     groups = {axis.name: group} if axis is not None else {}
     return Step(model, optimizer, lambda b: compiler.build(b, members), compiler.key, members, groups)
+
+
+def _check_options(**given: tuple[str, Any]) -> None:
+    for name, (value, kind) in given.items():
+        if value not in get_args(kind):
+            expected = " or ".join(repr(one) for one in get_args(kind))
+            raise CrossfadeError(f"{name}={value!r}", expected=expected, remedy="pass one of those")
+
+
+def _check_numbers(accumulate: int, clip_grad_norm: float | None, timeout: float) -> None:
+    if accumulate < 1:
+        raise CrossfadeError(
+            f"accumulate={accumulate}", expected="at least 1", remedy="pass the number of micro-batches"
+        )
+    if clip_grad_norm is not None and not clip_grad_norm > 0:
+        raise CrossfadeError(
+            f"clip_grad_norm={clip_grad_norm}", expected="more than 0", remedy="pass None for no clipping"
+        )
+    if not timeout > 0:
+        raise CrossfadeError(f"timeout={timeout}", expected="seconds, more than 0", remedy="pass how long to wait")
+
+
+def _plain_attributes(module: nn.Module) -> tuple[Any, ...]:
+    """A module's own numbers, words and switches (dropout's p, training): what its forward bakes into a graph."""
+    return tuple(item for item in vars(module).items() if isinstance(item[1], (bool, int, float, str)))
+
+
+def _ambient() -> tuple[Any, ...]:
+    """What torch itself bakes in: autocast and the default dtype."""
+    autocast = [(torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in ("cpu", "cuda")]
+    return (*autocast, torch.get_default_dtype())
+
+
+def _checksum(tensor: torch.Tensor) -> int:
+    return zlib.crc32(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
 
 
 @dataclass(frozen=True)
@@ -191,33 +237,45 @@ class _StepCompiler:
     accumulate: int
     clip_grad_norm: float | None
     semantics: Semantics
+    loss_is: LossIs
     passes: tuple[Pass, ...]
 
     def key(self, batch: tuple[Any, ...]) -> Any:
         """What a captured program depends on."""
-        flags = tuple(module.training for module in self.model.modules())
+        modules = tuple(_plain_attributes(module) for module in self.model.modules())
         parameters = tuple((id(p), p.dtype, p.requires_grad) for p in self.model.parameters())
-        return batch_key(batch), flags, parameters, options_key(self.optimizer)
+        buffers = tuple((b.shape, b.dtype) for b in self.model.buffers())
+        return batch_key(batch), modules, parameters, buffers, options_key(self.optimizer), _ambient()
 
     def build(self, batch: tuple[Any, ...], members: Members | None) -> Built:
         """Capture and compile for one shape of batch, and agree on the result with the other ranks."""
         try:
+            check_optimizer(self.optimizer, parameter_names(self.model))
             built = self._build(batch)
-        except CrossfadeError as error:
+        except Exception as error:
             if members is not None:
-                members.fail(str(error))
+                members.fail(f"{type(error).__name__}: {error}")
             raise
         if members is not None:
-            text = f"{self._stream(built.program)}\n{built.program}"
-            members.agree(f"{fingerprint(built.program)} {self._stream(built.program)}", text)
+            common = [self._stream(built.program), *self._state()]
+            members.agree(" ".join([fingerprint(built.program), *common]), "\n".join([*common, str(built.program)]))
         return built
 
     def _stream(self, program: Program) -> str:
         """What ranks that draw from one random stream must have in common beside the program."""
-        if not any(item.name == RANK_INPUT for item in program.inputs):
+        if self.semantics == "per-rank" or not any(is_random(node) for node in program.graph.nodes):
             return "no random numbers shared by the ranks"
         state = zlib.crc32(torch.get_rng_state().numpy().tobytes())
         return f"random generator in state {state:08x}: call torch.manual_seed alike on every rank"
+
+    def _state(self) -> list[str]:
+        """A line for everything that replicas must start with alike: parameters, buffers, optimizer state, rates."""
+        names = parameter_names(self.model)
+        tensors = {**dict(self.model.named_parameters()), **dict(self.model.named_buffers())}
+        for parameter, entries in self.optimizer.state.items():
+            tensors |= {f"{names[parameter]}:{k}": v for k, v in entries.items() if isinstance(v, torch.Tensor)}
+        lines = [f"{name} with checksum {_checksum(tensor):08x}" for name, tensor in tensors.items()]
+        return lines + [f"lr.{index} = {group['lr']}" for index, group in enumerate(self.optimizer.param_groups)]
 
     def _build(self, batch: tuple[Any, ...]) -> Built:
         start = time.perf_counter()
@@ -226,10 +284,10 @@ class _StepCompiler:
         layout = BatchLayout.of(batch, ranks=ranks, accumulate=self.accumulate, given=self.batch)
 
         captured = self._capture(batch, layout, names)
-        program = run_on_micro_batches(captured, self.accumulate)
+        program = run_on_micro_batches(captured, self.accumulate, mean=self.loss_is == "mean")
         if self.axis is not None:
             program.groups = {self.axis.name: ranks}
-            program = run_passes(program, data_parallelism(self.axis.name, ranks, self.semantics))
+            program = run_passes(program, data_parallelism(self.axis.name, ranks, self.semantics, self.loss_is))
         program = append_optimizer(program, self.optimizer, names, clip_grad_norm=self.clip_grad_norm)
         before = program = run_passes(program, simplification())
         seconds = time.perf_counter() - start

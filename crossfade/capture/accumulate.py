@@ -11,8 +11,8 @@ from crossfade.graph.program import InputKind, OutputKind, Program
 from crossfade.graph.rewrite import inline, splice
 
 
-def accumulate(program: Program, times: int) -> Program:
-    """Run `program` on `times` micro-batches of a larger batch; loss and gradients are averaged.
+def accumulate(program: Program, times: int, *, mean: bool = True) -> Program:
+    """Run `program` on `times` micro-batches of a larger batch; loss and gradients are averaged, or summed.
 
     Parameters are shared, buffers carried from one micro-batch to the next; batch inputs grow along dim 0.
 
@@ -54,7 +54,9 @@ def accumulate(program: Program, times: int) -> Program:
         updates = zip(program.outputs, rounds[-1], strict=True)
         carried.update({out.name: value for out, value in updates if out.kind is OutputKind.UPDATE})
     results = [
-        values[-1] if out.kind is OutputKind.UPDATE else splice(whole, _mean, *values, before=end, like=values[-1])
+        values[-1]
+        if out.kind is OutputKind.UPDATE
+        else splice(whole, _mean if mean else _sum, *values, before=end, like=values[-1])
         for out, *values in zip(program.outputs, *rounds, strict=True)
     ]
     whole.set_results(results, program.outputs)
@@ -62,10 +64,14 @@ def accumulate(program: Program, times: int) -> Program:
 
 
 def _mean(*values: Tensor) -> Tensor:
+    return _sum(*values) / len(values)
+
+
+def _sum(*values: Tensor) -> Tensor:
     total = values[0]
     for value in values[1:]:
         total = total + value
-    return total / len(values)
+    return total
 
 
 def _with_larger_inputs(program: Program, times: int) -> Program:

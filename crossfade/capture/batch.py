@@ -44,8 +44,11 @@ class BatchLayout:
         pairs, spec = tree_flatten_with_path(batch)
         names = tuple(f"batch{tree_keystr(path)}" for path, _ in pairs)
         sizes = {name: leaf.shape[0] for name, (_, leaf) in zip(names, pairs, strict=True) if is_split(leaf)}
-        layout = cls(spec, names, _common_size(sizes), ranks, accumulate, given)
+        first = next(iter(sizes.values()), 0)
+        layout = cls(spec, names, first, ranks, accumulate, given)
         parts = layout._parts
+        if parts > 1:
+            _check_common_size(sizes)
         if layout.size % parts:
             raise BatchError(
                 f"a batch of {layout.size} samples",
@@ -98,7 +101,7 @@ def batch_key(batch: tuple[Any, ...]) -> Hashable:
     return str(spec), described
 
 
-def _common_size(sizes: dict[str, int]) -> int:
+def _check_common_size(sizes: dict[str, int]) -> None:
     if not sizes:
         raise BatchError("a batch without a tensor to split", remedy="pass at least one tensor with a batch dim")
     first, size = next(iter(sizes.items()))
@@ -109,4 +112,3 @@ def _common_size(sizes: dict[str, int]) -> int:
                 expected="the same number of samples along dim 0 of every tensor in the batch",
                 remedy="make tensors that all samples share (masks, tables) buffers of the model",
             )
-    return size

@@ -78,7 +78,7 @@ def capture_forward_backward(
     mode = new_fake_mode()
     parameters, buffers = dict(model.named_parameters()), dict(model.named_buffers())
     leaves, spec = tree_flatten(batch)
-    tensors = [_resized(mode, leaf, batch_size) for leaf in leaves if isinstance(leaf, Tensor)]
+    tensors = [_resized(mode, leaf, batch_size, layout.size) for leaf in leaves if isinstance(leaf, Tensor)]
 
     def forward_backward(parameter_values: list[Tensor], buffer_values: list[Tensor], *batch_values: Tensor) -> Any:
         fresh = [_as_leaf(p, like) for p, like in zip(parameter_values, parameters.values(), strict=True)]
@@ -179,9 +179,9 @@ def _as_leaf(value: Tensor, like: Tensor) -> Tensor:
     return value.detach().requires_grad_(like.requires_grad)
 
 
-def _resized(mode: FakeTensorMode, leaf: Tensor, batch_size: int) -> Tensor:
-    """A fake of a batch tensor with another number of samples, contiguous as `BatchLayout.take` makes it."""
-    shape = (batch_size, *leaf.shape[1:]) if is_split(leaf) else leaf.shape
+def _resized(mode: FakeTensorMode, leaf: Tensor, batch_size: int, given: int) -> Tensor:
+    """A fake of a batch tensor with `batch_size` samples instead of those given, contiguous as `take` makes it."""
+    shape = (leaf.shape[0] * batch_size // given, *leaf.shape[1:]) if is_split(leaf) else leaf.shape
     with mode:
         return torch.empty(shape, dtype=leaf.dtype, device=leaf.device)
 

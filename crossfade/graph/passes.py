@@ -110,7 +110,8 @@ class Pass:
         >>> SinkWaits().spelling
         'sink-waits'
         """
-        options = [f"{f.name}={getattr(self, f.name)}" for f in fields(self) if getattr(self, f.name) != f.default]
+        given = {f.name: getattr(self, f.name) for f in fields(self) if getattr(self, f.name) != f.default}
+        options = [f"{name}={value!r}".replace(" ", "") for name, value in given.items()]
         return f"{self.name}({','.join(options)})" if options else self.name
 
 

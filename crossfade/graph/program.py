@@ -169,7 +169,7 @@ def from_graph_module(module: fx.GraphModule, *, groups: Mapping[str, int] | Non
     """Accept any FX graph of ATen ops and collectives as a Program; `module` is left as it is.
 
     Placeholders become inputs under their own names, results become outputs. Metadata (`meta["val"]`) must be there,
-    as `make_fx`, `torch.export` and `torch.compile` leave it.
+    as `make_fx`, `torch.export` and AOTAutograd leave it.
 
         >>> from torch.fx.experimental.proxy_tensor import make_fx
         >>> module = make_fx(lambda x: x.relu() + 1, tracing_mode="fake")(torch.ones(3))
@@ -181,6 +181,7 @@ def from_graph_module(module: fx.GraphModule, *, groups: Mapping[str, int] | Non
     """
     from crossfade.graph.collectives import group_sizes
 
+    _refuse_other_dialects(module.graph)
     graph = fx.Graph()
     result = graph.graph_copy(module.graph, {})
     flat, _ = tree_flatten(result)
@@ -192,6 +193,27 @@ def from_graph_module(module: fx.GraphModule, *, groups: Mapping[str, int] | Non
     inputs = tuple(Input(InputKind.INPUT, str(node.target)) for node in graph.find_nodes(op="placeholder"))
     outputs = tuple(Output(OutputKind.OUTPUT, str(index)) for index in range(len(flat)))
     return Program(graph, inputs, outputs, groups=dict(groups or group_sizes(graph)), constants=constants)
+
+
+def _refuse_other_dialects(graph: fx.Graph) -> None:
+    """Accept graphs of operators with metadata; say what to do with graphs of Python calls."""
+    for node in graph.nodes:
+        plain = node.op != "call_function" or isinstance(node.target, torch._ops.OperatorBase) or _is_scalar_op(node)
+        if node.op in ("call_module", "call_method") or not plain:
+            raise CaptureError(
+                f"{node.op} {node.target} in the graph",
+                expected="ATen operators, as after make_fx, torch.export or AOTAutograd",
+                remedy="trace it with make_fx, or take the graph that aot_autograd gives to its compilers",
+            )
+        if node.op == "placeholder" and "val" not in node.meta:
+            raise CaptureError(
+                f"input {node.target} without metadata",
+                remedy='trace with make_fx(..., tracing_mode="fake"), which leaves meta["val"] on every node',
+            )
+
+
+def _is_scalar_op(node: fx.Node) -> bool:
+    return getattr(node.target, "__module__", "") in ("_operator", "math", "torch") and callable(node.target)
 
 
 def _fake_modes(graph: fx.Graph) -> set[FakeTensorMode | None]:

@@ -34,10 +34,12 @@ class Executable:
         collectives.rename_groups(self.program.graph.nodes, dict(groups))
         self.groups = {real: logical for logical, real in groups.items()}
         self.compiled = compile_program(self.program)
+        values = (node.meta.get("val") for node in self.program.placeholders)
+        self.device = next((value.device.type for value in values if isinstance(value, torch.Tensor)), "cpu")
 
     def __call__(self, inputs: list[Any]) -> tuple[Any, ...]:
         """Run on the inputs, in the program's order; the list is emptied."""
-        with torch.no_grad():
+        with torch.no_grad(), torch.autocast(self.device, enabled=False):  # casts are in the program already
             return self.compiled.function(inputs)
 
     def collective_at(self, error: BaseException) -> str:

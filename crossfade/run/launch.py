@@ -20,8 +20,9 @@ def launch(script: Sequence[str], *, ranks: int, grace: float = 5.0) -> None:
     Scripts find their rank in the variables that `torch.distributed.init_process_group` reads. When a rank fails the
     others have `grace` seconds to end by themselves, with their own errors, before they are killed.
     """
+    threads = os.environ.get("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // ranks)))
     shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port()), "WORLD_SIZE": str(ranks)}
-    shared.setdefault("OMP_NUM_THREADS", os.environ.get("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // ranks))))
+    shared["OMP_NUM_THREADS"] = threads
     processes = [_start(script, {**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}) for rank in range(ranks)]
     try:
         failed = _first_failure(processes)

@@ -47,9 +47,14 @@ class Ranks:
     def run(self, function: Callable[..., Any], *args: Any, timeout: float | None = None) -> list[Any]:
         """Call a function, given by module and name, on every rank; see the class."""
         self._start()
-        for pipe in self._pipes:
-            pipe.send((function, args))
-        return self._collect(time.monotonic() + (timeout or self.timeout), timeout or self.timeout)
+        limit = timeout or self.timeout
+        try:
+            for pipe in self._pipes:
+                pipe.send((function, args))
+            return self._collect(time.monotonic() + limit, limit)
+        except BaseException:  # an interrupt too: answers still on their way must not be taken for the next call's
+            self._end(0.0)
+            raise
 
     def close(self) -> None:
         """End all ranks."""

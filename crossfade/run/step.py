@@ -19,6 +19,14 @@ from crossfade.run.members import Members
 
 log = logging.getLogger("crossfade")
 
+CAPTURES_KEPT = 32
+"""Programs kept for batches of other shapes or settings; the oldest goes first."""
+
+_WHY_SO_MANY = (
+    "each shape of batch, number in the batch, and optimizer option other than the learning rate has its own; "
+    "pad batches to few shapes, pass changing numbers as tensors"
+)
+
 
 class TakesBatch(Protocol):
     """Knows which part of a batch is this rank's."""
@@ -66,8 +74,11 @@ class Step:
         self._build, self._key = build, key
         self._members, self._groups = members, groups
         self._ready: dict[Hashable, _Ready] = {}
+        self._workspaces: dict[Hashable, Tensor] = {}
         self._last: _Ready | None = None
         self.steps = 0
+        self.captures = 0
+        """How many programs were captured so far: one for each shape of batch and setting."""
         self.outputs: dict[str, Tensor] = {}
 
     @property
@@ -87,11 +98,6 @@ class Step:
                 "nothing captured yet: call the step once, or step.prepare(*batch), then ask for the program"
             )
         return self._last.built.program
-
-    @property
-    def captures(self) -> int:
-        """How many programs were captured so far: one for each shape of batch and setting."""
-        return len(self._ready)
 
     def prepare(self, *batch: Any) -> Step:
         """Capture the step for batches like this one without running it; nothing of the user's is changed."""
@@ -124,7 +130,12 @@ class Step:
             built = self._build(batch)
             log.info("captured %s in %.1f s: %s", type(self.model).__name__, time.perf_counter() - start, built.report)
             executable = Executable(built.program, self._groups)
+            if len(self._ready) == CAPTURES_KEPT:
+                self._ready.pop(next(iter(self._ready)))
             self._ready[key] = _Ready(built, executable, self._binders(built.program))
+            self.captures += 1
+            if self.captures in (5, 20, 100):
+                log.warning("captured %d programs so far: %s", self.captures, _WHY_SO_MANY)
         return self._ready[key]
 
     def _run(self, executable: Executable, inputs: list[Any]) -> tuple[Any, ...]:
@@ -151,7 +162,7 @@ class Step:
     def _binders(self, program: Program) -> list[Callable[[dict[str, Tensor]], Any]]:
         """For each input, how to find its value at call time: users may load checkpoints or change rates meanwhile."""
         return [
-            _workspace(node) if item.kind is InputKind.WORKSPACE else self._binder(item.kind, item.name)
+            self._workspace(item.name, node) if item.kind is InputKind.WORKSPACE else self._binder(item.kind, item.name)
             for item, node in program.named_inputs()
         ]
 
@@ -174,15 +185,14 @@ class Step:
         module = model.get_submodule(owner)
         return lambda batch: getattr(module, attribute)
 
+    def _workspace(self, name: str, node: fx.Node) -> Callable[[dict[str, Tensor]], Any]:
+        """Memory that lives as long as the step, shared by its programs, made at the first call."""
+        like = node.meta["val"]
+        key = name, like.shape, like.dtype, like.device
 
-def _workspace(node: fx.Node) -> Callable[[dict[str, Tensor]], Any]:
-    """Memory that lives as long as the program, made at the first call."""
-    memory: list[Tensor] = []
+        def get(batch: dict[str, Tensor]) -> Tensor:
+            if key not in self._workspaces:
+                self._workspaces[key] = torch.empty(like.shape, dtype=like.dtype, device=like.device)
+            return self._workspaces[key]
 
-    def get(batch: dict[str, Tensor]) -> Tensor:
-        if not memory:
-            like = node.meta["val"]
-            memory.append(torch.empty(like.shape, dtype=like.dtype, device=like.device))
-        return memory[0]
-
-    return get
+        return get

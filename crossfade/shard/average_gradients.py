@@ -16,7 +16,8 @@ from crossfade.graph.rewrite import after, splice
 class AverageGradients(Pass):
     """Insert one averaged all-reduce per gradient, where the gradient is ready, and one for the loss.
 
-    Each rank computes the mean loss of its own samples; the average over the ranks is that of the whole batch.
+    Each rank computes the mean loss of its own samples; the average over the ranks is that of the whole batch. For a
+    loss that sums over samples, `reduce_op` is `"sum"`.
 
     Before:
         x: f32[4] = input("x")
@@ -36,15 +37,15 @@ class AverageGradients(Pass):
     provides = frozenset({"data-parallel"})
 
     group: str = "dp"
+    reduce_op: str = "avg"
 
     def run(self, program: Program) -> PassResult:
         """Replace each gradient and loss among the program's results by its average."""
         results, verdicts = [], []
         for out, value in program.named_results():
             if out.kind in (OutputKind.GRADIENT, OutputKind.LOSS):
-                reason = (
-                    f"averages {'a gradient' if out.kind is OutputKind.GRADIENT else 'the loss'}, where it is ready"
-                )
+                what = "a gradient" if out.kind is OutputKind.GRADIENT else "the loss"
+                reason = f"{'averages' if self.reduce_op == 'avg' else 'sums'} {what}, where it is ready"
                 size = tensor_bytes(value.meta["val"])
                 value = splice(program, self._average, value, before=after(program, value), like=value)
                 value.args[0].meta[MADE_FOR] = out.name
@@ -54,4 +55,4 @@ class AverageGradients(Pass):
         return PassResult(bool(verdicts), {"inserted": len(verdicts)}, tuple(verdicts))
 
     def _average(self, value: Tensor) -> Tensor:
-        return collectives.wait(collectives.all_reduce(value, "avg", self.group))
+        return collectives.wait(collectives.all_reduce(value, self.reduce_op, self.group))

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import fx
 
-from crossfade.errors import CaptureError
+from crossfade.errors import CaptureError, RewriteError
 from crossfade.graph.order import is_random
 from crossfade.graph.passes import Numerics, Outcome, Pass, PassResult, Verdict
-from crossfade.graph.program import Input, InputKind, Program
+from crossfade.graph.program import Input, InputKind, Program, source_line
 from crossfade.graph.rewrite import erase_if_dead, insert_call
 from crossfade.shard.batch_dims import batch_dims
 
@@ -28,7 +28,13 @@ _LIKE_FIRST_ARGUMENT = {
     _aten.normal_functional.default,
     _aten.exponential.default,
 }
-_SIZE_FIRST_ARGUMENT = {_aten.rand.default, _aten.randn.default}
+_SIZE_ARGUMENT: dict[Any, int] = {
+    _aten.rand.default: 0,
+    _aten.randn.default: 0,
+    _aten.randint.default: 1,
+    _aten.randint.low: 2,
+}
+"""Ops that are told the shape to draw: the position of that argument."""
 
 
 @dataclass(frozen=True)
@@ -80,13 +86,21 @@ class DrawGlobally(Pass):
         drawn = _drawn_dims(node)
         if not drawn:
             return "its shape does not depend on the batch: the same on every rank"
-        if node.target not in _LIKE_FIRST_ARGUMENT | _SIZE_FIRST_ARGUMENT | {_aten.native_dropout.default}:
-            return f"{node.target} draws inside its kernel: each rank's numbers are its own"
-        if len(drawn) > 1:
-            return f"dims {drawn} all grow with the batch: there is no one part for a rank"
         if node.target is _aten.native_dropout.default and node.args[2] is False:
             return "it draws nothing outside training"
+        if node.target not in {*_LIKE_FIRST_ARGUMENT, *_SIZE_ARGUMENT, _aten.native_dropout.default}:
+            raise self._cannot(node, "whose numbers cannot be drawn for the whole batch and divided")
+        if len(drawn) > 1:
+            raise self._cannot(node, f"whose dims {drawn} all grow with the batch, so that no one part is a rank's")
         return None
+
+    def _cannot(self, node: fx.Node, why: str) -> RewriteError:
+        line = f" [{source_line(node)}]" if source_line(node) else ""
+        return RewriteError(
+            f"{node.name}, a draw by {node.target}{line}, {why}",
+            expected="draws that mean the same on any number of ranks",
+            remedy='pass semantics="per-rank", which draws on each rank for itself, as DDP does',
+        )
 
     def _widen(self, program: Program, node: fx.Node) -> None:
         (dim,) = _drawn_dims(node)
@@ -97,8 +111,8 @@ class DrawGlobally(Pass):
             return insert_call(program, target, *args, before=node, like=node, **kwargs)
 
         first: Any = node.args[0]
-        if node.target in _SIZE_FIRST_ARGUMENT:
-            drawn = call(node.target, whole, *node.args[1:], **node.kwargs)
+        if (position := _SIZE_ARGUMENT.get(node.target)) is not None:
+            drawn = call(node.target, *node.args[:position], whole, *node.args[position + 1 :], **node.kwargs)
         else:
             if value.is_contiguous():
                 empty = call(_aten.new_empty.default, first, whole)

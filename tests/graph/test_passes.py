@@ -106,7 +106,7 @@ def test_history_says_what_each_pass_did():
     assert first.before == TEXT
     assert first.after == TEXT.replace("aten.neg", "aten.exp")
     assert first.seconds >= 0
-    assert (second.spelling, second.changed, second.before, second.after) == ("swap(source=nothing)", False, "", "")
+    assert (second.spelling, second.changed, second.before, second.after) == ("swap(source='nothing')", False, "", "")
     assert third.name == "needs-swap"
     assert done.facts == {"swapped"}
 
@@ -233,7 +233,7 @@ def test_fingerprint_is_stable_over_copies():
 
 def test_spelling_has_only_options_that_differ():
     assert Swap().spelling == "swap"
-    assert Swap("a", lie=True).spelling == "swap(source=a,lie=True)"
+    assert Swap("a", lie=True).spelling == "swap(source='a',lie=True)"
 
 
 def test_a_verdict_carries_the_source_line():

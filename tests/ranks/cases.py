@@ -82,6 +82,38 @@ class NamedInputs(nn.Module):
         return self.left(pair["a"]) * scale + self.right(pair["b"])
 
 
+class MovingAverage(nn.Module):
+    """A buffer follows the mean of the batch, by hand."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 4)
+        self.register_buffer("mean", torch.zeros(4))
+        self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.linear(x)
+        self.mean.mul_(0.9).add_(y.detach().mean(0), alpha=0.1)
+        self.calls += 1
+        return y
+
+
+class Recurrent(nn.Module):
+    """An LSTM and noise drawn for every sample."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm, self.head = nn.LSTM(6, 8, batch_first=True), nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        states, _ = self.lstm(x.unsqueeze(1).expand(-1, 3, -1) + torch.randn(x.shape[0], 3, 6))
+        return self.head(states[:, -1])
+
+
+def _sum_of_squares(output: Tensor, targets: Tensor) -> Tensor:
+    return F.mse_loss(output, targets, reduction="sum") * 0.01
+
+
 def _regression(width: int, outputs: int) -> Callable[[torch.Generator], Batch]:
     return lambda g: (torch.randn(16, width, generator=g), torch.randn(16, outputs, generator=g))
 
@@ -131,6 +163,9 @@ CASES = {
     "unused parameter": Case(PartlyUnused, _regression(6, 4), optimizer=_adamw),
     "bf16 autocast": Case(Autocast, _regression(16, 4)),
     "named inputs": Case(NamedInputs, _named),
+    "moving average": Case(MovingAverage, _regression(6, 4)),
+    "lstm with noise": Case(Recurrent, _regression(6, 4)),
+    "summed loss": Case(_mlp, _regression(8, 4), _sum_of_squares),
 }
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "sgd": lambda p: torch.optim.SGD(p, lr=0.05),

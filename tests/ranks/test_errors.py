@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 import crossfade as cf
 from crossfade.errors import (
@@ -44,6 +45,30 @@ def linear() -> nn.Module:
     return nn.Linear(4, 2)
 
 
+class Clamping(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.weight.clamp_(-0.1, 0.1)
+        return super().forward(x)
+
+
+class Checkpointed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inside = nn.Sequential(nn.Linear(4, 2), nn.Tanh(), nn.Dropout(0.5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(self.inside, x, use_reentrant=False)
+
+
+def hooked(model: nn.Module) -> nn.Module:
+    next(model.parameters()).register_hook(lambda gradient: gradient * 0)
+    return model
+
+
 def sgd(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 
@@ -66,8 +91,26 @@ BAD: dict[str, tuple[type[CrossfadeError], str, Callable[[nn.Module], Any]]] = {
     "tensors of different batch size": (
         BatchError,
         r"batch\[1\] with 5 rows beside batch\[0\] with 6",
-        lambda m: compiled(m)(BATCH[0], BATCH[1][:5]),
+        lambda m: compiled(m, accumulate=2)(BATCH[0], BATCH[1][:5]),
     ),
+    "semantics misspelt": (
+        CrossfadeError,
+        r"found semantics='Global'; expected 'global' or 'per-rank'",
+        lambda m: compiled(m, semantics="Global"),
+    ),
+    "negative clipping": (CrossfadeError, r"found clip_grad_norm=-1", lambda m: compiled(m, clip_grad_norm=-1)),
+    "no micro-batches": (CrossfadeError, r"found accumulate=0", lambda m: compiled(m, accumulate=0)),
+    "parameter changed by the forward": (
+        CaptureError,
+        r"parameter weight changed by the forward itself; .*Remedy: do it between steps",
+        lambda m: compiled(Clamping())(*BATCH),
+    ),
+    "dropout under activation checkpointing": (
+        CaptureError,
+        r"drawn again in the backward, as activation checkpointing does",
+        lambda m: compiled(Checkpointed())(*BATCH),
+    ),
+    "gradient hook": (ModelError, r"a gradient hook on weight", lambda m: compiled(hooked(m))),
     "optimizer we do not support": (
         OptimizerError,
         r"found the optimizer RMSprop; expected one of SGD, Adam, AdamW",
@@ -181,9 +224,21 @@ def _different_models() -> None:
 
 
 def _different_seeds() -> None:
+    torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 2), nn.Dropout(0.5))
     torch.manual_seed(dist.get_rank())
     compiled(model, mesh={"dp": 2}, timeout=10)(*BATCH)
+
+
+def _different_values() -> None:
+    torch.manual_seed(dist.get_rank())
+    compiled(nn.Linear(4, 2), mesh={"dp": 2}, timeout=10)(*BATCH)
+
+
+def _different_rates() -> None:
+    model = linear()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1 * (1 + dist.get_rank()))
+    compiled(model, optimizer, mesh={"dp": 2}, timeout=10)(*BATCH)
 
 
 def _one_cannot_capture() -> None:
@@ -203,6 +258,8 @@ JOBS = {
     "batch not divisible": _batch_not_divisible,
     "different models": _different_models,
     "different seeds": _different_seeds,
+    "different values": _different_values,
+    "different rates": _different_rates,
     "one cannot capture": _one_cannot_capture,
     "one stays away": _one_stays_away,
 }
@@ -219,8 +276,16 @@ JOBS = {
         ("different models", ["RankMismatchError: found different programs, first at line 2: rank 0 has"] * 2),
         ("different seeds", ["RankMismatchError: found different programs, first at line 1: rank 0 has `random"] * 2),
         (
+            "different values",
+            ["RankMismatchError: found different programs, first at line 2: rank 0 has `weight with checksum"] * 2,
+        ),
+        (
+            "different rates",
+            ["RankMismatchError: found different programs, first at line 4: rank 0 has `lr.0 = 0.1`"] * 2,
+        ),
+        (
             "one cannot capture",
-            ["RankFailedError: found rank 1: found control flow", "CaptureError: found control flow"],
+            ["RankFailedError: found rank 1: CaptureError: found control flow", "CaptureError: found control flow"],
         ),
         ("one stays away", ["RankFailedError: found rank 1 did not come to compare programs within 3 s", "no error"]),
     ],

@@ -36,7 +36,9 @@ def differences(a: Trained, b: Trained, rtol: float, atol: float) -> list[str]:
 
 @pytest.mark.parametrize("name", CASES)
 def test_one_device_is_bitwise_eager(name: str) -> None:
-    assert differences(train_eager(name), train_crossfade(name), 0, 0) == []
+    """But for recurrent layers, where eager torch uses oneDNN's fused kernel and the captured step ATen's own."""
+    tolerance = TOLERANCE["default"] if "lstm" in name else (0, 0)
+    assert differences(train_eager(name), train_crossfade(name), *tolerance) == []
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
@@ -56,7 +58,8 @@ def test_clipping_is_bitwise_eager() -> None:
 def test_ranks_equal_one_device(ranks: Any, name: str, count: int) -> None:
     rtol, atol = TOLERANCE.get(name, TOLERANCE["default"])
     eager = train_eager(name)
-    everywhere = ranks(count).run(train_crossfade_on_ranks, name, count, {})
+    options = {"loss_is": "sum"} if name == "summed loss" else {}
+    everywhere = ranks(count).run(train_crossfade_on_ranks, name, count, options)
     for trained in everywhere:
         assert differences(eager, trained, rtol, atol) == []
         assert differences(everywhere[0], trained, 0, 0) == []

@@ -143,3 +143,63 @@ def run_a_given_graph() -> bool:
 @pytest.mark.ranks
 def test_given_graphs_are_improved_and_keep_their_structure(ranks: Any) -> None:
     assert ranks(2).run(run_a_given_graph) == [True, True]
+
+
+class Storing(nn.Module):
+    """Keeps something of its forward, counts its calls, and draws."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.drop = nn.Linear(8, 4), nn.Dropout(0.5)
+        self.calls, self.last = 0, None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        self.last = self.linear(x) + torch.randn(x.shape[0], 4)
+        return self.drop(self.last)
+
+
+def test_capturing_leaves_the_random_stream_and_attributes_as_they_were() -> None:
+    model = Storing()
+    before = torch.get_rng_state()
+    cf.compile_step(model, F.mse_loss, torch.optim.SGD(model.parameters(), lr=0.1)).prepare(
+        *batches(CASES["mlp"], 1)[0]
+    )
+    assert torch.equal(before, torch.get_rng_state())
+    assert (model.calls, model.last) == (0, None)
+
+
+def test_what_a_program_bakes_in_is_part_of_its_key() -> None:
+    model = Storing()
+    batch = batches(CASES["mlp"], 1)[0]
+    step = cf.compile_step(model, F.mse_loss, torch.optim.SGD(model.parameters(), lr=0.1))
+    step(*batch)
+    step(*batch)
+    assert step.captures == 1
+    model.drop.p = 0.1
+    step(*batch)
+    assert step.captures == 2
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        step(*batch)
+    assert step.captures == 3
+
+
+def test_a_kept_loss_stays_and_state_may_be_cleared() -> None:
+    model, optimizer = start()
+    step = cf.compile_step(model, F.mse_loss, optimizer)
+    data = batches(CASES["mlp"], 3)
+    loss = step(*data[0])
+    value = float(loss)
+    step(*data[1])
+    optimizer.state.clear()
+    step(*data[2])
+    assert float(loss) == value
+
+
+def test_one_device_takes_tensors_without_a_batch_dim_of_their_own() -> None:
+    model, optimizer = start()
+    inputs, _ = batches(CASES["mlp"], 1)[0]
+    shared = torch.ones(1, 4)
+    loss = cf.compile_step(model, lambda y, t: (y - t).square().mean(), optimizer)(inputs, shared)
+    expected = (start()[0](inputs) - shared).square().mean()
+    assert float(loss) == float(expected.detach())

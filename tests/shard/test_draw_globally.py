@@ -131,8 +131,6 @@ def test_a_tensor_of_the_model_named_rank_is_no_rank():
 
 LEFT = {
     "its shape does not depend on the batch: the same on every rank": ("aten.rand_like(x)", ()),
-    "dims (0, 1) all grow with the batch: there is no one part for a rank": ("aten.rand_like(x)", (0, 1)),
-    "aten.bernoulli.default draws inside its kernel: each rank's numbers are its own": ("aten.bernoulli(x)", (0,)),
     "it draws nothing outside training": ("aten.native_dropout(x, 0.5, False)", (0,)),
 }
 
@@ -143,3 +141,30 @@ def test_left(reason: str):
     done = run_passes(program_of(call, 4, dims), [DrawGlobally()])
     assert [str(v) for v in done.history[0].verdicts] == [f"draw: left alone: {reason}"]
     assert not done.history[0].changed and len(done.inputs) == 1
+
+
+@pytest.mark.parametrize(
+    ("call", "dims", "message"),
+    [
+        ("aten.rand_like(x)", (0, 1), r"whose dims \(0, 1\) all grow with the batch"),
+        ("aten.bernoulli(x)", (0,), "whose numbers cannot be drawn for the whole batch"),
+    ],
+)
+def test_draws_that_cannot_be_divided_are_refused(call, dims, message):
+    program = parse(f'x: f32[4, 4] = input("x")\ny: f32[4, 4] = {call}\nreturn output("y", y)')
+    for node in program.graph.nodes:
+        node.meta[BATCH_DIMS] = dims
+    with pytest.raises(PassError, match=f'{message}.*semantics="per-rank"'):
+        run_passes(program, [DrawGlobally()])
+
+
+def test_integers_drawn_for_the_batch_are_those_of_the_whole():
+    program = parse('x: f32[4] = input("x")\ny: i64[4] = aten.randint.low(3, 9, [4])\nreturn output("y", y)')
+    for node in program.graph.nodes:
+        node.meta[BATCH_DIMS] = (0,)
+    done = run_passes(program, [DrawGlobally()])
+    torch.manual_seed(7)
+    whole = torch.randint(3, 9, (8,))
+    for rank in range(2):
+        torch.manual_seed(7)
+        assert torch.equal(Executable(done, {})([torch.ones(4), rank])[0], whole[4 * rank : 4 * rank + 4])
