@@ -10,8 +10,8 @@ from torch import Tensor, fx
 
 from crossfade.graph import collectives
 from crossfade.graph.order import alias_roots
-from crossfade.graph.passes import Numerics, Pass, PassResult
-from crossfade.graph.program import InputKind, OutputKind, Program
+from crossfade.graph.passes import Numerics, Outcome, Pass, PassResult, Verdict
+from crossfade.graph.program import InputKind, OutputKind, Program, tensor_bytes
 from crossfade.graph.rewrite import insert_call
 
 _NEVER = float("inf")
@@ -54,12 +54,14 @@ class UpdateInPlace(Pass):
         chains = _update_chains(program, memory)
         overwritten = sum(_overwrite(memory, node, chains) for node in memory.nodes)
         cloned = _clone_results(program, memory)
-        copied = cloned + _copy_the_rest(program, memory, chains)
+        copied = _copy_the_rest(program, memory, chains)
         kept = [(out, value) for out, value in program.named_results() if out.kind is not OutputKind.UPDATE]
         dropped = len(program.outputs) - len(kept)
         program.set_results([value for _, value in kept], tuple(out for out, _ in kept))
-        counts = {"updates": dropped, "overwritten": overwritten, "copied": copied}
-        return PassResult(bool(dropped or overwritten or cloned), counts)
+        counts = {"updates": dropped, "overwritten": overwritten, "copied": cloned + len(copied)}
+        why = "its new value cannot be computed in its own memory: copied in"
+        verdicts = tuple(Verdict.of(node, Outcome.LEFT, why, bytes=tensor_bytes(node.meta["val"])) for node in copied)
+        return PassResult(bool(dropped or overwritten or cloned), counts, verdicts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -248,8 +250,8 @@ def _clone_results(program: Program, memory: _Memory) -> int:
     return len(clones)
 
 
-def _copy_the_rest(program: Program, memory: _Memory, chains: dict[fx.Node, fx.Node]) -> int:
-    """Copy in each update that did not go in place: once the old value is no longer read, or else at the end."""
+def _copy_the_rest(program: Program, memory: _Memory, chains: dict[fx.Node, fx.Node]) -> list[fx.Node]:
+    """Copy in each update that did not go in place, once the old value is no longer read; return those inputs."""
     placeholders = program.input_nodes()
     updates = [(placeholders[o.name], v) for o, v in program.named_results() if o.kind is OutputKind.UPDATE]
     rest = [(old, new) for old, new in updates if chains.get(new) is not old and new is not old]
@@ -264,7 +266,7 @@ def _copy_the_rest(program: Program, memory: _Memory, chains: dict[fx.Node, fx.N
     kept = [_clone_at_end(program, v) if memory.region[v].root in dict(late) else v for _, v in late]
     for (old, _), new in zip(late, kept, strict=True):
         _copy(program, old, new, before=program.output_node)
-    return len(rest)
+    return [old for old, _ in rest]
 
 
 def _copy(program: Program, old: fx.Node, new: fx.Node, *, before: fx.Node) -> None:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from crossfade.graph.passes import Numerics, Pass, PassResult
+from crossfade.graph.passes import Numerics, Outcome, Pass, PassResult, Verdict
 from crossfade.graph.program import Program
 from crossfade.graph.rewrite import Match, Rule, apply_rules
 
@@ -56,4 +56,5 @@ class RemoveAliases(Pass):
     def run(self, program: Program) -> PassResult:
         """Apply the rules above to a fixed point."""
         done = apply_rules(program, RULES)
-        return PassResult(done.changed, dict(done.counts))
+        verdicts = tuple(Verdict.of(node, Outcome.LEFT, reason) for _, node, reason in done.declined)
+        return PassResult(done.changed, dict(done.counts), verdicts)
