@@ -60,11 +60,13 @@ def simplification() -> list[Pass]:
     return [RemoveAliases(), RemoveDeadCode()]
 
 
-def data_parallelism(axis: str, ranks: int, semantics: Semantics, loss_is: LossIs = "mean") -> list[Pass]:
+def data_parallelism(
+    axis: str, ranks: int, semantics: Semantics, loss_is: LossIs = "mean", *, can_gather: bool = True
+) -> list[Pass]:
     """Passes that split a program's batch over the ranks of an axis."""
     exchange = AverageGradients(axis, "avg" if loss_is == "mean" else "sum")
     if semantics == "global":
-        return [DrawGlobally(ranks), SynchronizeBatchNorm(axis, ranks), AverageBuffers(axis), exchange]
+        return [DrawGlobally(ranks), SynchronizeBatchNorm(axis, ranks, can_gather), AverageBuffers(axis), exchange]
     return [BroadcastBuffers(axis), exchange]
 
 
@@ -287,7 +289,10 @@ class _StepCompiler:
         program = run_on_micro_batches(captured, self.accumulate, mean=self.loss_is == "mean")
         if self.axis is not None:
             program.groups = {self.axis.name: ranks}
-            program = run_passes(program, data_parallelism(self.axis.name, ranks, self.semantics, self.loss_is))
+            # gloo's all-gather crashes on CUDA tensors
+            can_gather = self.axis.backend != "gloo" or not any(p.is_cuda for p in self.model.parameters())
+            sharding = data_parallelism(self.axis.name, ranks, self.semantics, self.loss_is, can_gather=can_gather)
+            program = run_passes(program, sharding)
         program = append_optimizer(program, self.optimizer, names, clip_grad_norm=self.clip_grad_norm)
         before = program = run_passes(program, simplification())
         seconds = time.perf_counter() - start

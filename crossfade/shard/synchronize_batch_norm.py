@@ -28,6 +28,8 @@ class SynchronizeBatchNorm(Pass):
     Means and variances of the ranks' parts are combined exactly (no difference of large squares). Running statistics
     and gradients are then those of the whole batch.
 
+    With `gather=False` two all-reduces take the all-gather's place, for backends that cannot gather (gloo on CUDA).
+
     Before:
         x: f32[4, 2] = input("x")
         norm: (f32[4, 2], f32[2], f32[2]) = aten._native_batch_norm_legit.no_stats(x, None, None, True, 0.1, 1e-05)
@@ -65,6 +67,7 @@ class SynchronizeBatchNorm(Pass):
 
     group: str = "dp"
     ranks: int = 2
+    gather: bool = True
 
     def run(self, program: Program) -> PassResult:
         """Replace each training-mode batch norm over samples, forward and backward."""
@@ -112,10 +115,7 @@ class SynchronizeBatchNorm(Pass):
         dims = _all_but_channels(x)
         wide = _wide(x)
         var, mean = torch.var_mean(wide, dims, correction=0)
-        everyone = collectives.wait(collectives.all_gather(torch.cat([mean, var]), self.ranks, self.group))
-        means, variances = everyone.view(self.ranks, 2, -1).unbind(1)
-        mean = means.mean(0)
-        var = (variances + (means - mean).square()).mean(0)
+        mean, var = self._combined(mean, var)
         inverse = torch.rsqrt(var + eps)
         out = (wide - _over(mean, x)) * _over(inverse, x)
         out = out if weight is None else out * _over(weight, x)
@@ -130,6 +130,17 @@ class SynchronizeBatchNorm(Pass):
         self, x: Tensor, weight: Tensor | None, bias: Tensor | None, training: bool, momentum: float, eps: float
     ) -> tuple[Tensor | None, ...]:
         return self._forward(x, weight, bias, None, None, training, momentum, eps)[:3]
+
+    def _combined(self, mean: Tensor, var: Tensor) -> tuple[Tensor, Tensor]:
+        """Mean and variance of all ranks' samples from those of each rank's, which are equally many."""
+        if self.gather:
+            everyone = collectives.wait(collectives.all_gather(torch.cat([mean, var]), self.ranks, self.group))
+            means, variances = everyone.view(self.ranks, 2, -1).unbind(1)
+            whole = means.mean(0)
+            return whole, (variances + (means - whole).square()).mean(0)
+        whole = collectives.wait(collectives.all_reduce(mean, "avg", self.group))
+        spread = var + (mean - whole).square()
+        return whole, collectives.wait(collectives.all_reduce(spread, "avg", self.group))
 
     def _backward(
         self, grad: Tensor, x: Tensor, weight: Tensor | None, running_mean: Any, running_var: Any, mean: Tensor,

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from crossfade.communicate.lower_averages import LowerAverages
 from crossfade.graph.passes import run_passes
 from crossfade.graph.text import parse, render_type
 from crossfade.graph.verify import verify
@@ -55,11 +56,13 @@ def values(shape: tuple[int, ...]) -> list[Tensor]:
     return [x, g, *rest]
 
 
-def on_rank(cases: list[tuple]) -> list[list[Tensor]]:
+def on_rank(cases: list[tuple], gather: bool) -> list[list[Tensor]]:
     """This rank's results of every case, on its half of the batch."""
     found = []
     for shape, affine, tracked in cases:
-        done = run_passes(forward_backward(shape, affine, tracked), [SynchronizeBatchNorm()])
+        done = run_passes(
+            forward_backward(shape, affine, tracked), [SynchronizeBatchNorm(gather=gather), LowerAverages()]
+        )
         verify(done, recompute=True)
         x, g, *rest = values(shape)
         half = shape[0] // 2
@@ -85,9 +88,10 @@ def on_one_device(shape: tuple[int, ...], affine: bool, tracked: bool) -> dict[s
 
 
 @pytest.mark.ranks
-def test_two_ranks_are_one_device(ranks: Any):
+@pytest.mark.parametrize("gather", [True, False])
+def test_two_ranks_are_one_device(ranks: Any, gather: bool):
     cases = [(s, affine, tracked) for s in SHAPES.values() for affine in (True, False) for tracked in (True, False)]
-    both = ranks(2).run(on_rank, cases)
+    both = ranks(2).run(on_rank, cases, gather)
     for index, case in enumerate(cases):
         expected = on_one_device(*case)
         for (name, whole), *parts in zip(expected.items(), *(found[index] for found in both), strict=True):
