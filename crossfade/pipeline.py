@@ -184,7 +184,7 @@ def compile_step(
     check_optimizer(optimizer, names)
     axis = data_parallel_axis(mesh)
     compiler = _StepCompiler(
-        model, loss_fn, optimizer, axis, batch, accumulate, clip_grad_norm, semantics, loss_is,
+        model, tuple(model.modules()), loss_fn, optimizer, axis, batch, accumulate, clip_grad_norm, semantics, loss_is,
         tuple(communication() if passes is None else passes),
     )  # fmt: skip
     members, group = axis.open(timeout) if axis is not None else (None, "")
@@ -212,9 +212,16 @@ def _check_numbers(accumulate: int, clip_grad_norm: float | None, timeout: float
         raise CrossfadeError(f"timeout={timeout}", expected="seconds, more than 0", remedy="pass how long to wait")
 
 
-def _plain_attributes(module: nn.Module) -> tuple[Any, ...]:
-    """A module's own numbers, words and switches (dropout's p, training): what its forward bakes into a graph."""
-    return tuple(item for item in vars(module).items() if isinstance(item[1], (bool, int, float, str)))
+def _baked_in(module: nn.Module) -> tuple[Any, ...]:
+    """What a module's forward bakes into a graph: its own numbers, words and switches (dropout's p, training), which
+    parameters it has, and the shapes of its buffers. Asked at every step, so without walking the tree of modules."""
+    plain = [item for item in vars(module).items() if type(item[1]) in _PLAIN]
+    parameters = [(id(p), p.requires_grad, p.dtype) for p in module._parameters.values() if p is not None]
+    buffers = [(b.shape, b.dtype) for b in module._buffers.values() if b is not None]
+    return tuple(plain), tuple(parameters), tuple(buffers)
+
+
+_PLAIN = (bool, int, float, str)
 
 
 def _ambient() -> tuple[Any, ...]:
@@ -232,6 +239,7 @@ class _StepCompiler:
     """The settings of one `compile_step`, and the way from a batch to a program."""
 
     model: nn.Module
+    modules: tuple[nn.Module, ...]
     loss_fn: LossFunction | None
     optimizer: Optimizer
     axis: Axis | None
@@ -244,10 +252,8 @@ class _StepCompiler:
 
     def key(self, batch: tuple[Any, ...]) -> Any:
         """What a captured program depends on."""
-        modules = tuple(_plain_attributes(module) for module in self.model.modules())
-        parameters = tuple((id(p), p.dtype, p.requires_grad) for p in self.model.parameters())
-        buffers = tuple((b.shape, b.dtype) for b in self.model.buffers())
-        return batch_key(batch), modules, parameters, buffers, options_key(self.optimizer), _ambient()
+        modules = tuple(_baked_in(module) for module in self.modules)
+        return batch_key(batch), modules, options_key(self.optimizer), _ambient()
 
     def build(self, batch: tuple[Any, ...], members: Members | None) -> Built:
         """Capture and compile for one shape of batch, and agree on the result with the other ranks."""

@@ -50,6 +50,7 @@ class _Ready:
     built: Built
     executable: Executable
     bind: list[Callable[[dict[str, Tensor]], Any]]
+    initial_state: list[tuple[nn.Parameter, Mapping[str, Tensor]]]
 
 
 class Step:
@@ -107,7 +108,7 @@ class Step:
     def __call__(self, *batch: Any) -> Tensor:
         """Train on one batch and return its loss."""
         ready = self._last = self._prepared(batch)
-        self._create_state(ready.built)
+        self._create_state(ready)
         rank = self._members.rank if self._members else 0
         tensors = ready.built.layout.take(batch, rank)
         names = [item.name for item in ready.built.program.inputs if item.kind is InputKind.INPUT]
@@ -132,7 +133,8 @@ class Step:
             executable = Executable(built.program, self._groups)
             if len(self._ready) == CAPTURES_KEPT:
                 self._ready.pop(next(iter(self._ready)))
-            self._ready[key] = _Ready(built, executable, self._binders(built.program))
+            initial = [(self.model.get_parameter(name), entries) for name, entries in built.initial_state.items()]
+            self._ready[key] = _Ready(built, executable, self._binders(built.program), initial)
             self.captures += 1
             if self.captures in (5, 20, 100):
                 log.warning("captured %d programs so far: %s", self.captures, _WHY_SO_MANY)
@@ -151,13 +153,13 @@ class Step:
                 raise
             raise self._members.blame(self.steps, collective, error) from error
 
-    def _create_state(self, built: Built) -> None:
-        """Give the optimizer the state that its own first step would have made."""
-        for name, entries in built.initial_state.items():
-            state = self.optimizer.state[self.model.get_parameter(name)] if entries else {}
-            for key, value in entries.items():
-                if state.get(key) is None:
-                    state[key] = value.clone()
+    def _create_state(self, ready: _Ready) -> None:
+        """Give the optimizer the state that its own first step would have made, where it has none."""
+        states = self.optimizer.state
+        for parameter, entries in ready.initial_state:
+            if entries and len(states.get(parameter, ())) < len(entries):
+                state = states[parameter]
+                state.update({key: value.clone() for key, value in entries.items() if state.get(key) is None})
 
     def _binders(self, program: Program) -> list[Callable[[dict[str, Tensor]], Any]]:
         """For each input, how to find its value at call time: users may load checkpoints or change rates meanwhile."""
@@ -183,7 +185,8 @@ class Step:
                 return lambda batch: float(optimizer.param_groups[group]["lr"])
         owner, _, attribute = name.rpartition(".")
         module = model.get_submodule(owner)
-        return lambda batch: getattr(module, attribute)
+        registry: Any = module._parameters if kind is InputKind.PARAMETER else module._buffers
+        return lambda batch: registry[attribute]
 
     def _workspace(self, name: str, node: fx.Node) -> Callable[[dict[str, Tensor]], Any]:
         """Memory that lives as long as the step, shared by its programs, made at the first call."""
