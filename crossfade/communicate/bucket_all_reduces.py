@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from crossfade.communicate.buckets import MB, BucketPlan, apply_buckets, bucket_result, flat, plan_buckets, returned
+from crossfade.communicate.buckets import MB, BucketPlan, apply_buckets, bucket_result, flat, plan_buckets
 from crossfade.graph import collectives
 from crossfade.graph.collectives import Collective, Kind
 from crossfade.graph.passes import Numerics, Pass, PassResult
@@ -46,8 +46,8 @@ class BucketAllReduces(Pass):
         getitem_1: f32[3] = split_with_sizes[1]
         view_2: f32[2] = aten.view(getitem, [2])
         view_3: f32[3] = aten.view(getitem_1, [3])
-        clone: f32[3] = aten.clone(view_3)
         neg: f32[2] = aten.neg(view_2)
+        clone: f32[3] = aten.clone(view_3)
         return output("a", neg), output("b", clone)
     """
 
@@ -76,7 +76,6 @@ def _exchange(members: list[Collective]) -> Callable[..., list[Tensor]]:
         packed = torch.cat([flat(value) for value in values])
         done = collectives.wait(collectives.all_reduce(packed, reduce_op, group))
         parts = done.split([value.numel() for value in values])
-        views = [part.view(value.shape) for part, value in zip(parts, values, strict=True)]
-        return [view.clone() if returned(one) else view for view, one in zip(views, members, strict=True)]
+        return [part.view(value.shape) for part, value in zip(parts, values, strict=True)]
 
     return exchange

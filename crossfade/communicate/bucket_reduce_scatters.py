@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from crossfade.communicate.buckets import MB, BucketPlan, apply_buckets, bucket_result, plan_buckets, returned
+from crossfade.communicate.buckets import MB, BucketPlan, apply_buckets, bucket_result, plan_buckets
 from crossfade.graph import collectives
 from crossfade.graph.collectives import Collective, Kind
 from crossfade.graph.passes import Numerics, Pass, PassResult
@@ -46,8 +46,8 @@ class BucketReduceScatters(Pass):
         getitem_1: f32[3] = split_with_sizes[1]
         view_3: f32[2] = aten.view(getitem, [2])
         view_4: f32[1, 3] = aten.view(getitem_1, [1, 3])
-        clone: f32[1, 3] = aten.clone(view_4)
         neg: f32[2] = aten.neg(view_3)
+        clone: f32[1, 3] = aten.clone(view_4)
         return output("a", neg), output("b", clone)
     """
 
@@ -77,9 +77,6 @@ def _exchange(members: list[Collective]) -> Callable[..., list[Tensor]]:
         packed = torch.cat(rows, 1).view(-1)
         done = collectives.wait(collectives.reduce_scatter(packed, reduce_op, ranks, group))
         parts = done.split([value.numel() // ranks for value in values])
-        views = [
-            part.view(value.shape[0] // ranks, *value.shape[1:]) for part, value in zip(parts, values, strict=True)
-        ]
-        return [view.clone() if returned(one) else view for view, one in zip(views, members, strict=True)]
+        return [part.view(value.shape[0] // ranks, *value.shape[1:]) for part, value in zip(parts, values, strict=True)]
 
     return exchange

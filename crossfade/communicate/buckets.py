@@ -18,7 +18,7 @@ from crossfade.graph.collectives import Collective, Kind
 from crossfade.graph.order import Order, Reachability, written_inputs
 from crossfade.graph.passes import Outcome, PassResult, Verdict
 from crossfade.graph.program import Program
-from crossfade.graph.rewrite import erase_if_dead, splice
+from crossfade.graph.rewrite import erase_if_dead, insert_call, splice
 
 MB = 2**20
 
@@ -94,11 +94,6 @@ def bucket_result(plan: BucketPlan, verdicts: Sequence[Verdict]) -> PassResult:
 def flat(value: Tensor) -> Tensor:
     """A tensor's elements in one dim, without a copy where its layout allows."""
     return value.view(-1) if value.is_contiguous() else value.reshape(-1)
-
-
-def returned(one: Collective) -> bool:
-    """Whether the program returns a result itself: it must then not share memory with another."""
-    return any(user.op == "output" for wait in one.waits for user in wait.users)
 
 
 @dataclass
@@ -204,3 +199,22 @@ def _merge(program: Program, members: list[Collective], exchange: Callable[..., 
             program.graph.erase_node(wait)
         program.graph.erase_node(one.node)
         erase_if_dead(one.inputs[0])
+    _unshare_results(program, results)
+
+
+def _unshare_results(program: Program, views: Sequence[fx.Node]) -> None:
+    """Return copies of views of a bucket: results must not share memory. Made at the end, to keep no wait up there."""
+    end = program.output_node
+    copies = {
+        view: insert_call(program, torch.ops.aten.clone.default, view, before=end, like=view)
+        for view in views
+        if end in view.users and not _owns_memory(view)
+    }
+    if copies:
+        program.set_results([copies.get(value, value) for value in program.results])
+
+
+def _owns_memory(view: fx.Node) -> bool:
+    """Whether a result was copied out of its bucket already."""
+    source = view.args[0] if view.args else None
+    return isinstance(source, fx.Node) and source.target is torch.ops.aten.clone.default
