@@ -280,8 +280,9 @@ class _StepCompiler:
         """A line for everything that replicas must start with alike: parameters, buffers, optimizer state, rates."""
         names = parameter_names(self.model)
         tensors = {**dict(self.model.named_parameters()), **dict(self.model.named_buffers())}
-        for parameter, entries in self.optimizer.state.items():
-            tensors |= {f"{names[parameter]}:{k}": v for k, v in entries.items() if isinstance(v, torch.Tensor)}
+        for parameter, name in names.items():
+            entries = self.optimizer.state.get(parameter, {})
+            tensors |= {f"{name}:{k}": v for k, v in entries.items() if isinstance(v, torch.Tensor)}
         lines = [f"{name} with checksum {_checksum(tensor):08x}" for name, tensor in tensors.items()]
         return lines + [f"lr.{index} = {group['lr']}" for index, group in enumerate(self.optimizer.param_groups)]
 
@@ -302,9 +303,7 @@ class _StepCompiler:
         program = append_optimizer(program, self.optimizer, names, clip_grad_norm=self.clip_grad_norm)
         before = program = run_passes(program, simplification())
         seconds = time.perf_counter() - start
-        if self.axis is not None:
-            program = run_passes(program, [*self.passes, *self._lowering()])
-        program = run_passes(program, [PackInPlace(), UpdateInPlace()])
+        program = run_passes(program, [*self.passes, *self._lowering(), PackInPlace(), UpdateInPlace()])
 
         report = Report.of(before, program, title=type(self.model).__name__, facts=self._facts(seconds, layout))
         stepped = {out.name for out in before.outputs if out.kind is OutputKind.UPDATE}
@@ -312,7 +311,6 @@ class _StepCompiler:
 
     def _capture(self, batch: tuple[Any, ...], layout: BatchLayout, names: Mapping[Any, str]) -> Program:
         trained = [names[p] for group in self.optimizer.param_groups for p in group["params"] if p.requires_grad]
-
         as_one_device = self.axis is not None and self.semantics == "global"
 
         def capture(size: int) -> Program:
