@@ -16,11 +16,11 @@ from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
 
+from crossfade.graph import collectives
 from crossfade.graph.private import FakeTensorMode
 
 RANKS = 64
 WIDTH, HEADS, LENGTH, HIDDEN, VOCABULARY = 1024, 16, 2048, 4096, 8192
-_ops = torch.ops._c10d_functional
 
 
 def start_fake_world() -> str:
@@ -40,7 +40,7 @@ class _AveragedGradient(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
-        return _ops.wait_tensor(_ops.all_reduce(gradient / RANKS, "sum", ctx.group)), None
+        return collectives.wait(collectives.all_reduce(gradient / RANKS, "sum", ctx.group)), None
 
 
 class _GatheredLinear(torch.autograd.Function):
@@ -55,11 +55,11 @@ class _GatheredLinear(torch.autograd.Function):
         x, shard = ctx.saved_tensors
         dx = gradient @ _gather(shard, ctx.group)
         dw = gradient.flatten(0, -2).t() @ x.flatten(0, -2)
-        return dx, _ops.wait_tensor(_ops.reduce_scatter_tensor(dw, "avg", RANKS, ctx.group)), None
+        return dx, collectives.wait(collectives.reduce_scatter(dw, "avg", RANKS, ctx.group)), None
 
 
 def _gather(shard: Tensor, group: str) -> Tensor:
-    return _ops.wait_tensor(_ops.all_gather_into_tensor(shard, RANKS, group))
+    return collectives.wait(collectives.all_gather(shard, RANKS, group))
 
 
 def _attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:

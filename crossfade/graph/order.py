@@ -90,10 +90,6 @@ class Order:
             above = [*node.all_input_nodes, *(before for before, why in ordered if why != _SAME_GROUP)]
         return max(above, key=self.position.__getitem__, default=None)
 
-    def first_successor(self, node: fx.Node) -> fx.Node | None:
-        """The highest node that must stay below `node`: the node may sink to just above it."""
-        return min(self.successors(node), key=self.position.__getitem__, default=None)
-
     def may_rise_above(self, node: fx.Node, other: fx.Node) -> Blocker | None:
         """None if `node` alone may move up to just before `other`; else the lowest node in its way, and why."""
         if node.op in ("placeholder", "output"):
