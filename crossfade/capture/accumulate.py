@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, fx
 
 from crossfade.graph.program import InputKind, OutputKind, Program
-from crossfade.graph.rewrite import inline, splice
+from crossfade.graph.splice import inline, splice
 
 
 def accumulate(program: Program, times: int, *, mean: bool = True) -> Program:

@@ -17,7 +17,7 @@ from crossfade.capture.tracing import to_fake, trace
 from crossfade.errors import OptimizerError
 from crossfade.graph.private import has_step_hooks, symbolic_float
 from crossfade.graph.program import Input, InputKind, Output, OutputKind, Program
-from crossfade.graph.rewrite import inline
+from crossfade.graph.splice import inline
 
 GRAD_NORM = "grad_norm"
 """Name of the output that carries the gradient norm before clipping."""

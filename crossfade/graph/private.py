@@ -27,11 +27,15 @@ __all__ = [
     "FakeTensor",
     "FakeTensorMode",
     "TorchDispatchMode",
+    "backend_of_group",
+    "bare_tensor",
     "default_store",
     "dispatch_functionalize",
+    "fake_tensor",
     "has_hooks",
     "has_step_hooks",
     "mark_optimizer_stepped",
+    "size_expression",
     "swapped_state",
     "symbolic_float",
     "symbolic_shapes",
@@ -61,11 +65,40 @@ def symbolic_float(env: Any, name: str, value: float) -> Any:
     return env.create_symfloatnode(symbol, hint=value, source=source)
 
 
+def bare_tensor(fake: FakeTensor) -> torch.Tensor:
+    """A meta tensor on the memory that a fake one stands for. Known on 2.11, 2.13."""
+    empty = torch.empty(0, dtype=fake.dtype, device="meta")
+    return empty.set_(fake.untyped_storage(), fake.storage_offset(), fake.shape, fake.stride())  # type: ignore[call-overload]
+
+
+def fake_tensor(mode: FakeTensorMode, meta: torch.Tensor, device: torch.device) -> FakeTensor:
+    """A fake tensor on a device, over a meta tensor and its memory. Known on 2.11, 2.13."""
+    return FakeTensor(mode, meta, device)
+
+
+def size_expression(size: Any) -> Any:
+    """The sympy expression of a size, symbolic or not: equal for equal sizes. Known on 2.11, 2.13."""
+    import sympy
+
+    return size.node.expr if isinstance(size, torch.SymInt | torch.SymFloat) else sympy.Integer(size)
+
+
 def default_store() -> Any:
     """The key-value store the default process group met on, which torch does not offer. Known on 2.11, 2.13."""
     from torch.distributed import distributed_c10d
 
     return distributed_c10d._get_default_store()
+
+
+def backend_of_group(name: str) -> str | None:
+    """The backend of the process group that functional collectives call by this name. Known on 2.11, 2.13."""
+    from torch.distributed import distributed_c10d
+
+    try:
+        group = distributed_c10d._resolve_process_group(name)  # type: ignore[arg-type]
+    except RuntimeError:  # no such group in this process: the graph is only looked at here
+        return None
+    return str(torch.distributed.get_backend(group))
 
 
 def mark_optimizer_stepped(optimizer: torch.optim.Optimizer) -> None:

@@ -1,4 +1,4 @@
-"""Changing graphs: declarative rules, and Python functions spliced in with metadata and provenance.
+"""Changing graphs by declarative rules.
 
 A rule is a pattern, a check that answers with a reason when it declines, and a replacement. Patterns are indexed by
 their root operator, so that a rule costs nothing on graphs without it.
@@ -14,146 +14,12 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
-import torch
-from torch import Tensor, fx
+from torch import fx
 
 from crossfade.errors import RewriteError, TextError
-from crossfade.graph.private import TorchDispatchMode, tree_map_only
 from crossfade.graph.program import Program
+from crossfade.graph.splice import erase_if_dead, splice
 from crossfade.graph.text import resolve_operator
-
-# ---------------------------------------------------------------------------------------------------------- splicing
-
-
-def splice(program: Program, function: Callable[..., Any], *inputs: Any, before: fx.Node, like: fx.Node) -> Any:
-    """Record `function` on the given nodes and insert what it does before a node; return its results as nodes.
-
-    The function is ordinary torch code. It runs once on fake tensors; every ATen call becomes a node with metadata,
-    and takes its source line from the node `like`, which it stands for. Arguments that are not nodes pass through.
-
-        >>> from crossfade.graph.text import parse
-        >>> program = parse('''
-        ... x: f32[4, 2] = input("x")
-        ... y: f32[4, 2] = aten.relu(x)
-        ... return output("y", y)
-        ... ''')
-        >>> x, y, out = program.graph.nodes
-        >>> z = splice(program, lambda t: torch.sigmoid(t).sum(0), x, before=out, like=y)
-        >>> program.set_results([z])
-        >>> print(program)
-        x: f32[4, 2] = input("x")
-        y: f32[4, 2] = aten.relu(x)
-        sigmoid: f32[4, 2] = aten.sigmoid(x)
-        sum_1: f32[2] = aten.sum.dim_IntList(sigmoid, [0])
-        return output("y", sum_1)
-    """
-    recorder = _Recorder(program.graph, like)
-    with program.graph.inserting_before(before), torch.no_grad(), program.fake_mode:
-        values = tree_map_only(fx.Node, recorder.enter, inputs)
-        with recorder:
-            result = function(*values)
-    return tree_map_only(Tensor, recorder.node_of, result)
-
-
-def insert_call(program: Program, target: Any, *args: Any, before: fx.Node, like: fx.Node, **kwargs: Any) -> fx.Node:
-    """Insert one call, for arguments that a recorded function cannot carry: scalars that are graph inputs."""
-    with program.graph.inserting_before(before):
-        node = program.graph.create_node("call_function", target, args, kwargs, _node_name(target))
-    values, named = fx.map_arg((args, kwargs), lambda n: n.meta["val"])
-    with torch.no_grad(), program.fake_mode:
-        _describe(node, target(*values, **named), like)
-    return node
-
-
-def after(program: Program, node: fx.Node) -> fx.Node:
-    """The node before which to insert what is to come right after `node`: below all inputs, if it is one."""
-    return program.placeholders[-1].next if node.op == "placeholder" else node.next
-
-
-def inline(program: Program, body: fx.Graph, arguments: Mapping[fx.Node, fx.Node], *, before: fx.Node) -> list[Any]:
-    """Copy the nodes of `body`, its placeholders replaced by `arguments`, before a node; return its results."""
-    mapping = dict(arguments)
-    with program.graph.inserting_before(before):
-        for node in body.nodes:
-            if node.op in ("call_function", "get_attr"):
-                mapping[node] = program.graph.node_copy(node, mapping.__getitem__)
-                mapping[node].meta = dict(node.meta)
-    results: Any = next(iter(body.find_nodes(op="output"))).args[0]
-    return list(fx.map_arg(tuple(results), mapping.__getitem__))
-
-
-class _Recorder(TorchDispatchMode):
-    """Turns each ATen call on fake tensors into a node of the graph."""
-
-    def __init__(self, graph: fx.Graph, like: fx.Node) -> None:
-        super().__init__()
-        self.graph, self.like = graph, like
-        self.nodes: dict[int, fx.Node] = {}
-        self.alive: list[Tensor] = []  # a freed tensor's id would be given to another one
-
-    def enter(self, node: fx.Node) -> Any:
-        value = node.meta["val"]
-        if isinstance(value, Tensor):
-            if self.nodes.get(id(value), node) is not node:  # copies of a node share its fake tensor: tell them apart
-                value = value.detach()  # the same place in the same storage
-            self.remember(value, node)
-        return value
-
-    def remember(self, tensor: Tensor, node: fx.Node) -> None:
-        self.nodes[id(tensor)] = node
-        self.alive.append(tensor)
-
-    def node_of(self, tensor: Tensor) -> fx.Node:
-        if id(tensor) not in self.nodes:
-            raise RewriteError(
-                f"a tensor of shape {tuple(tensor.shape)} that the spliced function did not make or receive",
-                remedy="pass it in as an input of the function",
-            )
-        return self.nodes[id(tensor)]
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func.namespace == "prim":  # questions about a tensor, such as its device: nothing to compute later
-            return func(*args, **kwargs)
-        node_args, node_kwargs = tree_map_only(Tensor, self.node_of, (args, kwargs))
-        self.refuse_symbols(func, node_args, node_kwargs)
-        result = func(*args, **kwargs)
-        node = self.graph.create_node("call_function", func, node_args, node_kwargs, _node_name(func))
-        self.describe(node, result)
-        if isinstance(result, Tensor):
-            self.remember(result, node)
-        elif isinstance(result, (tuple, list)):
-            for index, item in enumerate(result):
-                if isinstance(item, Tensor):
-                    part = self.graph.call_function(operator.getitem, (node, index))
-                    self.describe(part, item)
-                    self.remember(item, part)
-        return result
-
-    def refuse_symbols(self, func: Any, *arguments: Any) -> None:
-        def refuse(symbol: Any) -> None:
-            raise RewriteError(
-                f"{func} called with the symbolic size {symbol} in a spliced function",
-                remedy="pass sizes in as nodes, or use -1 and view_as so that no size is named",
-            )
-
-        tree_map_only((torch.SymInt, torch.SymFloat), refuse, arguments)
-
-    def describe(self, node: fx.Node, value: Any) -> None:
-        _describe(node, value, self.like)
-
-
-def _node_name(target: Any) -> str:
-    schema = getattr(target, "_schema", None)
-    return schema.name.split("::")[1] if schema is not None else target.__name__
-
-
-def _describe(node: fx.Node, value: Any, like: fx.Node) -> None:
-    node.meta["val"] = value
-    node.meta.update({key: like.meta[key] for key in ("stack_trace", "nn_module_stack") if key in like.meta})
-
-
-# ------------------------------------------------------------------------------------------------------------- rules
 
 
 @dataclass(frozen=True)
@@ -292,20 +158,6 @@ def _replace(node: fx.Node, replacement: Any) -> None:
         for user in list(node.users):
             user.args, user.kwargs = fx.map_arg((user.args, user.kwargs), lambda n: replacement if n is node else n)
     erase_if_dead(node)
-
-
-def erase_if_dead(node: fx.Node) -> int:
-    """Erase a node without users or effects, and then its inputs likewise; return how many went."""
-    erased, stack = 0, [node]
-    while stack:
-        one = stack.pop()
-        if one._erased or one.users or one.op in ("placeholder", "output") or one.is_impure():
-            continue
-        inputs = one.all_input_nodes
-        one.graph.erase_node(one)
-        erased += 1
-        stack.extend(inputs)
-    return erased
 
 
 # ---------------------------------------------------------------------------------------------------------- patterns

@@ -12,7 +12,7 @@ from crossfade.graph import collectives
 from crossfade.graph.order import alias_roots
 from crossfade.graph.passes import Numerics, Outcome, Pass, PassResult, Verdict
 from crossfade.graph.program import InputKind, OutputKind, Program, tensor_bytes
-from crossfade.graph.rewrite import insert_call
+from crossfade.graph.splice import insert_call
 
 _NEVER = float("inf")
 _ALL = 2**62

@@ -9,7 +9,7 @@ from torch import Tensor
 from crossfade.graph import collectives
 from crossfade.graph.passes import Numerics, Outcome, Pass, PassResult, Verdict
 from crossfade.graph.program import MADE_FOR, InputKind, OutputKind, Program, tensor_bytes
-from crossfade.graph.rewrite import after, splice
+from crossfade.graph.splice import after, splice
 
 
 @dataclass(frozen=True)

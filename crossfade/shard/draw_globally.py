@@ -13,7 +13,7 @@ from crossfade.errors import CaptureError, RewriteError
 from crossfade.graph.order import is_random
 from crossfade.graph.passes import Numerics, Outcome, Pass, PassResult, Verdict
 from crossfade.graph.program import Input, InputKind, Program, source_line
-from crossfade.graph.rewrite import erase_if_dead, insert_call
+from crossfade.graph.splice import erase_if_dead, insert_call
 from crossfade.shard.batch_dims import batch_dims
 
 RANK_INPUT = "rank"

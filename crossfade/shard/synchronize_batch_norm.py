@@ -11,7 +11,7 @@ from torch import Tensor, fx
 from crossfade.graph import collectives
 from crossfade.graph.passes import Numerics, Outcome, Pass, PassResult, Verdict
 from crossfade.graph.program import Program
-from crossfade.graph.rewrite import erase_if_dead, splice
+from crossfade.graph.splice import erase_if_dead, splice
 from crossfade.shard.batch_dims import batch_dims
 
 _aten = torch.ops.aten

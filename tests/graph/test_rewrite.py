@@ -1,18 +1,14 @@
-"""Splicing with metadata and provenance, and rules: what patterns match, what is declined, when it is done."""
+"""Rules: what patterns match, what is declined, when it is done."""
 
 from __future__ import annotations
 
-import operator
 import textwrap
 
 import pytest
 import torch
-from torch.fx.experimental.proxy_tensor import make_fx
 
 from crossfade.errors import RewriteError
-from crossfade.graph.program import from_graph_module
-from crossfade.graph.rewrite import Match, Rule, after, apply_rules, compile_pattern, erase_if_dead, inline, insert_call
-from crossfade.graph.rewrite import splice as splice_into
+from crossfade.graph.rewrite import Match, Rule, apply_rules, compile_pattern
 from crossfade.graph.text import parse, render
 from crossfade.graph.verify import verify
 
@@ -37,118 +33,6 @@ TWO = """
     z: f32[4, 2] = aten.neg(y)
     return output("z", z)
 """
-
-
-class TestSplice:
-    def test_metadata_and_provenance(self):
-        program = program_of(TWO)
-        n = named(program)
-        n["y"].meta["stack_trace"] = 'File "model.py", line 3, in forward'
-        n["y"].meta["nn_module_stack"] = {"layer": ("layer", torch.nn.Linear)}
-        n["y"].meta["private"] = "stays"
-        result = splice_into(program, lambda a, k: (a.exp() * k).sum(0), n["x"], 2.0, before=n["z"], like=n["y"])
-        program.set_results([result])
-        verify(program, recompute=True)
-        assert body(program)[1:4] == [
-            "exp: f32[4, 2] = aten.exp(x)",
-            "mul: f32[4, 2] = aten.mul.Tensor(exp, 2.0)",
-            "sum_1: f32[2] = aten.sum.dim_IntList(mul, [0])",
-        ]
-        for name in ("exp", "mul", "sum_1"):
-            meta = named(program)[name].meta
-            assert meta["stack_trace"] == n["y"].meta["stack_trace"]
-            assert meta["nn_module_stack"] == n["y"].meta["nn_module_stack"]
-            assert "private" not in meta
-
-    def test_results_of_any_structure_and_untouched_inputs(self):
-        program = program_of(TWO)
-        n = named(program)
-        found = splice_into(
-            program, lambda ab: {"a": ab[0], "sum": [ab[0] + ab[1], 3]}, [n["x"], n["y"]], before=n["z"], like=n["y"]
-        )
-        assert found["a"] is n["x"] and found["sum"][1] == 3
-        assert found["sum"][0].args == (n["x"], n["y"])
-
-    def test_multiple_outputs(self):
-        program = program_of(TWO)
-        n = named(program)
-        low, high = splice_into(program, lambda a: torch.aminmax(a, dim=0), n["x"], before=n["z"], like=n["y"])
-        assert (low.target, low.args[1], high.args[1]) == (operator.getitem, 0, 1)
-        assert low.args[0].target is aten.aminmax.default
-        assert [tuple(one.meta["val"].shape) for one in (low, high)] == [(2,), (2,)]
-
-    def test_nodes_that_share_one_fake_tensor_are_told_apart(self):
-        program = program_of("""
-            x: f32[4] = input("x")
-            parts: (f32[1], f32[3]) = aten.split_with_sizes(x, [1, 3])
-            a: f32[3] = parts[1]
-            b: f32[3] = parts[1]
-            return output("a", a), output("b", b)
-        """)
-        n = named(program)
-        assert n["a"].meta["val"] is n["b"].meta["val"]
-        total = splice_into(
-            program, lambda p, q: p.view(3) - q.view(3), n["a"], n["b"], before=n["output"], like=n["a"]
-        )
-        assert [source.args[0] for source in total.args] == [n["a"], n["b"]]
-        assert [source.meta["val"].storage_offset() for source in total.args] == [1, 1], "still the same place in x"
-        storages = {source.meta["val"].untyped_storage()._cdata for source in total.args}
-        assert storages == {n["x"].meta["val"].untyped_storage()._cdata}
-
-    def test_foreign_tensors_are_refused(self):
-        program = program_of(TWO)
-        n = named(program)
-        foreign = n["y"].meta["val"]
-        message = r"found a tensor of shape \(4, 2\) that the spliced function did not make or receive"
-        with pytest.raises(RewriteError, match=message):
-            splice_into(program, lambda a: a + foreign, n["x"], before=n["z"], like=n["y"])
-        with pytest.raises(RewriteError, match=message):
-            splice_into(program, lambda a: foreign, n["x"], before=n["z"], like=n["y"])
-
-    def test_symbolic_sizes_are_refused(self):
-        program = from_graph_module(make_fx(lambda x: x.neg(), tracing_mode="symbolic")(torch.ones(5)))
-        x, y, *_ = [node for node in program.graph.nodes if isinstance(node.meta.get("val"), torch.Tensor)]
-        with pytest.raises(RewriteError, match=r"aten\..* called with the symbolic size s\d+ in a spliced function"):
-            splice_into(program, lambda a: a.new_zeros(a.shape[0]), x, before=y, like=y)
-
-    def test_insert_call_takes_scalars_of_the_graph(self):
-        program = program_of("""
-            x: f32[4] = input("x")
-            k: int = scalar("k")
-            y: f32[4] = aten.neg(x)
-            return output("y", y)
-        """)
-        n = named(program)
-        n["y"].meta["stack_trace"] = 'File "model.py", line 3, in forward'
-        double = insert_call(program, operator.mul, n["k"], 2, before=n["y"], like=n["y"])
-        part = insert_call(program, aten.slice.Tensor, n["x"], 0, n["k"], end=double, before=n["y"], like=n["y"])
-        assert body(program)[:2] == [
-            "mul: int = operator.mul(k, 2)",
-            "slice_1: f32[1] = aten.slice.Tensor(x, 0, k, end=mul)",
-        ]
-        assert part.meta["stack_trace"] == n["y"].meta["stack_trace"]
-
-    def test_inline_copies_with_metadata_of_its_own(self):
-        outer = program_of(TWO)
-        inner = outer.copy()
-        n = named(outer)
-        (found,) = inline(outer, inner.graph, {inner.placeholders[0]: n["z"]}, before=outer.output_node)
-        outer.set_results([found])
-        verify(outer, recompute=True)
-        assert body(outer)[2:] == ["y_1: f32[4, 2] = aten.relu(z)", "z_1: f32[4, 2] = aten.neg(y_1)"]
-        found.meta["note"] = 1
-        assert "note" not in named(inner)["z"].meta
-
-    def test_after_an_input_is_below_all_inputs(self):
-        program = program_of("""
-            x: f32[4] = input("x")
-            y: f32[4] = input("y")
-            a: f32[4] = aten.neg(x)
-            b: f32[4] = aten.neg(y)
-            return output("a", a), output("b", b)
-        """)
-        n = named(program)
-        assert after(program, n["x"]) is n["a"] and after(program, n["a"]) is n["b"]
 
 
 MATCHES = [
@@ -311,31 +195,3 @@ class TestRules:
         program = program_of(TWO)
         done = apply_rules(program, [Rule("exp", "aten.exp(x)", lambda m: m["x"])])
         assert not done.changed and not done.declined
-
-
-class TestEraseIfDead:
-    def test_erases_what_only_it_kept_alive(self):
-        program = program_of("""
-            x: f32[4] = input("x")
-            a: f32[4] = aten.neg(x)
-            b: f32[4] = aten.exp(a)
-            c: f32[4] = aten.add.Tensor(a, b)
-            d: f32[4] = aten.sin(x)
-            return output("d", d)
-        """)
-        n = named(program)
-        assert erase_if_dead(n["d"]) == 0 and erase_if_dead(n["a"]) == 0 and erase_if_dead(n["x"]) == 0
-        assert erase_if_dead(n["c"]) == 3
-        assert body(program) == ["d: f32[4] = aten.sin(x)"]
-
-    def test_effects_stay(self):
-        program = program_of("""
-            x: f32[4] = input("x")
-            write: f32[4] = aten.add_.Tensor(x, 1)
-            draw: f32[4] = aten.rand_like(x)
-            s: f32[4] = c10d.all_reduce(x, "sum", "dp")
-            w: f32[4] = c10d.wait_tensor(s)
-            return output("x", x)
-        """)
-        n = named(program)
-        assert [erase_if_dead(n[name]) for name in ("write", "draw", "w")] == [0, 0, 0]
