@@ -6,9 +6,8 @@ any spelling (functional, in-place, into a given buffer, coalesced); `all_reduce
 
 from __future__ import annotations
 
-import functools
 import operator
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
@@ -17,6 +16,7 @@ import torch
 import torch.distributed._functional_collectives  # registers the shape rules of these ops
 from torch import Tensor, fx
 
+from crossfade.graph.operators import remembered
 from crossfade.graph.program import tensor_bytes
 
 NAMESPACE = "_c10d_functional"
@@ -93,10 +93,21 @@ class Collective:
     in_place: bool
 
     @property
+    def nodes(self) -> list[fx.Node]:
+        """The nodes that make it one movable thing: its start, its elements if coalesced, and its waits."""
+        return list(dict.fromkeys((self.node, *self.results, *self.waits)))
+
+    @property
     def bytes(self) -> int:
         """Bytes of the larger of its inputs and outputs on one rank."""
         sent = sum(tensor_bytes(node.meta.get("val")) for node in self.inputs)
         return max(sent, tensor_bytes(self.node.meta.get("val")))
+
+    @property
+    def plain(self) -> bool:
+        """Whether it makes one new tensor, which is waited for and read through its waits only."""
+        simple = not (self.coalesced or self.in_place or self.out is not None)
+        return simple and bool(self.waits) and len(self.waits) == len(self.node.users)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -111,12 +122,12 @@ def is_wait(node: fx.Node) -> bool:
 
 def is_collective(node: fx.Node) -> bool:
     """Whether this node starts a collective."""
-    return node.op == "call_function" and node.target in _SPELLINGS
+    return node.op == "call_function" and _spelling(node.target) is not None
 
 
 def view(node: fx.Node) -> Collective | None:
     """The collective that `node` starts, or None if it starts none."""
-    how = _SPELLINGS.get(node.target) if node.op == "call_function" else None
+    how = _spelling(node.target) if node.op == "call_function" else None
     if how is None:
         return None
     first: Any = _argument(node, 0)
@@ -163,7 +174,7 @@ def waited_value(wait: fx.Node) -> fx.Node:
 def group_of(node: fx.Node) -> str | None:
     """The group that a node communicates on, also if `view` does not know the op (sends, fused matmuls); else None."""
     index = _group_argument(node.target) if node.op == "call_function" else -1
-    return _argument(node, index)
+    return _argument(node, index) if index >= 0 else None
 
 
 def started_by(wait: fx.Node) -> fx.Node | None:
@@ -172,6 +183,11 @@ def started_by(wait: fx.Node) -> fx.Node | None:
     if source.target is operator.getitem:
         source = source.args[0]  # type: ignore[assignment]
     return source if is_collective(source) else None
+
+
+def settings(node: fx.Node) -> tuple[Any, ...]:
+    """What a collective is told beside its input (reduction, sizes, group), equal in every spelling of the call."""
+    return tuple(_argument(node, index) for index in range(1, len(node.target._schema.arguments)))  # type: ignore[union-attr]
 
 
 def group_sizes(graph: fx.Graph) -> dict[str, int]:
@@ -229,9 +245,30 @@ def reduce_scatter(tensor: Tensor, reduce_op: str, group_size: int, group: str) 
     return _ops.reduce_scatter_tensor(tensor, reduce_op, group_size, group)
 
 
+def all_to_all(tensor: Tensor, group_size: int, group: str) -> Tensor:
+    """Start an exchange of equal parts along dim 0: part `r` goes to rank `r`."""
+    parts = [tensor.shape[0] // group_size] * group_size
+    return _ops.all_to_all_single(tensor, parts, parts, group)
+
+
 def broadcast(tensor: Tensor, source: int, group: str) -> Tensor:
     """Start a broadcast from the group's rank `source`."""
     return _ops.broadcast(tensor, source, group)
+
+
+def all_reduce_coalesced(tensors: Sequence[Tensor], reduce_op: str, group: str) -> list[Tensor]:
+    """Start an all-reduce of each tensor, as one collective."""
+    return _ops.all_reduce_coalesced(list(tensors), reduce_op, group)
+
+
+def all_gather_coalesced(tensors: Sequence[Tensor], group_size: int, group: str) -> list[Tensor]:
+    """Start an all-gather of each tensor along dim 0, as one collective."""
+    return _ops.all_gather_into_tensor_coalesced(list(tensors), group_size, group)
+
+
+def reduce_scatter_coalesced(tensors: Sequence[Tensor], reduce_op: str, group_size: int, group: str) -> list[Tensor]:
+    """Start a reduce-scatter of each tensor along dim 0, as one collective."""
+    return _ops.reduce_scatter_tensor_coalesced(list(tensors), reduce_op, group_size, group)
 
 
 def wait(tensor: Tensor) -> Tensor:
@@ -245,7 +282,12 @@ def _argument(node: fx.Node, index: int) -> Any:
     return node.kwargs.get(node.target._schema.arguments[index].name)  # type: ignore[union-attr]
 
 
-@functools.cache
+@remembered
+def _spelling(target: Any) -> _Spelling | None:
+    return _SPELLINGS.get(target)
+
+
+@remembered
 def _group_argument(target: Any) -> int:
     """The position of an op's group name, -1 if it has none."""
     schema = getattr(target, "_schema", None)

@@ -6,10 +6,9 @@ collectives of one process group, which every rank must start in the same order.
 
 from __future__ import annotations
 
-import functools
 import heapq
 import operator
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +17,7 @@ from torch import fx
 
 from crossfade.errors import RewriteError
 from crossfade.graph import collectives
+from crossfade.graph.operators import remembered
 
 _UNDECLARED_ALIASES = {
     **dict.fromkeys(("_unsafe_view", "type_as", "sum_to_size", "atleast_1d", "atleast_2d", "atleast_3d"), 0),
@@ -64,34 +64,41 @@ class Order:
         self.nodes: list[fx.Node] = list(graph.nodes)
         self.position = {node: index for index, node in enumerate(self.nodes)}
         self._last_placeholder = next((node for node in reversed(self.nodes) if node.op == "placeholder"), None)
-        self._ordered_after = _ordering_edges(self.nodes, alias_roots(self.nodes))
+        self._roots = alias_roots(self.nodes)
+        self._ordered_after = _ordering_edges(self.nodes, self._roots)
         self._ordered_before: dict[fx.Node, list[tuple[fx.Node, str]]] = {}
         for node, edges in self._ordered_after.items():
             for before, why in edges:
                 self._ordered_before.setdefault(before, []).append((node, why))
 
-    def predecessors(self, node: fx.Node) -> list[fx.Node]:
-        """The nodes that must stay above `node`."""
-        return [*node.all_input_nodes, *(before for before, _ in self._ordered_after.get(node, ()))]
+    def predecessors(self, node: fx.Node, *, within_group: bool = True) -> list[fx.Node]:
+        """The nodes that must stay above `node`.
 
-    def successors(self, node: fx.Node) -> list[fx.Node]:
+        Without `within_group`, here and below, the order of the collectives of one group does not count: for passes
+        that change it, alike on all ranks.
+        """
+        edges = self._ordered_after.get(node)
+        return node.all_input_nodes if edges is None else [*node.all_input_nodes, *_ends(edges, within_group)]
+
+    def successors(self, node: fx.Node, *, within_group: bool = True) -> list[fx.Node]:
         """The nodes that must stay below `node`."""
-        return [*node.users, *(after for after, _ in self._ordered_before.get(node, ()))]
+        edges = self._ordered_before.get(node)
+        return list(node.users) if edges is None else [*node.users, *_ends(edges, within_group)]
 
     def last_predecessor(self, node: fx.Node, *, within_group: bool = True) -> fx.Node | None:
-        """The lowest node that must stay above `node`: the node may rise to just below it.
-
-        Without `within_group`, the order of the collectives of one group does not count: for passes that change it,
-        alike on all ranks.
-        """
-        above = self.predecessors(node)
-        if not within_group:
-            ordered = self._ordered_after.get(node, ())
-            above = [*node.all_input_nodes, *(before for before, why in ordered if why != _SAME_GROUP)]
+        """The lowest node that must stay above `node`: the node may rise to just below it."""
+        above = self.predecessors(node, within_group=within_group)
         return max(above, key=self.position.__getitem__, default=None)
 
-    def may_rise_above(self, node: fx.Node, other: fx.Node) -> Blocker | None:
-        """None if `node` alone may move up to just before `other`; else the lowest node in its way, and why."""
+    def rewritten(self) -> set[fx.Node]:
+        """See `rewritten`."""
+        return rewritten(self.nodes, self._roots)
+
+    def may_rise_above(self, node: fx.Node, other: fx.Node, moving: Container[fx.Node] = ()) -> Blocker | None:
+        """None if `node` may move up to just before `other`; else the lowest node in its way, and why.
+
+        It moves alone, or with the nodes `moving`, which are not in its way.
+        """
         if node.op in ("placeholder", "output"):
             return Blocker(node, node, "is fixed at the border of the graph with")
         low = self.position[other]
@@ -99,19 +106,27 @@ class Order:
         blockers += [Blocker(before, node, why) for before, why in self._ordered_after.get(node, ())]
         if self._last_placeholder is not None:
             blockers.append(Blocker(self._last_placeholder, node, "is an input of the graph, which stays above"))
-        in_the_way = [b for b in blockers if low <= self.position[b.node] < self.position[node]]
+        in_the_way = [
+            b for b in blockers if low <= self.position[b.node] < self.position[node] and b.node not in moving
+        ]
         return max(in_the_way, key=lambda b: self.position[b.node], default=None)
 
     def may_sink_below(self, node: fx.Node, other: fx.Node) -> Blocker | None:
         """None if `node` alone may move down to just after `other`; else the highest node in its way, and why."""
+        return self._sinking(node, self.position[other] + 1, ())
+
+    def may_sink_above(self, node: fx.Node, other: fx.Node, moving: Container[fx.Node] = ()) -> Blocker | None:
+        """None if `node` may move down to just before `other`, alone or with the nodes `moving`; else the blocker."""
+        return self._sinking(node, self.position[other], moving)
+
+    def _sinking(self, node: fx.Node, end: int, moving: Container[fx.Node]) -> Blocker | None:
         if node.op in ("placeholder", "output"):
             return Blocker(node, node, "is fixed at the border of the graph with")
         blockers = [Blocker(after, node, "uses") for after in node.users]
         blockers += [Blocker(after, node, _SEEN_FROM_BELOW[why]) for after, why in self._ordered_before.get(node, ())]
         if self.nodes[-1].op == "output":
             blockers.append(Blocker(self.nodes[-1], node, "ends the graph, after"))
-        high = self.position[other]
-        in_the_way = [b for b in blockers if self.position[b.node] <= high]
+        in_the_way = [b for b in blockers if self.position[b.node] < end and b.node not in moving]
         return min(in_the_way, key=lambda b: self.position[b.node], default=None)
 
     def sorted(self, key: Callable[[fx.Node], Any] | None = None) -> list[fx.Node]:
@@ -141,6 +156,10 @@ class Order:
         return [*result, *(n for n in self.nodes if n.op == "output")]
 
 
+def _ends(edges: Iterable[tuple[fx.Node, str]], within_group: bool) -> list[fx.Node]:
+    return [node for node, why in edges if within_group or why != _SAME_GROUP]
+
+
 @dataclass(frozen=True, slots=True)
 class Blocker:
     """A node that stands in the way of a move, and why."""
@@ -151,6 +170,37 @@ class Blocker:
 
     def __str__(self) -> str:
         return f"{self.node.name} {self.why} {self.mover.name}"
+
+
+def move_together(order: Order, nodes: Sequence[fx.Node], *, before: fx.Node) -> Blocker | None:
+    """Move some nodes, as one thing, to just before another node; or say what stands in the way, and move nothing.
+
+    A collective's nodes are `Collective.nodes`; `order` must be built anew after a move.
+
+        >>> from crossfade.graph.text import parse
+        >>> program = parse('''
+        ... x: f32[4] = input("x")
+        ... a: f32[4] = aten.relu(x)
+        ... b: f32[4] = aten.neg(a)
+        ... c: f32[4] = aten.exp(x)
+        ... return output("b", b), output("c", c)
+        ... ''')
+        >>> x, a, b, c, out = program.graph.nodes
+        >>> print(move_together(Order(program.graph), [a, b], before=out))
+        None
+        >>> [node.name for node in program.graph.nodes]
+        ['x', 'c', 'a', 'b', 'output']
+    """
+    together = sorted(nodes, key=order.position.__getitem__)
+    inside, place = set(nodes), order.position[before]
+    for node in together:
+        rises = order.position[node] > place
+        blocker = order.may_rise_above(node, before, inside) if rises else order.may_sink_above(node, before, inside)
+        if blocker is not None:
+            return blocker
+    for node in together:
+        before.prepend(node)
+    return None
 
 
 def reorder(graph: fx.Graph, nodes: Sequence[fx.Node]) -> bool:
@@ -242,6 +292,12 @@ def written_inputs(node: fx.Node) -> list[fx.Node]:
     return written
 
 
+def rewritten(nodes: Iterable[fx.Node], roots: dict[fx.Node, fx.Node]) -> set[fx.Node]:
+    """The values whose memory something writes: read later than they are, they might not be the same."""
+    written = {roots[target] for node in nodes for target in written_inputs(node)}
+    return {node for node, root in roots.items() if root in written} if written else set()
+
+
 def is_random(node: fx.Node) -> bool:
     """Whether this node draws from the random generator; attention without dropout does not, though it could."""
     traits = _traits(node.target) if node.op == "call_function" else _Traits()
@@ -262,10 +318,11 @@ class _Traits:
     one_list: bool = False
     only_training: bool = False
     random: bool = False
+    hidden_effect: bool = False
     dropout: tuple[int, str] | None = None
 
 
-@functools.cache
+@remembered
 def _traits(target: Any) -> _Traits:
     schema = getattr(target, "_schema", None)
     if schema is None:
@@ -288,6 +345,7 @@ def _traits(target: Any) -> _Traits:
         one_list=len(schema.returns) == 1 and isinstance(schema.returns[0].type, torch.ListType),
         only_training=undeclared,
         random=torch.Tag.nondeterministic_seeded in target.tags,
+        hidden_effect=_is_effectful(fx.Graph().call_function(target)),
         dropout=next((place[:2] for place in places if place[1] == "dropout_p"), None),
     )
 
@@ -373,12 +431,16 @@ def _ordering_edges(
         elif node not in writes and _has_hidden_effect(node):
             in_turn(node, "side effects", "has a side effect before")
         if (group := collectives.group_of(node)) is not None:
-            in_turn(node, f"group {group}", "starts a collective of the same group before")
+            in_turn(node, f"group {group}", _SAME_GROUP)
     return edges
 
 
 def _has_hidden_effect(node: fx.Node) -> bool:
     """Effects that no schema describes (asserts, profiler marks): kept in order among themselves."""
+    return _traits(node.target).hidden_effect if hasattr(node.target, "_schema") else _is_effectful(node)
+
+
+def _is_effectful(node: fx.Node) -> bool:
     return not (collectives.is_wait(node) or collectives.is_collective(node)) and node.is_impure()
 
 

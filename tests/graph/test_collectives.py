@@ -234,9 +234,10 @@ def test_in_place_form(call, form):
     [
         (lambda x: collectives.all_reduce(x, "sum", "dp"), Kind.ALL_REDUCE, None),
         (lambda x: collectives.all_gather(x, 2, "dp"), Kind.ALL_GATHER, 2),
+        (lambda x: collectives.all_to_all(x, 2, "dp"), Kind.ALL_TO_ALL, None),
         (lambda x: collectives.broadcast(x, 0, "dp"), Kind.BROADCAST, None),
     ],
-    ids=["all_reduce", "all_gather", "broadcast"],
+    ids=["all_reduce", "all_gather", "all_to_all", "broadcast"],
 )
 def test_builders_make_what_view_reads(build, kind, group_size):
     from torch.fx.experimental.proxy_tensor import make_fx
@@ -244,3 +245,44 @@ def test_builders_make_what_view_reads(build, kind, group_size):
     module = make_fx(lambda x: collectives.wait(build(x)), tracing_mode="fake")(torch.ones(4))
     (found,) = collectives.find(module.graph)
     assert (found.kind, found.group, found.group_size, len(found.waits)) == (kind, "dp", group_size, 1)
+
+
+@pytest.mark.parametrize(
+    ("lines", "plain"),
+    [
+        ('one = c10d.all_reduce(x, "sum", "dp")', True),
+        ('one = c10d.all_reduce_(x, "sum", "dp")', False),
+        ('one = c10d.all_gather_into_tensor_out(x, 2, "dp", out=out)', False),
+        ('start = c10d.all_reduce_coalesced([x], "sum", "dp")\n    one = start[0]', False),
+        ('one = c10d.all_reduce(x, "sum", "dp")\n    late = aten.neg(one)', False),
+    ],
+    ids=["functional", "in place", "into a buffer", "coalesced", "read without its wait"],
+)
+def test_plain(lines, plain):
+    program = program_of(f"""
+    {lines}
+    wait = c10d.wait_tensor(one)
+    return output("a", wait)
+    """)
+    assert collectives.find(program.graph)[0].plain is plain
+
+
+def test_what_is_never_waited_for_is_not_plain():
+    program = program_of('    start = c10d.all_reduce(x, "sum", "dp")\n    return output("x", x)')
+    assert not collectives.find(program.graph)[0].plain
+
+
+def test_settings_are_the_same_in_every_spelling():
+    program = program_of(TWO_GROUPS.replace('c10d.all_reduce(x, "sum", "dp")', 'c10d.all_reduce(y, "sum", "tp")'))
+    gather, by_keyword, by_position = collectives.find(program.graph)
+    assert collectives.settings(gather.node) == (2, "dp")
+    assert collectives.settings(by_keyword.node) == collectives.settings(by_position.node) == ("sum", "tp")
+
+
+def test_all_to_all_exchanges_equal_parts():
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    module = make_fx(lambda x: collectives.all_to_all(x, 2, "dp"), tracing_mode="fake")(torch.ones(6, 2))
+    (found,) = collectives.find(module.graph)
+    assert collectives.settings(found.node) == ([3, 3], [3, 3], "dp")
+    assert found.node.meta["val"].shape == (6, 2)
