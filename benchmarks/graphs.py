@@ -1,13 +1,18 @@
-"""Training graphs of Llama-like models, traced on fake tensors under a fake process group of 64 ranks.
+"""Whole training steps of Llama-like models, traced on fake tensors under a fake process group of 64 ranks.
 
-`ddp(layers)`: forward and backward, with one averaged all-reduce per gradient where it is ready.
+`ddp(layers)`: one averaged all-reduce per gradient where it is ready.
 `fsdp(layers)`: every parameter gathered before use in the forward and again in the backward, its gradient
 reduce-scattered.
+`tp(layers)`: attention and MLP cut by columns, then by rows, with two all-reduces in the forward and two in the
+backward of each layer.
+
+Each ends with an SGD step with momentum.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -58,14 +63,40 @@ class _GatheredLinear(torch.autograd.Function):
         return dx, collectives.wait(collectives.reduce_scatter(dw, "avg", RANKS, ctx.group)), None
 
 
+class _SummedGradient(torch.autograd.Function):
+    """What enters a column-cut layer: every rank's gradient of it is a partial sum."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: str) -> Tensor:
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return collectives.wait(collectives.all_reduce(gradient, "sum", ctx.group)), None
+
+
+class _Summed(torch.autograd.Function):
+    """What leaves a row-cut layer: every rank's result is a partial sum."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: str) -> Tensor:
+        return collectives.wait(collectives.all_reduce(x, "sum", group))
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return gradient, None
+
+
 def _gather(shard: Tensor, group: str) -> Tensor:
     return collectives.wait(collectives.all_gather(shard, RANKS, group))
 
 
 def _attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     length, width = query.shape[-2:]
-    query, key, value = (t.view(-1, length, HEADS, width // HEADS).transpose(1, 2) for t in (query, key, value))
-    scores = (query @ key.transpose(-1, -2)) * (width // HEADS) ** -0.5
+    head = WIDTH // HEADS
+    query, key, value = (t.view(-1, length, width // head, head).transpose(1, 2) for t in (query, key, value))
+    scores = (query @ key.transpose(-1, -2)) * head**-0.5
     return (scores.softmax(-1) @ value).transpose(1, 2).reshape(-1, length, width)
 
 
@@ -73,46 +104,77 @@ def _norm(x: Tensor, weight: Tensor) -> Tensor:
     return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-5) * weight
 
 
-Linear = Callable[[Tensor, Tensor], Tensor]
+@dataclass(frozen=True)
+class _Parallel:
+    """How a step is distributed: what becomes of parameters, products, and the ends of a block."""
+
+    cut: Callable[[int, tuple[int, int]], tuple[int, int]] = lambda place, shape: shape
+    prepare: Callable[[Tensor], Tensor] = lambda parameter: parameter
+    linear: Callable[[Tensor, Tensor], Tensor] = lambda x, weight: x @ weight.t()
+    enter: Callable[[Tensor], Tensor] = lambda x: x
+    leave: Callable[[Tensor], Tensor] = lambda x: x
 
 
-def _decoder(linear: Linear, norms: list[Tensor], weights: list[list[Tensor]], head: Tensor, x: Tensor) -> Tensor:
+def _decoder(how: _Parallel, norms: list[Tensor], weights: list[list[Tensor]], head: Tensor, x: Tensor) -> Tensor:
     for norm, (q, k, v, o, up, gate, down) in zip(norms, weights, strict=True):
-        h = _norm(x, norm)
-        x = x + linear(_attend(linear(h, q), linear(h, k), linear(h, v)), o)
-        h = _norm(x, norm)
-        x = x + linear(F.silu(linear(h, up)) * linear(h, gate), down)
-    return linear(x, head).float().pow(2).mean()
+        h = how.enter(_norm(x, norm))
+        x = x + how.leave(how.linear(_attend(how.linear(h, q), how.linear(h, k), how.linear(h, v)), o))
+        h = how.enter(_norm(x, norm))
+        x = x + how.leave(how.linear(F.silu(how.linear(h, up)) * how.linear(h, gate), down))
+    return how.linear(x, head).float().pow(2).mean()
 
 
 def _layer_shapes() -> list[tuple[int, int]]:
     return [(WIDTH, WIDTH)] * 4 + [(HIDDEN, WIDTH)] * 2 + [(WIDTH, HIDDEN)]
 
 
-def _trace(linear: Linear, prepare: Callable[[Tensor], Tensor], layers: int, parts: int) -> fx.GraphModule:
-    shapes = [shape for _ in range(layers) for shape in _layer_shapes()] + [(VOCABULARY, WIDTH)]
+def _trace(how: _Parallel, layers: int) -> fx.GraphModule:
+    shapes = [how.cut(place, shape) for _ in range(layers) for place, shape in enumerate(_layer_shapes())]
+    shapes.append(how.cut(-1, (VOCABULARY, WIDTH)))
 
-    def step(x: Tensor, norms: list[Tensor], flat: list[Tensor]) -> list[Tensor]:
-        leaves = [t.detach().requires_grad_() for t in flat]
-        used = [prepare(t) for t in leaves]
+    def step(x: Tensor, norms: list[Tensor], parameters: list[Tensor], momenta: list[Tensor]) -> list[Tensor]:
+        leaves = [t.detach().requires_grad_() for t in parameters]
+        used = [how.prepare(t) for t in leaves]
         weights = [used[7 * i : 7 * i + 7] for i in range(layers)]
-        return list(torch.autograd.grad(_decoder(linear, norms, weights, used[-1], x), leaves))
+        gradients = torch.autograd.grad(_decoder(how, norms, weights, used[-1], x), leaves)
+        velocities = [0.9 * m + g for m, g in zip(momenta, gradients, strict=True)]
+        return [*velocities, *(p - 0.01 * v for p, v in zip(parameters, velocities, strict=True))]
 
     with FakeTensorMode(allow_non_fake_inputs=True):
         norms = [torch.empty(WIDTH) for _ in range(layers)]
-        flat = [torch.empty(rows // parts, columns) for rows, columns in shapes]
-        module = make_fx(step)(torch.empty(1, LENGTH, WIDTH), norms, flat)
+        parameters, momenta = ([torch.empty(shape) for shape in shapes] for _ in range(2))
+        module = make_fx(step)(torch.empty(1, LENGTH, WIDTH), norms, parameters, momenta)
     module.graph.eliminate_dead_code()
     return module
 
 
 def ddp(layers: int) -> fx.GraphModule:
-    """A data-parallel step's forward and backward."""
+    """A data-parallel step."""
     group = start_fake_world()
-    return _trace(lambda x, w: x @ w.t(), lambda t: _AveragedGradient.apply(t, group), layers, 1)
+    return _trace(_Parallel(prepare=lambda t: _AveragedGradient.apply(t, group)), layers)
 
 
 def fsdp(layers: int) -> fx.GraphModule:
-    """A fully sharded step's forward and backward."""
+    """A fully sharded step."""
     group = start_fake_world()
-    return _trace(lambda x, w: _GatheredLinear.apply(x, w, group), lambda t: t, layers, RANKS)
+    return _trace(
+        _Parallel(
+            cut=lambda place, shape: (shape[0] // RANKS, shape[1]),
+            linear=lambda x, w: _GatheredLinear.apply(x, w, group),
+        ),
+        layers,
+    )
+
+
+def tp(layers: int) -> fx.GraphModule:
+    """A tensor-parallel step, cut into 16, one for each head; the group is the same fake one."""
+    group = start_fake_world()
+
+    def cut(place: int, shape: tuple[int, int]) -> tuple[int, int]:
+        rows, columns = shape
+        return (rows, columns // HEADS) if place in (3, 6) else (rows // HEADS, columns) if place >= 0 else shape
+
+    return _trace(
+        _Parallel(cut=cut, enter=lambda x: _SummedGradient.apply(x, group), leave=lambda x: _Summed.apply(x, group)),
+        layers,
+    )

@@ -1,9 +1,11 @@
 """Time of our passes and of torch's on the same graphs, in one process: nodes, seconds, ratio, growth.
 
-    python -m benchmarks.passes                    # 4, 16 and 64 layers
-    python -m benchmarks.passes --layers 4,16      # quicker
+    python -m benchmarks.passes                       # 4, 16 and 64 layers
+    python -m benchmarks.passes --layers 4,16         # quicker
+    python -m benchmarks.passes --layers 64,256 --save
 
-Graphs are those of `benchmarks/graphs.py`. Each pass runs on a fresh copy; copying is not timed.
+Graphs are those of `benchmarks/graphs.py`. Each pass runs on a fresh copy; copying is not timed. Ours is the best of
+three runs, torch's one run: at 256 layers it takes minutes.
 """
 
 from __future__ import annotations
@@ -13,13 +15,18 @@ import copy
 import math
 import time
 from collections.abc import Callable
+from dataclasses import asdict, dataclass
 
 from rich.console import Console
+from rich.progress import Progress
 from rich.table import Table
 from torch import fx
 
 from benchmarks import graphs
+from benchmarks.figures import save
+from crossfade.communicate.bucket_all_gathers import BucketAllGathers
 from crossfade.communicate.bucket_all_reduces import BucketAllReduces
+from crossfade.communicate.bucket_reduce_scatters import BucketReduceScatters
 from crossfade.communicate.raise_launches import RaiseLaunches
 from crossfade.communicate.sink_waits import SinkWaits
 from crossfade.graph.passes import Pass
@@ -40,13 +47,17 @@ def _ours(*passes: Pass) -> Timed:
     return run
 
 
-def _torch_buckets(module: fx.GraphModule) -> float:
-    from torch._inductor.fx_passes import bucketing
+def _torch_buckets(*names: str) -> Timed:
+    def run(module: fx.GraphModule) -> float:
+        from torch._inductor.fx_passes import bucketing
 
-    module = copy.deepcopy(module)
-    start = time.perf_counter()
-    bucketing.bucket_all_reduce(module, lambda index: CAP_MB)
-    return time.perf_counter() - start
+        module = copy.deepcopy(module)
+        start = time.perf_counter()
+        for name in names:
+            getattr(bucketing, name)(module, lambda index: CAP_MB)
+        return time.perf_counter() - start
+
+    return run
 
 
 def _torch_ddp_fusion(module: fx.GraphModule) -> float:
@@ -62,35 +73,79 @@ def _torch_ddp_fusion(module: fx.GraphModule) -> float:
 
 
 CONTESTS: dict[str, tuple[Callable[[int], fx.GraphModule], Timed, Timed]] = {
-    "all-reduce buckets": (graphs.ddp, _ours(BucketAllReduces(CAP_MB, CAP_MB)), _torch_buckets),
-    "buckets and moved waits": (
+    "ddp: all-reduces": (graphs.ddp, _ours(BucketAllReduces(CAP_MB)), _torch_buckets("bucket_all_reduce")),
+    "ddp: all-reduces, waits": (
         graphs.ddp,
-        _ours(BucketAllReduces(CAP_MB, CAP_MB), RaiseLaunches(), SinkWaits()),
+        _ours(BucketAllReduces(CAP_MB), RaiseLaunches(), SinkWaits()),
         _torch_ddp_fusion,
     ),
+    "fsdp: all-gathers": (graphs.fsdp, _ours(BucketAllGathers(CAP_MB)), _torch_buckets("bucket_all_gather")),
+    "fsdp: reduce-scatters": (
+        graphs.fsdp,
+        _ours(BucketReduceScatters(CAP_MB)),
+        _torch_buckets("bucket_reduce_scatter"),
+    ),
+    "tp: all three": (
+        graphs.tp,
+        _ours(BucketAllGathers(CAP_MB), BucketReduceScatters(CAP_MB), BucketAllReduces(CAP_MB)),
+        _torch_buckets("bucket_all_gather", "bucket_reduce_scatter", "bucket_all_reduce"),
+    ),
 }
+
+
+@dataclass
+class Timing:
+    """One contest at one size."""
+
+    contest: str
+    layers: int
+    nodes: int
+    ours: float
+    theirs: float
+    growth: float | None
 
 
 def main() -> None:
     """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layers", default="4,16,64", help="sizes to try, smallest first")
-    sizes = [int(size) for size in parser.parse_args().layers.split(",")]
-    table = Table("pass", "layers", "nodes", "ours, s", "torch, s", "torch / ours", "our growth")
-    modules: dict[tuple[str, int], fx.GraphModule] = {}
-    for name, (make, ours, theirs) in CONTESTS.items():
-        last: tuple[int, float] | None = None
+    parser.add_argument("--save", action="store_true", help="keep the figures in benchmarks/results")
+    given = parser.parse_args()
+    sizes = [int(size) for size in given.layers.split(",")]
+    timings: list[Timing] = []
+    with Progress(transient=True) as progress:
+        task = progress.add_task("passes", total=len(CONTESTS) * len(sizes))
         for layers in sizes:
-            module = modules.get((make.__name__, layers)) or make(layers)
-            modules[make.__name__, layers] = module
-            nodes = len(module.graph.nodes)
-            ours(module)  # operators are looked up at first use
-            seconds, peer = ours(module), theirs(module)
-            growth = f"{math.log(seconds / last[1]) / math.log(nodes / last[0]):.2f}" if last else ""
-            table.add_row(
-                name, str(layers), f"{nodes:,}", f"{seconds:.3f}", f"{peer:.2f}", f"{peer / seconds:.1f}", growth
-            )
-            last = nodes, seconds
+            modules: dict[Callable[[int], fx.GraphModule], fx.GraphModule] = {}
+            for contest, (make, ours, theirs) in CONTESTS.items():
+                progress.update(task, description=f"{contest}, {layers} layers", advance=1)
+                if make not in modules:
+                    modules = {make: make(layers)}  # one at a time: a graph of 100,000 nodes takes a gigabyte
+                timings.append(_contest(contest, layers, modules[make], ours, theirs, timings))
+    _show(sorted(timings, key=lambda one: (list(CONTESTS).index(one.contest), one.layers)))
+    if given.save:
+        save("passes", {"cap_mb": CAP_MB, "timings": [asdict(one) for one in timings]})
+
+
+def _contest(
+    contest: str, layers: int, module: fx.GraphModule, ours: Timed, theirs: Timed, earlier: list[Timing]
+) -> Timing:
+    nodes = len(module.graph.nodes)
+    ours(module)  # operators are looked up at first use
+    seconds, peer = min(ours(module) for _ in range(3)), theirs(module)
+    smaller = [one for one in earlier if one.contest == contest]
+    growth = math.log(seconds / smaller[-1].ours) / math.log(nodes / smaller[-1].nodes) if smaller else None
+    return Timing(contest, layers, nodes, seconds, peer, growth)
+
+
+def _show(timings: list[Timing]) -> None:
+    table = Table("graph and passes", "layers", "nodes", "ours, s", "torch, s", "torch / ours", "our growth")
+    for one in timings:
+        growth = f"{one.growth:.2f}" if one.growth is not None else ""
+        ratio = f"{one.theirs / one.ours:.1f}"
+        table.add_row(
+            one.contest, str(one.layers), f"{one.nodes:,}", f"{one.ours:.3f}", f"{one.theirs:.2f}", ratio, growth
+        )
     Console().print(table)
 
 

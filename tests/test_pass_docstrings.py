@@ -14,12 +14,14 @@ import crossfade
 from crossfade.graph.passes import Numerics, Pass, run_passes
 from crossfade.graph.text import parse, render
 from crossfade.graph.verify import verify
+from crossfade.pipeline import known_passes
 from crossfade.shard.batch_dims import BATCH_DIMS
 
 for found in pkgutil.walk_packages(crossfade.__path__, "crossfade."):
-    importlib.import_module(found.name)
+    if not found.name.endswith("_triton"):
+        importlib.import_module(found.name)
 
-PASSES = sorted((one for one in Pass.__subclasses__() if one.__module__.startswith("crossfade.")), key=lambda p: p.name)
+PASSES = list(known_passes().values())
 WITHOUT_EXAMPLE: set[str] = set()
 """Passes whose example would be too long to read. Keep this short."""
 

@@ -2,80 +2,103 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from crossfade.communicate.buckets import MB, BucketPlan, apply_buckets, bucket_result, flat, plan_buckets
+from crossfade.communicate.buckets import BucketPass, CopyIn, shaped
 from crossfade.graph import collectives
 from crossfade.graph.collectives import Collective, Kind
-from crossfade.graph.passes import Numerics, Pass, PassResult
-from crossfade.graph.program import Program
+from crossfade.graph.passes import Numerics
+from crossfade.graph.program import MADE_FOR
+
+_aten = torch.ops.aten
+_COPIES = (_aten.copy_.default, _aten.copy.default)
+_HANDS_ON = frozenset({
+    _aten._to_copy.default, _aten._unsafe_view.default, _aten.clone.default, _aten.detach.default,
+    _aten.div.Tensor, _aten.mul.Tensor, _aten.reshape.default, _aten.t.default, _aten.transpose.int, _aten.view.default,
+})  # fmt: skip
+"""Ops that pass a gradient on without computing with it; of two operands, one must be a number."""
 
 
 @dataclass(frozen=True)
-class BucketAllReduces(Pass):
+class BucketAllReduces(BucketPass):
     """Pack all-reduces of one group, dtype and reduction into buckets of at most `cap_mb`, in the order they are ready.
 
-    The first bucket is small (`first_mb`), so that the network starts early. An all-reduce on whose result another
-    collective depends is left alone: delaying it would delay that one. Results are views of the bucket, but for those
-    that the program returns, which are copies: results must not share memory.
+    The first bucket is small (`first_mb`), so that the network starts early. A bucket starts when its last member is
+    ready; what used a result before that comes after it. An all-reduce on whose result another collective depends is
+    left alone: delaying it would delay that one. Results are views of the bucket, but for those that the program
+    returns, which are copies: results must not share memory. With `only_gradients`, all-reduces are left alone whose
+    results the program computes with, instead of returning them or copying them into an input.
 
     Before:
         a: f32[2] = input("a")
-        b: f32[3] = input("b")
+        b: f32[3, 1] = input("b")
         s: f32[2] = c10d.all_reduce(a, "avg", "dp")
         w: f32[2] = c10d.wait_tensor(s)
-        s2: f32[3] = c10d.all_reduce(b, "avg", "dp")
-        w2: f32[3] = c10d.wait_tensor(s2)
         neg: f32[2] = aten.neg(w)
+        s2: f32[3, 1] = c10d.all_reduce(b, "avg", "dp")
+        w2: f32[3, 1] = c10d.wait_tensor(s2)
         return output("a", neg), output("b", w2)
 
     After:
         a: f32[2] = input("a")
-        b: f32[3] = input("b")
-        view: f32[2] = aten.view(a, [-1])
-        view_1: f32[3] = aten.view(b, [-1])
-        cat: f32[5] = aten.cat([view, view_1])
+        b: f32[3, 1] = input("b")
+        view: f32[3] = aten.view(b, [-1])
+        cat: f32[5] = aten.cat([a, view])
         all_reduce: f32[5] = c10d.all_reduce(cat, "avg", "dp")
         wait_tensor: f32[5] = c10d.wait_tensor(all_reduce)
         split_with_sizes: (f32[2], f32[3]) = aten.split_with_sizes(wait_tensor, [2, 3])
         getitem: f32[2] = split_with_sizes[0]
         getitem_1: f32[3] = split_with_sizes[1]
-        view_2: f32[2] = aten.view(getitem, [2])
-        view_3: f32[3] = aten.view(getitem_1, [3])
-        neg: f32[2] = aten.neg(view_2)
-        clone: f32[3] = aten.clone(view_3)
+        view_1: f32[3, 1] = aten.view(getitem_1, [3, 1])
+        neg: f32[2] = aten.neg(getitem)
+        clone: f32[3, 1] = aten.clone(view_1)
         return output("a", neg), output("b", clone)
     """
 
     name = "bucket-all-reduces"
     numerics = Numerics.REASSOCIATES  # a ring splits a bucket at other places than it splits its members
     provides = frozenset({"bucketed"})
+    kind = Kind.ALL_REDUCE
+    delay = "uses of the last"
 
-    cap_mb: float = 2.0
-    first_mb: float = 1.0
+    first_mb: float | None = 1.0
+    only_gradients: bool = False
 
-    def run(self, program: Program) -> PassResult:
-        """Plan, then apply."""
-        plan = self.plan(program)
-        return bucket_result(plan, apply_buckets(program, plan, _exchange))
+    def reason_against(self, one: Collective) -> str | None:
+        """With `only_gradients`, what is computed with instead of being handed out."""
+        if self.only_gradients and not _is_gradient(one):
+            return "it is no gradient's: its result is computed with"
+        return None
 
-    def plan(self, program: Program) -> BucketPlan:
-        """Choose the buckets; pure."""
-        cap, first = int(self.cap_mb * MB), int(self.first_mb * MB)
-        return plan_buckets(program, Kind.ALL_REDUCE, cap=cap, first=first, may_delay=True)
+    def exchange(self, members: Sequence[Collective], copy_in: CopyIn) -> Callable[..., list[Tensor]]:
+        """One all-reduce of all."""
+        group, reduce_op = members[0].group, str(members[0].reduce_op)
+
+        def exchange(*values: Tensor) -> list[Tensor]:
+            if copy_in.mode == "coalesced":
+                return [collectives.wait(one) for one in collectives.all_reduce_coalesced(values, reduce_op, group)]
+            done = collectives.wait(collectives.all_reduce(copy_in(values), reduce_op, group))
+            parts = done.split([value.numel() for value in values])
+            return [shaped(part, *value.shape) for part, value in zip(parts, values, strict=True)]
+
+        return exchange
 
 
-def _exchange(members: list[Collective]) -> Callable[..., list[Tensor]]:
-    group, reduce_op = members[0].group, str(members[0].reduce_op)
-
-    def exchange(*values: Tensor) -> list[Tensor]:
-        packed = torch.cat([flat(value) for value in values])
-        done = collectives.wait(collectives.all_reduce(packed, reduce_op, group))
-        parts = done.split([value.numel() for value in values])
-        return [part.view(value.shape) for part, value in zip(parts, values, strict=True)]
-
-    return exchange
+def _is_gradient(one: Collective) -> bool:
+    """Whether a result is only scaled, viewed or converted on its way to a graph output or a copy into an input."""
+    if MADE_FOR in one.node.meta:
+        return True
+    stack = [user for wait in one.waits for user in wait.users]
+    while stack:
+        user = stack.pop()
+        copied_out = user.target in _COPIES and user.args[0].op == "placeholder"  # type: ignore[union-attr]
+        if user.op == "output" or copied_out:
+            continue
+        if user.target not in _HANDS_ON or len(user.all_input_nodes) != 1:
+            return False
+        stack += user.users
+    return True

@@ -2,25 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
-from crossfade.communicate.buckets import MB, BucketPlan, apply_buckets, bucket_result, plan_buckets
+from crossfade.communicate.buckets import BucketPass, CopyIn, shaped
 from crossfade.graph import collectives
 from crossfade.graph.collectives import Collective, Kind
-from crossfade.graph.passes import Numerics, Pass, PassResult
-from crossfade.graph.program import Program
+from crossfade.graph.passes import Numerics
 
 
 @dataclass(frozen=True)
-class BucketReduceScatters(Pass):
+class BucketReduceScatters(BucketPass):
     """Pack reduce-scatters of one group, dtype and reduction into buckets whose input is at most `cap_mb`.
 
     Each rank's parts are laid side by side, so that the bucket scatters exactly what its members would have; one copy
-    goes in, and results are views of the bucket, but for those that the program returns.
+    goes in, and results are views of the bucket, but for those that the program returns. What used a result before the
+    bucket starts comes after it, unless that would delay another collective.
 
     Before:
         a: f32[4] = input("a")
@@ -44,39 +43,33 @@ class BucketReduceScatters(Pass):
         split_with_sizes: (f32[2], f32[3]) = aten.split_with_sizes(wait_tensor, [2, 3])
         getitem: f32[2] = split_with_sizes[0]
         getitem_1: f32[3] = split_with_sizes[1]
-        view_3: f32[2] = aten.view(getitem, [2])
-        view_4: f32[1, 3] = aten.view(getitem_1, [1, 3])
-        neg: f32[2] = aten.neg(view_3)
-        clone: f32[1, 3] = aten.clone(view_4)
+        view_3: f32[1, 3] = aten.view(getitem_1, [1, 3])
+        neg: f32[2] = aten.neg(getitem)
+        clone: f32[1, 3] = aten.clone(view_3)
         return output("a", neg), output("b", clone)
     """
 
     name = "bucket-reduce-scatters"
     numerics = Numerics.REASSOCIATES  # a ring splits a bucket at other places than it splits its members
     provides = frozenset({"bucketed"})
+    kind = Kind.REDUCE_SCATTER
+    delay = "no collective"
 
-    cap_mb: float = 2.0
-    first_mb: float = 1.0
+    first_mb: float | None = 1.0
 
-    def run(self, program: Program) -> PassResult:
-        """Plan, then apply."""
-        plan = self.plan(program)
-        return bucket_result(plan, apply_buckets(program, plan, _exchange))
+    def exchange(self, members: Sequence[Collective], copy_in: CopyIn) -> Callable[..., list[Tensor]]:
+        """One reduce-scatter of all."""
+        group, ranks, reduce_op = members[0].group, members[0].group_size or 1, str(members[0].reduce_op)
 
-    def plan(self, program: Program) -> BucketPlan:
-        """Choose the buckets; pure."""
-        cap, first = int(self.cap_mb * MB), int(self.first_mb * MB)
-        return plan_buckets(program, Kind.REDUCE_SCATTER, cap=cap, first=first, may_delay=True)
+        def exchange(*values: Tensor) -> list[Tensor]:
+            if copy_in.mode == "coalesced":
+                started = collectives.reduce_scatter_coalesced(values, reduce_op, ranks, group)
+                return [collectives.wait(one) for one in started]
+            done = collectives.wait(collectives.reduce_scatter(copy_in(values, ranks), reduce_op, ranks, group))
+            parts = done.split([value.numel() // ranks for value in values])
+            return [
+                shaped(part, value.shape[0] // ranks, *value.shape[1:])
+                for part, value in zip(parts, values, strict=True)
+            ]
 
-
-def _exchange(members: list[Collective]) -> Callable[..., list[Tensor]]:
-    group, ranks, reduce_op = members[0].group, members[0].group_size or 1, str(members[0].reduce_op)
-
-    def exchange(*values: Tensor) -> list[Tensor]:
-        rows = [value.view(ranks, -1) if value.is_contiguous() else value.reshape(ranks, -1) for value in values]
-        packed = torch.cat(rows, 1).view(-1)
-        done = collectives.wait(collectives.reduce_scatter(packed, reduce_op, ranks, group))
-        parts = done.split([value.numel() // ranks for value in values])
-        return [part.view(value.shape[0] // ranks, *value.shape[1:]) for part, value in zip(parts, values, strict=True)]
-
-    return exchange
+        return exchange

@@ -1,220 +1,261 @@
-"""Buckets: which collectives travel as one. Planning is the same for every kind; each kind packs in its own way.
-
-A bucket starts where its first member would have started, or as soon after as all inputs are ready. A collective joins
-the open bucket of its key if it fits under the cap and is ready before any result of the bucket is used, which is why
-no member ever depends on another.
-"""
+"""Buckets carried out: members put side by side, then made one collective. What all bucketing passes share."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal, get_args
 
 import torch
 from torch import Tensor, fx
 
-from crossfade.graph import collectives
+from crossfade.communicate.bucket_plan import MB, BucketPlan, Delay, Grouping, Packing, Policy, plan_buckets
+from crossfade.errors import PassError
+from crossfade.graph import collectives, packing
 from crossfade.graph.collectives import Collective, Kind
-from crossfade.graph.order import Order, Reachability, written_inputs
-from crossfade.graph.passes import Outcome, PassResult, Verdict
+from crossfade.graph.contraction import Contraction
+from crossfade.graph.order import Order, reorder
+from crossfade.graph.passes import Outcome, Pass, PassResult, Verdict
 from crossfade.graph.program import Program
-from crossfade.graph.rewrite import erase_if_dead, insert_call, splice
+from crossfade.graph.splice import erase_if_dead, insert_call, splice
 
-MB = 2**20
+_aten = torch.ops.aten
 
-Exchange = Callable[[list[Collective]], Callable[..., list[Tensor]]]
-"""Given a bucket's members, the function from their inputs to their results that travels as one collective."""
-
-
-@dataclass(frozen=True)
-class Bucket:
-    """Some collectives, in the order in which their inputs become ready, that travel as one."""
-
-    members: tuple[str, ...]
-    kind: str
-    bytes: int
-
-    def __str__(self) -> str:
-        name = self.kind.replace("_", "-")
-        return f"{len(self.members)} {name}s, {self.bytes / MB:.2f} MB: {', '.join(self.members)}"
+Mode = Literal["auto", "concat", "copy-kernel", "coalesced"]
+Cap = float | tuple[float, ...] | Callable[[int], float]
 
 
 @dataclass(frozen=True)
-class BucketPlan:
-    """Which collectives go into which bucket, and why the others do not."""
+class CopyIn:
+    """How members' inputs become one buffer: by plain ops or by a kernel, converted and divided on the way."""
 
-    buckets: tuple[Bucket, ...]
-    left: tuple[Verdict, ...]
+    mode: Mode = "concat"
+    dtype: torch.dtype | None = None
+    divisor: float | None = None
 
-    def __str__(self) -> str:
-        return "\n".join([*map(str, self.buckets), *map(str, self.left)])
+    def __call__(self, values: Sequence[Tensor], rows: int = 1) -> Tensor:
+        """One flat buffer; with `rows`, each value is cut into that many, and row comes after row."""
+        if self.mode == "copy-kernel":
+            return packing.pack(list(values), rows, dtype=self.dtype, divisor=self.divisor)
+        if rows == 1:
+            packed = torch.cat([flat(value) for value in values])
+        else:
+            packed = torch.cat([_viewed(value, rows, -1) for value in values], 1).view(-1)
+        return packed if self.divisor is None else packed / self.divisor
 
 
-def plan_buckets(program: Program, kind: Kind, *, cap: int, first: int, may_delay: bool) -> BucketPlan:
-    """Greedy buckets in graph order, one open bucket for each group, dtype, reduction and device; pure.
+@dataclass(frozen=True)
+class BucketPass(Pass):
+    """What all bucketing passes share: their options, and the way from a plan to a program.
 
-    With `may_delay` the bucket may start later than a member would have, which is refused for a member on whose
-    result another collective depends.
+    - `cap_mb`: the most megabytes in a bucket: a number, a tuple by the bucket's index (the last one repeated), or a
+      function of the index.
+    - `first_mb`: the cap of the first bucket instead, where `cap_mb` is a number.
+    - `grouping`: what may travel together: `"any"` of one process group, dtype, reduction and device, or of these only
+      what serves one `"module"`, the innermost numbered one such as `layers.3`.
+    - `packing`: the order inside a bucket: as in the `"program"`, `"reversed"`, or `"largest-first"`.
+    - `mode`: how members get into their bucket: by `"concat"`, by one `"copy-kernel"`, or not at all, `"coalesced"`,
+      where the backend takes a list. `"auto"` takes the kernel on CUDA, and where it saves a conversion.
+    - `fold`: take members' divisions by one number into the bucket, and in `copy-kernel` mode their conversions.
     """
-    order = Order(program.graph)
-    found = collectives.find(program.graph)
-    awaited = _depended_on(order, found) if may_delay else set()
-    planner = _Planner(order, cap, first)
-    for one in found:
-        if one.kind is kind:
-            planner.consider(one, _reason_against(one, awaited))
-    return planner.plan(kind)
+
+    kind: ClassVar[Kind]
+    delay: ClassVar[Delay]
+    results_are_views: ClassVar[bool] = True
+
+    cap_mb: Cap = 2.0
+    first_mb: float | None = None
+    grouping: Grouping = "any"
+    packing: Packing = "program"
+    mode: Mode = "auto"
+    fold: bool = True
+
+    def __post_init__(self) -> None:
+        for name, kind in (("grouping", Grouping), ("packing", Packing), ("mode", Mode)):
+            if getattr(self, name) not in get_args(kind):
+                expected = " or ".join(map(repr, get_args(kind)))
+                raise PassError(
+                    f"{self.name}({name}={getattr(self, name)!r})", expected=expected, remedy="pass one of those"
+                )
+        if not callable(self.cap_mb) and self.cap_mb == ():
+            raise PassError(f"{self.name}(cap_mb=())", expected="at least one size", remedy="pass megabytes")
+
+    def plan(self, program: Program) -> BucketPlan:
+        """Choose the buckets; pure."""
+        return self._plan(Order(program.graph))
+
+    def run(self, program: Program) -> PassResult:
+        """Plan, then apply."""
+        if not any(one.kind is self.kind for one in collectives.find(program.graph)):
+            return PassResult(False, {"buckets": 0, "bucketed": 0, "left": 0})
+        order = Order(program.graph)
+        plan = self._plan(order)
+        verdicts = apply_buckets(program, plan, self, order)
+        packed = sum(len(bucket.members) for bucket in plan.buckets)
+        counts = {"buckets": len(plan.buckets), "bucketed": packed, "left": len(plan.left)}
+        return PassResult(bool(plan.buckets), counts, (*plan.left, *verdicts))
+
+    def mixes_dtypes(self) -> bool:
+        """Whether members of one bucket may differ in dtype."""
+        return False
+
+    def reason_against(self, one: Collective) -> str | None:
+        """Why this pass leaves a collective alone, beside what no bucket can take."""
+        return None
+
+    def exchange(self, members: Sequence[Collective], copy_in: CopyIn) -> Callable[..., list[Tensor]]:
+        """The function from members' inputs to their results that travels as one collective."""
+        raise NotImplementedError
+
+    def _plan(self, order: Order) -> BucketPlan:
+        policy = Policy(
+            self._cap, self.delay, self.grouping, self.packing, self.mixes_dtypes(), against=self.reason_against
+        )
+        return plan_buckets(order, self.kind, policy)
+
+    def _cap(self, index: int) -> int:
+        if callable(self.cap_mb):
+            megabytes = self.cap_mb(index)
+        elif isinstance(self.cap_mb, tuple):
+            megabytes = self.cap_mb[min(index, len(self.cap_mb) - 1)]
+        else:
+            megabytes = self.first_mb if index == 0 and self.first_mb is not None else self.cap_mb
+        return int(megabytes * MB)
 
 
-def apply_buckets(program: Program, plan: BucketPlan, exchange: Exchange) -> list[Verdict]:
-    """Carry out a plan and say into which bucket each member went."""
-    named = {one.node.name: one for one in collectives.find(program.graph)}
-    order = Order(program.graph)
-    chosen = [[named[name] for name in bucket.members] for bucket in plan.buckets]
-    places = [_place(order, members) for members in chosen]  # before anything is merged, and positions change
+def apply_buckets(program: Program, plan: BucketPlan, how: BucketPass, order: Order | None = None) -> list[Verdict]:
+    """Carry out a plan, made by a pass or by hand, and say into which bucket each member went.
+
+    `order` is the program's, if the caller has it already.
+    """
+    if not plan.buckets:
+        return []
+    order = order or Order(program.graph)
+    written = order.rewritten()
+    chosen = _put_side_by_side(program, plan, order, at_first=how.delay == "no use")
     verdicts: list[Verdict] = []
-    for number, (bucket, members, place) in enumerate(zip(plan.buckets, chosen, places, strict=True)):
-        detail = f"bucket {number} with {len(members)} members, {bucket.bytes / MB:.2f} MB"
+    for number, members in enumerate(chosen):
+        sources, copy_in = _fold(members, how, written)
+        size = sum(one.bytes for one in members) / MB
+        detail = f"bucket {number} with {len(members)} members, {size:.2f} MB, by {_said(copy_in)}"
         verdicts += [
             Verdict.of(one.node, Outcome.BUCKETED, "packed with others into one", detail=detail, bytes=one.bytes)
             for one in members
         ]
-        before = next(node for node in order.nodes[place:] if not node._erased)
-        _merge(program, members, exchange(members), before)
+        _merge(program, members, sources, how, copy_in)
     return verdicts
-
-
-def bucket_result(plan: BucketPlan, verdicts: Sequence[Verdict]) -> PassResult:
-    """What a bucketing pass returns."""
-    packed = sum(len(bucket.members) for bucket in plan.buckets)
-    counts = {"buckets": len(plan.buckets), "bucketed": packed, "left": len(plan.left)}
-    return PassResult(bool(plan.buckets), counts, (*plan.left, *verdicts))
 
 
 def flat(value: Tensor) -> Tensor:
     """A tensor's elements in one dim, without a copy where its layout allows."""
-    return value.view(-1) if value.is_contiguous() else value.reshape(-1)
+    return value if value.dim() == 1 else _viewed(value, -1)
 
 
-@dataclass
-class _OpenBucket:
-    cap: int
-    members: list[Collective] = field(default_factory=list)
-    bytes: int = 0
-    first_use: float = float("inf")
-    """Position of the first node that uses a result or changes an input: the bucket must start above it."""
+def _viewed(value: Tensor, *shape: int) -> Tensor:
+    return value.view(shape) if value.is_contiguous() else value.reshape(shape)
 
 
-class _Planner:
-    def __init__(self, order: Order, cap: int, first: int) -> None:
-        self.order, self.cap, self.first = order, cap, first
-        self.open: dict[Hashable, _OpenBucket] = {}
-        self.closed: list[_OpenBucket] = []
-        self.left: list[Verdict] = []
+def shaped(part: Tensor, *shape: Any) -> Tensor:
+    """A flat tensor in another shape."""
+    return part if len(shape) == 1 else part.view(shape)
 
-    def consider(self, one: Collective, reason: str | None) -> None:
-        """Put a collective into the open bucket of its key, or into a new one, or leave it."""
-        if reason is not None:
-            self.left.append(Verdict.of(one.node, Outcome.LEFT, reason, bytes=one.bytes))
-            return
-        key = one.group, one.group_size, one.dtype, one.reduce_op, one.node.meta["val"].device
-        bucket = self.open.get(key)
-        if bucket is None or not self._fits(bucket, one):
-            if bucket is not None:
-                self.closed.append(bucket)
-            bucket = self.open[key] = _OpenBucket(self.cap if bucket is not None else self.first)
-        self._add(bucket, one)
 
-    def plan(self, kind: Kind) -> BucketPlan:
-        """The buckets of more than one member, in the order they start."""
-        buckets = []
-        position = self.order.position
-        for bucket in sorted([*self.closed, *self.open.values()], key=lambda b: position[b.members[-1].node]):
-            if len(bucket.members) > 1:
-                names = tuple(one.node.name for one in bucket.members)
-                buckets.append(Bucket(names, str(kind), bucket.bytes))
-            else:
-                self.left.append(self._alone(bucket.members[0]))
-        return BucketPlan(tuple(buckets), tuple(self.left))
-
-    def _fits(self, bucket: _OpenBucket, one: Collective) -> bool:
-        return bucket.bytes + one.bytes <= bucket.cap and _ready(self.order, one) < bucket.first_use
-
-    def _add(self, bucket: _OpenBucket, one: Collective) -> None:
-        position = self.order.position
-        uses = [position[user] for wait in one.waits for user in wait.users]
-        uses += [position[after] for after in self.order.successors(one.node) if written_inputs(after)]
-        bucket.members.append(one)
-        bucket.bytes += one.bytes
-        bucket.first_use = min(bucket.first_use, *uses)
-
-    def _alone(self, one: Collective) -> Verdict:
-        reason, detail = "no neighbour of the same kind fits its bucket", f"cap {self.cap / MB:g} MB"
-        return Verdict.of(
-            one.node, Outcome.LEFT, reason, detail=detail, remedy="a larger cap_mb packs more", bytes=one.bytes
+def _put_side_by_side(program: Program, plan: BucketPlan, order: Order, *, at_first: bool) -> list[list[Collective]]:
+    """Reorder the graph so that each bucket's members follow one another; return the members."""
+    named = {one.node.name: one for one in collectives.find(program.graph)}
+    bucket_of = {name: number for number, bucket in enumerate(plan.buckets) for name in bucket.members}
+    if missing := sorted(bucket_of.keys() - named.keys()):
+        raise PassError(
+            f"a plan for {', '.join(missing)}", expected="collectives of this program", remedy="plan for this program"
         )
+    units = Contraction(order)
+    unit_of: dict[int, int] = {}
+    for node in order.nodes:
+        units.walk(node)
+        number = bucket_of.get(node.name)
+        if number in unit_of:
+            units.join(node, unit_of[number])
+        elif collectives.group_of(node) is not None:
+            unit = units.open(node)
+            if number is not None:
+                unit_of[number] = unit
+    reorder(program.graph, units.sorted(at_first=at_first))
+    return [[named[name] for name in bucket.members] for bucket in plan.buckets]
 
 
-def _ready(order: Order, one: Collective) -> int:
-    """The position after which a collective could start, were it not for the others of its group."""
-    last = order.last_predecessor(one.node, within_group=False)
-    return -1 if last is None else order.position[last]
-
-
-def _depended_on(order: Order, found: Sequence[Collective]) -> set[fx.Node]:
-    """The collectives on whose results another one depends; the order of starts within a group does not count."""
-    reach = Reachability(order, [wait for one in found for wait in one.waits])
-    needed = 0
-    for one in found:
-        for source in one.node.all_input_nodes:
-            needed |= reach.ancestors[source] | reach.bit.get(source, 0)
-    starts = (collectives.started_by(wait) for wait, bit in reach.bit.items() if bit & needed)
-    return {start for start in starts if start is not None}
-
-
-def _reason_against(one: Collective, awaited: set[fx.Node]) -> str | None:
-    if one.coalesced or one.in_place or one.out is not None:
-        return "it is already coalesced or in place"
-    if not one.waits or not all(wait.users for wait in one.waits):
-        return "nothing uses its result"
-    if isinstance(one.node.meta["val"].numel(), torch.SymInt):
-        return "its size is not known before it runs"
-    if one.node in awaited:
-        return "another collective depends on its result, and would be delayed with it"
-    return None
-
-
-def _place(order: Order, members: list[Collective]) -> int:
-    """The position at which a bucket starts: its first member's, or the first at which all inputs are ready."""
-    ready = max(_ready(order, one) for one in members)
-    return max(order.position[members[0].node], ready + 1)
-
-
-def _merge(program: Program, members: list[Collective], exchange: Callable[..., list[Tensor]], before: fx.Node) -> None:
-    inputs = [one.inputs[0] for one in members]
-    results = splice(program, exchange, *inputs, before=before, like=members[-1].node)
+def _merge(
+    program: Program, members: list[Collective], sources: list[fx.Node], how: BucketPass, copy_in: CopyIn
+) -> None:
+    starts = {one.node for one in members}
+    before = members[0].node
+    while before.prev in starts:
+        before = before.prev
+    results = splice(program, how.exchange(members, copy_in), *sources, before=before, like=members[-1].node)
     for one, result in zip(members, results, strict=True):
         for wait in one.waits:
             wait.replace_all_uses_with(result)
             program.graph.erase_node(wait)
         program.graph.erase_node(one.node)
         erase_if_dead(one.inputs[0])
-    _unshare_results(program, results)
+    if how.results_are_views and copy_in.mode != "coalesced":
+        _unshare_results(program, results)
 
 
 def _unshare_results(program: Program, views: Sequence[fx.Node]) -> None:
     """Return copies of views of a bucket: results must not share memory. Made at the end, to keep no wait up there."""
     end = program.output_node
     copies = {
-        view: insert_call(program, torch.ops.aten.clone.default, view, before=end, like=view)
+        view: insert_call(program, _aten.clone.default, view, before=end, like=view)
         for view in views
-        if end in view.users and not _owns_memory(view)
+        if end in view.users
     }
     if copies:
         program.set_results([copies.get(value, value) for value in program.results])
 
 
-def _owns_memory(view: fx.Node) -> bool:
-    """Whether a result was copied out of its bucket already."""
-    source = view.args[0] if view.args else None
-    return isinstance(source, fx.Node) and source.target is torch.ops.aten.clone.default
+def _fold(members: Sequence[Collective], how: BucketPass, written: set[fx.Node]) -> tuple[list[fx.Node], CopyIn]:
+    """What to pack, and how: divisions and conversions that only feed the members are taken into the bucket."""
+    sources = [one.inputs[0] for one in members]
+    if how.mode == "coalesced":
+        return sources, CopyIn("coalesced")
+    on_cuda = sources[0].meta["val"].is_cuda
+    mode = how.mode if how.mode != "auto" else "copy-kernel" if on_cuda else "concat"
+    dtype = divisor = None
+    if how.fold and len({one.dtype for one in members}) == 1:
+        unconverted = [_converted_from(source, written) for source in sources]
+        if any(unconverted) and how.mode != "concat":
+            mode, dtype = "copy-kernel", members[0].dtype
+            sources = [before or source for before, source in zip(unconverted, sources, strict=True)]
+        divided = [_divided(source, written) for source in sources]
+        if len(divisors := {by for _, by in divided}) == 1 and None not in divisors:
+            divisor = divisors.pop()
+            sources = [source for source, _ in divided]
+    return sources, CopyIn(mode, dtype, divisor)
+
+
+def _said(copy_in: CopyIn) -> str:
+    """How a bucket is packed, in words."""
+    words: list[str] = [copy_in.mode]
+    words += [f"converted to {str(copy_in.dtype).removeprefix('torch.')}"] if copy_in.dtype is not None else []
+    words += [f"divided by {copy_in.divisor:g}"] if copy_in.divisor is not None else []
+    return ", ".join(words)
+
+
+def _converted_from(node: fx.Node, written: set[fx.Node]) -> fx.Node | None:
+    """The source of a conversion to another dtype that feeds nothing but one collective, or None."""
+    converts = node.target is torch.ops.prims.convert_element_type.default or (
+        node.target is _aten._to_copy.default and node.kwargs.keys() == {"dtype"}
+    )
+    source: Any = node.args[0] if converts and len(node.users) == 1 else None
+    return source if source not in written else None
+
+
+def _divided(node: fx.Node, written: set[fx.Node]) -> tuple[fx.Node, float | None]:
+    """The dividend and the divisor of a division by a number that feeds nothing else; else the node itself."""
+    if node.target is _aten.div.Tensor and len(node.users) == 1 and not node.kwargs:
+        source: Any
+        source, divisor = node.args
+        same_dtype = isinstance(source, fx.Node) and source.meta["val"].dtype == node.meta["val"].dtype
+        if isinstance(divisor, (int, float)) and same_dtype and source not in written:
+            return source, float(divisor)
+    return node, None

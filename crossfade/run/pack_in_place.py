@@ -9,10 +9,10 @@ import torch
 from torch import fx
 
 from crossfade.graph import collectives
-from crossfade.graph.order import alias_roots, written_inputs
+from crossfade.graph.order import Order
 from crossfade.graph.passes import Numerics, Outcome, Pass, PassResult, Verdict
 from crossfade.graph.program import Input, InputKind, Program, tensor_bytes
-from crossfade.graph.rewrite import erase_if_dead, insert_call, splice
+from crossfade.graph.splice import erase_if_dead, insert_call, splice
 
 _aten = torch.ops.aten
 _FLATTENS = (_aten.view.default, _aten.reshape.default)
@@ -66,7 +66,7 @@ class PackInPlace(Pass):
         """Replace each packing concatenation by a workspace input."""
         counts = {"buffers": 0, "written_directly": 0, "copied_in": 0}
         verdicts = []
-        rewritten = _rewritten(program)
+        rewritten = Order(program.graph).rewritten()
         for cat in program.graph.find_nodes(op="call_function", target=_aten.cat.default):
             if (reason := _reason_against(cat, rewritten)) is not None:
                 verdicts.append(Verdict.of(cat, Outcome.LEFT, reason, bytes=tensor_bytes(cat.meta["val"])))
@@ -93,18 +93,11 @@ def _reason_against(cat: fx.Node, rewritten: set[fx.Node]) -> str | None:
         user = next(iter(user.users))
     if len(cat.users) != 1 or user is None or not collectives.is_collective(user):
         return "something other than one collective reads it"
-    if not all(member.target in _FLATTENS and member.meta["val"].dim() == 1 for member in members):
+    if not all(member.meta["val"].dim() == 1 for member in members):
         return "its members are not flattened tensors"
     if any(isinstance(member.meta["val"].numel(), torch.SymInt) for member in members):
         return "its size is not known before it runs"
     return None
-
-
-def _rewritten(program: Program) -> set[fx.Node]:
-    """The values whose memory something writes after they were made: they are ready only where they are read."""
-    roots = alias_roots(program.graph.nodes)
-    written = {roots[target] for node in program.graph.nodes for target in written_inputs(node)}
-    return {node for node, root in roots.items() if root in written}
 
 
 def _pack(program: Program, cat: fx.Node, rewritten: set[fx.Node]) -> tuple[int, int]:
@@ -115,7 +108,7 @@ def _pack(program: Program, cat: fx.Node, rewritten: set[fx.Node]) -> tuple[int,
     direct = copied = start = 0
     members: Any = cat.args[0]
     for flat in members:
-        source: Any = flat.args[0]
+        source: Any = flat.args[0] if flat.target in _FLATTENS else flat
         end = start + source.meta["val"].numel()
         if _can_write_into(source, flat, bucket) and source not in rewritten:
             _write_into(program, source, bucket, start, end)
@@ -132,7 +125,7 @@ def _pack(program: Program, cat: fx.Node, rewritten: set[fx.Node]) -> tuple[int,
 
 def _can_write_into(source: fx.Node, flat: fx.Node, bucket: fx.Node) -> bool:
     """Whether a member is a fresh, dense result that only the bucket reads, of an op that takes an output buffer."""
-    fresh = source.op == "call_function" and list(source.users) == [flat] and len(flat.users) == 1
+    fresh = source.op == "call_function" and len(flat.users) == 1 and (source is flat or list(source.users) == [flat])
     fits = source.meta["val"].is_contiguous() and source.meta["val"].dtype == bucket.meta["val"].dtype
     return fresh and fits and source.target in _WRITES_INTO
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 import textwrap
 
 import pytest
-import torch
-from torch.fx.experimental.proxy_tensor import make_fx
 
-from crossfade.communicate.bucket_all_reduces import MB, BucketAllReduces
+from crossfade.communicate.bucket_all_reduces import BucketAllReduces
+from crossfade.communicate.bucket_plan import MB, Bucket, BucketPlan
+from crossfade.communicate.buckets import apply_buckets
+from crossfade.errors import PassError, RewriteError
 from crossfade.graph import collectives
 from crossfade.graph.passes import fingerprint, run_passes
-from crossfade.graph.program import from_graph_module
+from crossfade.graph.program import MADE_FOR
 from crossfade.graph.text import parse, render
 from crossfade.graph.verify import verify
 
@@ -102,25 +103,38 @@ def test_the_order_of_a_group_is_no_dependence():
     assert planned(all_reduces(*[member] * 3)) == (["s0 s1 s2"], {})
 
 
-def test_a_use_before_the_next_is_ready_closes_the_bucket():
-    text = """
+EARLY_USE = """
+    x: f32[4] = input("x")
+    s: f32[4] = c10d.all_reduce(x, "sum", "dp")
+    w: f32[4] = c10d.wait_tensor(s)
+    n: f32[4] = aten.neg(w)
+    e: f32[4] = aten.exp(x)
+    s1: f32[4] = c10d.all_reduce(e, "sum", "dp")
+    w1: f32[4] = c10d.wait_tensor(s1)
+    return output("n", n), output("1", w1)
+"""
+
+
+def test_what_uses_a_result_early_comes_after_the_bucket():
+    assert planned(EARLY_USE) == (["s s1"], {})
+    done = run_passes(parse(textwrap.dedent(EARLY_USE), groups=GROUPS), [BucketAllReduces()])
+    expected = """
         x: f32[4] = input("x")
-        s: f32[4] = c10d.all_reduce(x, "sum", "dp")
-        w: f32[4] = c10d.wait_tensor(s)
-        s1: f32[4] = c10d.all_reduce(x, "sum", "dp")
-        w1: f32[4] = c10d.wait_tensor(s1)
-        n: f32[4] = aten.neg(w)
         e: f32[4] = aten.exp(x)
-        s2: f32[4] = c10d.all_reduce(e, "sum", "dp")
-        w2: f32[4] = c10d.wait_tensor(s2)
-        s3: f32[4] = c10d.all_reduce(e, "sum", "dp")
-        w3: f32[4] = c10d.wait_tensor(s3)
-        return output("n", n), output("1", w1), output("2", w2), output("3", w3)
+        cat: f32[8] = aten.cat([x, e])
+        all_reduce: f32[8] = c10d.all_reduce(cat, "sum", "dp")
+        wait_tensor: f32[8] = c10d.wait_tensor(all_reduce)
+        split_with_sizes: (f32[4], f32[4]) = aten.split_with_sizes(wait_tensor, [4, 4])
+        getitem: f32[4] = split_with_sizes[0]
+        getitem_1: f32[4] = split_with_sizes[1]
+        n: f32[4] = aten.neg(getitem)
+        clone: f32[4] = aten.clone(getitem_1)
+        return output("n", n), output("1", clone)
     """
-    assert planned(text) == (["s s1", "s2 s3"], {})
+    assert render(done) == textwrap.dedent(expected).strip()
 
 
-def test_a_write_to_an_input_closes_the_bucket():
+def test_a_write_to_an_input_comes_after_the_bucket():
     text = """
         x: f32[4] = input("x")
         a: f32[4] = aten.clone(x)
@@ -132,7 +146,27 @@ def test_a_write_to_an_input_closes_the_bucket():
         w1: f32[4] = c10d.wait_tensor(s1)
         return output("0", w), output("1", w1)
     """
-    assert planned(text) == ([], {"s": ALONE, "s1": ALONE})
+    assert planned(text) == (["s s1"], {})
+    done = run_passes(parse(textwrap.dedent(text), groups=GROUPS), [BucketAllReduces()])
+    order = [node.name for node in done.graph.nodes]
+    assert order.index("write") > order.index("all_reduce")
+
+
+def test_one_that_needs_what_was_written_after_the_first_goes_into_the_next():
+    text = """
+        x: f32[4] = input("x")
+        a: f32[4] = aten.clone(x)
+        s: f32[4] = c10d.all_reduce(a, "sum", "dp")
+        w: f32[4] = c10d.wait_tensor(s)
+        write: f32[4] = aten.add_.Tensor(a, 1)
+        s1: f32[4] = c10d.all_reduce(a, "sum", "dp")
+        w1: f32[4] = c10d.wait_tensor(s1)
+        s2: f32[4] = c10d.all_reduce(x, "sum", "dp")
+        w2: f32[4] = c10d.wait_tensor(s2)
+        return output("0", w), output("1", w1), output("2", w2)
+    """
+    reason = "another collective depends on its result, and would be delayed with it"
+    assert planned(text) == (["s1 s2"], {"s": reason})
 
 
 def test_in_place_coalesced_and_unused_are_left():
@@ -189,14 +223,45 @@ def test_members_of_any_layout_keep_their_shape_and_all_their_waits():
     assert render(done) == textwrap.dedent(expected).strip()
 
 
-def test_symbolic_sizes_are_left():
-    def two(x: torch.Tensor) -> list[torch.Tensor]:
-        return [collectives.wait(collectives.all_reduce(x * n, "sum", "dp")) for n in (1, 2)]
+def test_options_decide_what_shares_a_bucket_and_in_which_order():
+    text = parse(all_reduces(*[("f32", "sum", "dp", n) for n in (1, 4, 2, 1, 1)]), groups=GROUPS)
 
-    program = from_graph_module(make_fx(two, tracing_mode="symbolic")(torch.ones(5)), groups=GROUPS)
-    done = run_passes(program, [BucketAllReduces()])
-    assert not done.history[0].changed
-    assert [v.reason for v in done.history[0].verdicts] == ["its size is not known before it runs"] * 2
+    def members(**options) -> list[tuple[str, ...]]:
+        return [bucket.members for bucket in BucketAllReduces(**options).plan(text).buckets]
+
+    assert members(cap_mb=(20 / MB, 8 / MB)) == [("s0", "s1"), ("s3", "s4")], "caps by index, the last one repeated"
+    assert members(cap_mb=lambda index: 28 / MB if index == 0 else 8 / MB) == [("s0", "s1", "s2"), ("s3", "s4")]
+    assert members(packing="largest-first") == [("s1", "s2", "s0", "s3", "s4")]
+    assert members(packing="reversed") == [("s4", "s3", "s2", "s1", "s0")]
+
+
+def test_grouping_by_module():
+    program = parse(all_reduces(*[("f32", "sum", "dp", 1)] * 4), groups=GROUPS)
+    served = ["layers.0.up.weight", "layers.0.down.weight", "layers.1.up.weight", "layers.1.down.weight"]
+    for one, name in zip(collectives.find(program.graph), served, strict=True):
+        one.node.meta[MADE_FOR] = name
+    plan = BucketAllReduces(grouping="module").plan(program)
+    assert [bucket.members for bucket in plan.buckets] == [("s0", "s1"), ("s2", "s3")]
+
+
+@pytest.mark.parametrize("options", [{"mode": "cancat"}, {"grouping": "layer"}, {"packing": "size"}, {"cap_mb": ()}])
+def test_wrong_options_are_refused(options: dict):
+    with pytest.raises(PassError, match=r"bucket-all-reduces\("):
+        BucketAllReduces(**options)
+
+
+def test_a_plan_for_another_program_is_refused():
+    plan = BucketAllReduces().plan(parse(all_reduces(*[("f32", "sum", "dp", 1)] * 2), groups=GROUPS))
+    other = parse(textwrap.dedent(EARLY_USE), groups=GROUPS)
+    with pytest.raises(PassError, match="a plan for s0"):
+        apply_buckets(other, plan, BucketAllReduces())
+
+
+def test_a_plan_by_hand_that_makes_a_cycle_is_refused():
+    text = EARLY_USE.replace("aten.exp(x)", "aten.exp(n)")
+    plan = BucketPlan((Bucket(("s", "s1"), "all_reduce", 32),), ())
+    with pytest.raises(RewriteError, match="s1 put together with s, on which it depends"):
+        apply_buckets(parse(textwrap.dedent(text), groups=GROUPS), plan, BucketAllReduces())
 
 
 def test_plan_prints():

@@ -56,7 +56,7 @@ def test_a_gather_of_something_computed_from_the_first_stays_apart() -> None:
     program = parse(textwrap.dedent(text), groups={"dp": 2})
     plan = BucketAllGathers().plan(program)
     assert plan.buckets == ()
-    assert [verdict.reason for verdict in plan.left] == ["no neighbour of the same kind fits its bucket"] * 2
+    assert [verdict.reason for verdict in plan.left] == ["its neighbour depends on its result"] * 2
 
 
 @pytest.mark.parametrize(

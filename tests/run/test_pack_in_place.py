@@ -151,10 +151,10 @@ LEFT = {
         return output("y", w), output("n", n)
         """,
     "its members are not flattened tensors": """
-        x: f32[2] = input("x")
-        cat: f32[4] = aten.cat([x, x])
+        x: f32[2, 1] = input("x")
+        cat: f32[4, 1] = aten.cat([x, x])
         """
-    + END.format(n=4),
+    + END.format(n="4, 1"),
     "something writes it in place": """
         x: f32[2] = input("x")
         f: f32[2] = aten.view(x, [-1])

@@ -1,0 +1,233 @@
+"""Which collectives share a bucket: one walk over the graph, pure, printable.
+
+A collective joins the open bucket of its key if it fits under the cap, depends on no member, not even through other
+buckets, and delays nothing that the pass must not delay. Else it opens the next bucket of its key.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from torch import fx
+
+from crossfade.graph import collectives
+from crossfade.graph.collectives import Collective, Kind
+from crossfade.graph.contraction import Contraction
+from crossfade.graph.order import Order, written_inputs
+from crossfade.graph.passes import Outcome, Verdict
+from crossfade.graph.program import MADE_FOR
+
+MB = 2**20
+
+Grouping = Literal["any", "module"]
+Packing = Literal["program", "reversed", "largest-first"]
+Delay = Literal["no use", "no collective", "uses of the last"]
+"""What a bucket, which starts once its last member is ready, may delay: nothing that uses a result; uses, but no
+collective that depends on one; or uses, of members on which no collective depends at all."""
+
+_ONLY = "it is the only one of its group, dtype and reduction"
+_CAP = "no neighbour of the same kind fits its bucket"
+_DEPENDS = "its neighbour depends on its result"
+_USED = "its result is used before its neighbour is ready"
+_DELAYED = "a collective that depends on its result would be delayed"
+_AWAITED = "another collective depends on its result, and would be delayed with it"
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Some collectives that travel as one, in the order in which they are packed."""
+
+    members: tuple[str, ...]
+    kind: str
+    bytes: int
+
+    def __str__(self) -> str:
+        name = self.kind.replace("_", "-")
+        return f"{len(self.members)} {name}s, {self.bytes / MB:.2f} MB: {', '.join(self.members)}"
+
+
+@dataclass(frozen=True)
+class BucketPlan:
+    """Which collectives go into which bucket, and why the others do not."""
+
+    buckets: tuple[Bucket, ...]
+    left: tuple[Verdict, ...]
+
+    def __str__(self) -> str:
+        return "\n".join([*map(str, self.buckets), *map(str, self.left)])
+
+
+@dataclass(frozen=True)
+class Policy:
+    """What decides who shares a bucket: `cap` in bytes by a bucket's index in its key, and the passes' options."""
+
+    cap: Callable[[int], int]
+    delay: Delay
+    grouping: Grouping = "any"
+    packing: Packing = "program"
+    mixed_dtypes: bool = False
+    against: Callable[[Collective], str | None] = lambda one: None
+
+
+def plan_buckets(order: Order, kind: Kind, policy: Policy) -> BucketPlan:
+    """Greedy buckets in graph order, one open bucket for each group, dtype, reduction and device; pure.
+
+    >>> from crossfade.graph.text import parse
+    >>> program = parse('''
+    ... x: f32[4] = input("x")
+    ... a: f32[4] = c10d.all_reduce(x, "sum", "dp")
+    ... wait_a: f32[4] = c10d.wait_tensor(a)
+    ... b: f32[4] = c10d.all_reduce(x, "sum", "dp")
+    ... wait_b: f32[4] = c10d.wait_tensor(b)
+    ... c: f32[4] = c10d.all_reduce(x, "max", "dp")
+    ... wait_c: f32[4] = c10d.wait_tensor(c)
+    ... return output("a", wait_a), output("b", wait_b), output("c", wait_c)
+    ... ''', groups={"dp": 2})
+    >>> policy = Policy(cap=lambda index: MB, delay="uses of the last")
+    >>> print(plan_buckets(Order(program.graph), Kind.ALL_REDUCE, policy))
+    2 all-reduces, 0.00 MB: a, b
+    c: left alone: it is the only one of its group, dtype and reduction
+    """
+    planner = _Planner(order, policy)
+    for node in order.nodes:
+        planner.units.walk(node)
+        one = collectives.view(node)
+        if one is not None and one.kind is kind:
+            planner.consider(one)
+        elif collectives.group_of(node) is not None:
+            planner.units.open(node)
+    return planner.plan(kind)
+
+
+@dataclass
+class _OpenBucket:
+    unit: int
+    index: int
+    why_alone: str
+    """Why the first member did not join the bucket before, or if there was none, why the next one did not join it."""
+    members: list[Collective] = field(default_factory=list)
+    bytes: int = 0
+    start_above: float = float("inf")
+    """The position of the first node that must not be delayed."""
+
+
+class _Planner:
+    def __init__(self, order: Order, policy: Policy) -> None:
+        self.order, self.policy = order, policy
+        self.units = Contraction(order)
+        self.next_collective = _next_collective(order)
+        self.open: dict[Hashable, _OpenBucket] = {}
+        self.closed: list[_OpenBucket] = []
+        self.left: list[Verdict] = []
+
+    def consider(self, one: Collective) -> None:
+        """Put a collective into the open bucket of its key, or into a new one, or leave it."""
+        reason = self._reason_against(one)
+        if reason is not None:
+            self.left.append(Verdict.of(one.node, Outcome.LEFT, reason, bytes=one.bytes))
+            self.units.open(one.node)
+            return
+        key = self._key(one)
+        bucket = self.open.get(key)
+        why_not = self._why_not(bucket, one) if bucket is not None else _ONLY
+        if why_not is None and bucket is not None:
+            self.units.join(one.node, bucket.unit)
+        else:
+            if bucket is not None:
+                if bucket.why_alone == _ONLY:
+                    bucket.why_alone = why_not or ""
+                self.closed.append(bucket)
+            index = bucket.index + 1 if bucket is not None else 0
+            bucket = self.open[key] = _OpenBucket(self.units.open(one.node), index, why_not or "")
+        bucket.members.append(one)
+        bucket.bytes += one.bytes
+        bucket.start_above = min(bucket.start_above, self._must_start_above(one))
+
+    def plan(self, kind: Kind) -> BucketPlan:
+        """The buckets of more than one member, in the order of their last members."""
+        buckets = []
+        position = self.order.position
+        for bucket in sorted([*self.closed, *self.open.values()], key=lambda b: position[b.members[-1].node]):
+            if len(bucket.members) > 1:
+                names = tuple(one.node.name for one in _packed(bucket.members, self.policy.packing))
+                buckets.append(Bucket(names, str(kind), bucket.bytes))
+            else:
+                self.left.append(self._alone(bucket))
+        return BucketPlan(tuple(buckets), tuple(self.left))
+
+    def _reason_against(self, one: Collective) -> str | None:
+        if one.coalesced or one.in_place or one.out is not None:
+            return "it is already coalesced or in place"
+        if not one.waits or not all(wait.users for wait in one.waits):
+            return "nothing uses its result"
+        if any(not collectives.is_wait(user) for user in one.node.users):
+            return "something other than a wait names its result"
+        if self.policy.delay == "uses of the last" and self.next_collective[one.node] < len(self.order.nodes):
+            return _AWAITED
+        return self.policy.against(one)
+
+    def _key(self, one: Collective) -> Hashable:
+        dtype = None if self.policy.mixed_dtypes else one.dtype
+        module = _module_of(one.node) if self.policy.grouping == "module" else None
+        return one.group, one.group_size, dtype, one.reduce_op, one.inputs[0].meta["val"].device, module
+
+    def _why_not(self, bucket: _OpenBucket, one: Collective) -> str | None:
+        if bucket.bytes + one.bytes > self.policy.cap(bucket.index):
+            return _CAP
+        if not self.units.may_join(one.node, bucket.unit):
+            return _DEPENDS
+        if self._ready(one) >= bucket.start_above:
+            return _USED if self.policy.delay == "no use" else _DELAYED
+        return None
+
+    def _ready(self, one: Collective) -> int:
+        """The position after which a collective could start, were it not for the others of its group."""
+        last = self.order.last_predecessor(one.node, within_group=False)
+        return -1 if last is None else self.order.position[last]
+
+    def _must_start_above(self, one: Collective) -> float:
+        if self.policy.delay == "no collective":
+            return self.next_collective[one.node]
+        if self.policy.delay == "uses of the last":
+            return float("inf")
+        position = self.order.position
+        uses = [position[user] for wait in one.waits for user in wait.users]
+        uses += [position[after] for after in self.order.successors(one.node) if written_inputs(after)]
+        return min(uses)
+
+    def _alone(self, bucket: _OpenBucket) -> Verdict:
+        one = bucket.members[0]
+        capped = bucket.why_alone == _CAP
+        detail = f"cap {self.policy.cap(bucket.index) / MB:g} MB" if capped else ""
+        remedy = "a larger cap_mb packs more" if capped else ""
+        return Verdict.of(one.node, Outcome.LEFT, bucket.why_alone, detail=detail, remedy=remedy, bytes=one.bytes)
+
+
+def _next_collective(order: Order) -> dict[fx.Node, int]:
+    """For each node, the position of the first communicating node that depends on it; the graph's end if none does."""
+    first: dict[fx.Node, int] = {}
+    for node in reversed(order.nodes):
+        found = len(order.nodes)
+        for after in order.successors(node, within_group=False):
+            reached = order.position[after] if collectives.group_of(after) is not None else first[after]
+            found = min(found, reached)
+        first[node] = found
+    return first
+
+
+def _packed(members: Sequence[Collective], packing: Packing) -> list[Collective]:
+    """Members in the order to pack them, which only depends on what all ranks have in common."""
+    if packing == "largest-first":
+        return sorted(members, key=lambda one: -one.bytes)
+    return list(members if packing == "program" else reversed(members))
+
+
+def _module_of(node: fx.Node) -> str:
+    """The innermost numbered module that a node serves, such as `layers.3`; its whole name if none is numbered."""
+    stack = node.meta.get("nn_module_stack") or {}
+    name = node.meta.get(MADE_FOR) or (list(stack.values())[-1][0] if stack else "")
+    found = re.match(r".*\.?\b\d+(?=\.|$)", name)
+    return found[0] if found else name
