@@ -106,7 +106,7 @@ def passes(
         document = inspect.cleandoc(one.__doc__ or "")
         console.print(f"[bold]{one.name}[/]  [dim]{one.numerics}[/]", highlight=False)
         for option in pipeline.options_of(one):
-            console.print(f"    {option}", highlight=False)
+            console.print(f"    {option}", markup=False, highlight=False)
         console.print(document if name else document.splitlines()[0], markup=False, highlight=False)
         console.print()
 

@@ -8,11 +8,12 @@ from __future__ import annotations
 import ast
 import difflib
 import inspect
+import re
 import time
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any, Literal, get_args
+from typing import Any, Literal, get_args, get_type_hints
 
 import torch
 from torch import fx, nn
@@ -22,16 +23,21 @@ from crossfade.capture.accumulate import accumulate as run_on_micro_batches
 from crossfade.capture.batch import BatchIs, BatchLayout, batch_key
 from crossfade.capture.optimizer import append_optimizer, check_optimizer, initial_state, options_key, parameter_names
 from crossfade.capture.training import LossFunction, capture_forward_backward, check_model
+from crossfade.communicate.add_before_reducing import AddBeforeReducing
 from crossfade.communicate.bucket_all_gathers import BucketAllGathers
 from crossfade.communicate.bucket_all_reduces import BucketAllReduces
 from crossfade.communicate.bucket_reduce_scatters import BucketReduceScatters
+from crossfade.communicate.buckets import BucketPass
 from crossfade.communicate.lower_averages import LowerAverages
+from crossfade.communicate.lower_reduce_scatters import LowerReduceScatters
+from crossfade.communicate.merge_duplicate_collectives import MergeDuplicateCollectives
 from crossfade.communicate.raise_launches import RaiseLaunches
+from crossfade.communicate.scatter_sliced_reductions import ScatterSlicedReductions
 from crossfade.communicate.sink_waits import SinkWaits
 from crossfade.errors import CrossfadeError, NotYetError, PassError
 from crossfade.graph.order import is_random
 from crossfade.graph.passes import Pass, fingerprint, run_passes
-from crossfade.graph.private import tree_flatten, tree_unflatten
+from crossfade.graph.private import backend_of_group, tree_flatten, tree_unflatten
 from crossfade.graph.program import OutputKind, Program, from_graph_module
 from crossfade.report.report import Report
 from crossfade.run.members import Members
@@ -51,9 +57,6 @@ from crossfade.simplify.remove_dead_code import RemoveDeadCode
 Semantics = Literal["global", "per-rank"]
 LossIs = Literal["mean", "sum"]
 
-_SUMS_ONLY = frozenset({"gloo"})
-"""Backends without an averaging all-reduce."""
-
 
 def simplification() -> list[Pass]:
     """Passes that make a captured graph smaller."""
@@ -72,32 +75,52 @@ def data_parallelism(
 
 def communication() -> list[Pass]:
     """Passes that make collectives few, early to start and late to be waited for: the ones to add to or replace."""
-    return [BucketAllGathers(), BucketReduceScatters(), BucketAllReduces(), RaiseLaunches(), SinkWaits()]
+    fewer = [MergeDuplicateCollectives(), AddBeforeReducing(), ScatterSlicedReductions()]
+    larger = [BucketAllGathers(), BucketReduceScatters(), BucketAllReduces()]
+    return [*fewer, *larger, RaiseLaunches(), SinkWaits()]
 
 
-def optimization() -> list[Pass]:
+def lowering(backends: Mapping[str, str]) -> list[Pass]:
+    """Passes that say things as each group's backend does them best; after bucketing, so that each bucket is one thing.
+
+    >>> [one.spelling for one in lowering({"dp": "gloo", "tp": "nccl"})]
+    ['lower-averages', 'lower-reduce-scatters']
+    """
+    gloo = tuple(group for group, backend in backends.items() if backend == "gloo")
+    return [LowerAverages(gloo), LowerReduceScatters(gloo)] if gloo else []
+
+
+def optimization(backends: Mapping[str, str] | None = None) -> list[Pass]:
     """What `optimize` runs over a graph that already has collectives."""
-    return [*simplification(), *communication()]
+    return [*simplification(), *communication(), *lowering(backends or {})]
 
 
 def known_passes() -> dict[str, type[Pass]]:
     """Every pass of this package, by name."""
-    ours = [one for one in Pass.__subclasses__() if one.__module__.startswith("crossfade.")]
-    return {one.name: one for one in sorted(ours, key=lambda one: one.name)}
+    found, families = [], [Pass]
+    while families:
+        below = [one for one in families.pop().__subclasses__() if one.__module__.startswith("crossfade.")]
+        families += below
+        found += [one for one in below if hasattr(one, "name")]
+    return {one.name: one for one in sorted(found, key=lambda one: one.name)}
 
 
 def options_of(one: type[Pass]) -> list[str]:
     """A pass's options, their types and defaults, as text.
 
-    >>> options_of(BucketAllReduces)
-    ['cap_mb: float = 2.0', 'first_mb: float = 1.0']
+    >>> options_of(LowerReduceScatters)
+    ["groups: tuple[str, ...] = ('dp',)", 'piece_mb: float = 1.0']
     """
-    return [f"{option.name}: {option.type} = {option.default!r}" for option in fields(one)]
+    kinds = {name: kind if isinstance(kind, type) else str(kind) for name, kind in get_type_hints(one).items()}
+    words = {name: getattr(kind, "__name__", kind) for name, kind in kinds.items()}
+    plain = {name: re.sub(r"\b(typing|collections\.abc)\.", "", word) for name, word in words.items()}
+    return [f"{option.name}: {plain[option.name]} = {option.default!r}" for option in fields(one)]
 
 
 def passes_as_markdown() -> str:
     """docs/passes.md: every pass with its options and its example, from the docstrings."""
     parts = ["# Passes\n\nGenerated by `crossfade passes --markdown`; the examples are tests.\n"]
+    parts.append(f"\n## Options of every bucketing pass\n\n{inspect.cleandoc(BucketPass.__doc__ or '')}\n")
     for name, one in known_passes().items():
         text, before, example = inspect.cleandoc(one.__doc__ or "").partition("Before:")
         options = "".join(f"- `{option}`\n" for option in options_of(one))
@@ -109,8 +132,8 @@ def passes_as_markdown() -> str:
 def pass_from_spelling(spelling: str) -> Pass:
     """The pass that a `Pass.spelling` stands for.
 
-    >>> pass_from_spelling("bucket-all-reduces(cap_mb=8)")
-    BucketAllReduces(cap_mb=8.0, first_mb=1.0)
+    >>> pass_from_spelling("bucket-all-reduces(cap_mb=8)").cap_mb
+    8.0
     """
     name, _, options = spelling.partition("(")
     if name not in known_passes():
@@ -122,10 +145,19 @@ def pass_from_spelling(spelling: str) -> Pass:
     try:
         call: Any = ast.parse(f"options({options}" if options else "options()", mode="eval").body
         values = {item.arg: ast.literal_eval(item.value) for item in call.keywords}
-        return kind(**{key: type(defaults[key])(value) for key, value in values.items()})
+        return kind(**{key: _like_default(defaults[key], value) for key, value in values.items()})
     except (SyntaxError, ValueError, KeyError) as error:
         expected = ", ".join(options_of(kind)) or "no options"
         raise PassError(f"the options of {spelling}", expected=expected, remedy="correct them") from error
+
+
+def _like_default(default: Any, value: Any) -> Any:
+    """A value from the command line as the option's type; only a whole number for a float is not yet that."""
+    if isinstance(default, float) and isinstance(value, int):
+        return float(value)
+    if default is not None and not isinstance(value, (type(default), tuple)):
+        raise ValueError(value)
+    return value
 
 
 def compile_step(
@@ -330,8 +362,7 @@ class _StepCompiler:
         return program
 
     def _lowering(self) -> list[Pass]:
-        """What this backend needs; averages are lowered after bucketing, so that each bucket is divided once."""
-        return [LowerAverages((self.axis.name,))] if self.axis and self.axis.backend in _SUMS_ONLY else []
+        return lowering({self.axis.name: self.axis.backend}) if self.axis else []
 
     def _facts(self, seconds: float, layout: BatchLayout) -> dict[str, str]:
         mesh = f"{self.axis.name}={self.axis.size} over {self.axis.backend}" if self.axis else "one device"
@@ -354,19 +385,26 @@ class Optimized:
 
 
 def optimize(
-    module: fx.GraphModule, *, passes: Sequence[Pass] | None = None, groups: Mapping[str, int] | None = None
+    module: fx.GraphModule,
+    *,
+    passes: Sequence[Pass] | None = None,
+    groups: Mapping[str, int] | None = None,
+    backends: Mapping[str, str] | None = None,
 ) -> Optimized:
     """Improve any FX graph of ATen ops and functional collectives; `module` is left as it is.
 
     The result takes the same inputs and returns the same structure. `groups` gives the sizes of process groups that
-    the graph names; by default those that the graph's own ops say.
+    the graph names; by default those that the graph's own ops say. `backends` gives what each group runs on, by default
+    as torch knows it in this process: gloo's reduce-scatters become all-to-alls and local sums, which is twice as fast;
+    `backends={}` keeps them. With `passes`, exactly those run.
 
         >>> from crossfade.graph.text import parse
         >>> program = parse('''
         ... x: f32[2] = input("x")
+        ... y: f32[2] = input("y")
         ... a: f32[2] = c10d.all_reduce(x, "sum", "0")
         ... wait_a: f32[2] = c10d.wait_tensor(a)
-        ... b: f32[2] = c10d.all_reduce(x, "sum", "0")
+        ... b: f32[2] = c10d.all_reduce(y, "sum", "0")
         ... wait_b: f32[2] = c10d.wait_tensor(b)
         ... return output("a", wait_a), output("b", wait_b)
         ... ''', groups={"0": 2})
@@ -376,7 +414,9 @@ def optimize(
     structure: Any = module.graph.output_node().args[0]
     _, spec = tree_flatten(structure)
     before = from_graph_module(module, groups=groups)
-    after = run_passes(before, optimization() if passes is None else passes)
+    if backends is None:
+        backends = {group: found for group in before.groups if (found := backend_of_group(group)) is not None}
+    after = run_passes(before, optimization(backends) if passes is None else passes)
     report = Report.of(before, after, title=type(module).__name__)
     result = after.copy()
     result.output_node.args = (tree_unflatten(result.results, spec),)

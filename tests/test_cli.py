@@ -62,7 +62,7 @@ def test_a_broken_program_names_the_line(tmp_path: Path) -> None:
 
 
 def test_passes_lists_options() -> None:
-    assert "cap_mb: float = 2.0" in crossfade("passes").stdout
+    assert "cap_mb: float | tuple[float, ...] | Callable[[int], float] = 2.0" in crossfade("passes").stdout
     assert "After:" in crossfade("passes", "sink-waits").stdout
 
 

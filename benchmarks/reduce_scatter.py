@@ -1,0 +1,126 @@
+"""Gloo's reduce-scatter and the lowered form of it in pieces of several sizes, alternating in one run, as ratios.
+
+    python -m benchmarks.reduce_scatter                      # two ranks on loopback
+    python -m benchmarks.reduce_scatter --network 1gbit      # two hosts in network namespaces, as root
+    python -m benchmarks.reduce_scatter --save               # also keep the figures in benchmarks/results/
+
+Times are medians, of the slowest rank; a ratio above 1 says that lowering pays.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks import network
+from benchmarks.figures import save
+from crossfade import Ranks, run_passes
+from crossfade.communicate.lower_reduce_scatters import LowerReduceScatters
+from crossfade.graph.program import Program
+from crossfade.graph.text import parse
+from crossfade.run.executable import Executable
+
+MEGABYTES = (0.004, 0.0625, 0.25, 1.0, 2.0, 4.0, 16.0, 60.0)
+WHOLE = 1000.0
+PIECES = (0.25, 0.5, 1.0, 2.0, 4.0, WHOLE)
+PLAIN = "reduce-scatter"
+
+
+def main() -> None:
+    """Parse the command line, run on two ranks and print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--repeats", type=int, default=9)
+    parser.add_argument("--network", default="loopback", help="loopback, or a rate such as 1gbit")
+    parser.add_argument("--save", action="store_true", help="keep the figures as JSON")
+    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.worker:
+        _work_under_torchrun(options)
+    elif options.network == "loopback":
+        with Ranks(2, timeout=900) as ranks:
+            finish(ranks.run(work, options.repeats)[0], options)
+    elif (reason := network.reason_against()) is not None:
+        raise SystemExit(f"found --network {options.network}, but {reason}. Remedy: run as root, or leave it out.")
+    else:
+        with network.two_hosts(options.network) as hosts:
+            arguments = ["--repeats", str(options.repeats), "--network", options.network]
+            hosts.torchrun("benchmarks.reduce_scatter", "--worker", *arguments, *(["--save"] if options.save else []))
+
+
+def work(repeats: int) -> dict[str, dict[str, float]]:
+    """What each rank does: for each size in MB, the seconds of each contender."""
+    return {f"{size:g}": _race(size, repeats) for size in MEGABYTES}
+
+
+def _race(megabytes: float, repeats: int) -> dict[str, float]:
+    elements = int(megabytes * 2**18)
+    program = _program(elements)
+    passes = {_label(piece): LowerReduceScatters(piece_mb=piece) for piece in PIECES}
+    programs = {PLAIN: program} | {name: run_passes(program, [one]) for name, one in passes.items()}
+    group = {"dp": dist.group.WORLD.group_name}  # type: ignore[union-attr]
+    contenders = {name: Executable(one, group) for name, one in programs.items()}
+    value = torch.ones(elements)
+    seconds: dict[str, list[float]] = {name: [] for name in contenders}
+    for _ in range(repeats + 1):
+        for name, contender in contenders.items():
+            seconds[name].append(_seconds(contender, value))
+    return {name: statistics.median(times[1:]) for name, times in seconds.items()}  # the first warms up
+
+
+def _label(piece: float) -> str:
+    return "lowered, one piece" if piece == WHOLE else f"lowered, {piece:g} MB"
+
+
+def _program(elements: int) -> Program:
+    text = f"""
+    x: f32[{elements}] = input("x")
+    s: f32[{elements // 2}] = c10d.reduce_scatter_tensor(x, "sum", 2, "dp")
+    w: f32[{elements // 2}] = c10d.wait_tensor(s)
+    return output("w", w)
+    """
+    return parse(text, groups={"dp": 2})
+
+
+def _seconds(contender: Executable, value: torch.Tensor) -> float:
+    """One run, from the moment all ranks are ready until the slowest is done."""
+    dist.barrier()
+    start = time.perf_counter()
+    contender([value])
+    taken = torch.tensor([time.perf_counter() - start])
+    dist.all_reduce(taken, dist.ReduceOp.MAX)
+    return float(taken)
+
+
+def finish(figures: dict[str, dict[str, float]], options: argparse.Namespace) -> None:
+    """Print the table and keep the figures if asked."""
+    names = list(next(iter(figures.values())))
+    table = Table("MB", f"{PLAIN}, ms", *names[1:], title=f"{options.network}: ms, and how many times faster")
+    for size, times in figures.items():
+        plain = times[PLAIN]
+        cells = [f"{times[name] * 1e3:.2f} ({plain / times[name]:.2f}x)" for name in names[1:]]
+        table.add_row(size, f"{plain * 1e3:.2f}", *cells)
+    Console(width=150).print(table)
+    if options.save:
+        kept: dict[str, Any] = {"repeats": options.repeats, "seconds by MB": figures}
+        save(f"reduce-scatter-{options.network}", kept)
+
+
+def _work_under_torchrun(options: argparse.Namespace) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    figures = work(options.repeats)
+    if dist.get_rank() == 0:
+        finish(figures, options)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,186 @@
+"""Collectives that do the same to the same value become one."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Hashable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from crossfade.graph import collectives
+from crossfade.graph.collectives import Collective, Kind
+from crossfade.graph.order import alias_roots, is_random, written_inputs
+from crossfade.graph.passes import Numerics, Outcome, Pass, PassResult, Verdict
+from crossfade.graph.program import Program
+from crossfade.graph.splice import erase_if_dead, insert_call
+
+
+@dataclass(frozen=True)
+class MergeDuplicateCollectives(Pass):
+    """Let a collective take the result of an earlier one of the same kind, group and arguments on the same value.
+
+    Values are the same if the same pure operators made them of the same values. A gather is merged only while the
+    earlier result is in use anyway: a parameter gathered again for its backward is not to be held in between, unless
+    `hold` is set. Results that the program returns are copied, since no two of them may share memory.
+
+    Before:
+        x: f32[4] = input("x")
+        a: f32[4] = aten.neg(x)
+        s: f32[4] = c10d.all_reduce(a, "sum", "dp")
+        w: f32[4] = c10d.wait_tensor(s)
+        b: f32[4] = aten.neg(x)
+        s2: f32[4] = c10d.all_reduce(b, "sum", "dp")
+        w2: f32[4] = c10d.wait_tensor(s2)
+        add: f32[4] = aten.add.Tensor(w, w2)
+        return output("y", add)
+
+    After:
+        x: f32[4] = input("x")
+        a: f32[4] = aten.neg(x)
+        s: f32[4] = c10d.all_reduce(a, "sum", "dp")
+        w: f32[4] = c10d.wait_tensor(s)
+        w2: f32[4] = c10d.wait_tensor(s)
+        add: f32[4] = aten.add.Tensor(w, w2)
+        return output("y", add)
+    """
+
+    name = "merge-duplicate-collectives"
+    numerics = Numerics.BITWISE
+
+    hold: bool = False
+
+    def run(self, program: Program) -> PassResult:
+        """One walk that numbers values; equal collectives meet under one key."""
+        memory = _Memory(list(program.graph.nodes))
+        values = _Values(memory.roots)
+        first: dict[Hashable, Collective] = {}
+        merged: dict[fx.Node, fx.Node] = {}
+        verdicts = []
+        for node in memory.position:
+            number = values.number(node)
+            later = collectives.view(node)
+            if later is None or not later.plain:
+                continue
+            earlier = first.setdefault(number, later)
+            if earlier is later:
+                continue
+            if (verdict := self._verdict_against(earlier, later, memory)) is not None:
+                first[number] = later
+                verdicts.append(verdict)
+                continue
+            verdicts.append(_verdict(earlier, later))
+            memory.hold(earlier.node, later.node)
+            merged[later.node] = earlier.node
+        _merge(program, merged)
+        _unshare_results(program, memory.roots, merged)
+        counts = {"merged": len(merged), "left": len(verdicts) - len(merged)}
+        return PassResult(bool(merged), counts, tuple(verdicts))
+
+    def _verdict_against(self, earlier: Collective, later: Collective, memory: _Memory) -> Verdict | None:
+        if earlier.node in memory.written or later.node in memory.written:
+            return Verdict.of(later.node, Outcome.LEFT, "a result is written in place", bytes=later.bytes)
+        in_use = memory.last_use[earlier.node] >= memory.position[later.node]
+        if later.kind is Kind.ALL_GATHER and not in_use and not self.hold:
+            reason, remedy = "it would be held in memory between its uses", "hold=True merges it"
+            return Verdict.of(later.node, Outcome.LEFT, reason, remedy=remedy, bytes=later.bytes)
+        return None
+
+
+class _Memory:
+    """Who owns each value's memory, whose is written, and where each is used last; all from one walk."""
+
+    def __init__(self, nodes: list[fx.Node]) -> None:
+        self.position = {node: index for index, node in enumerate(nodes)}
+        self.roots = alias_roots(nodes)
+        self.written = {self.roots[target] for node in nodes for target in written_inputs(node)}
+        self.last_use: dict[fx.Node, int] = {}
+        for index, node in enumerate(nodes):
+            for source in node.all_input_nodes:
+                self.last_use[self.roots[source]] = index
+
+    def hold(self, earlier: fx.Node, later: fx.Node) -> None:
+        """Note that the earlier result now also serves the later one's uses."""
+        self.last_use[earlier] = max(self.last_use[earlier], self.last_use[later])
+
+
+class _Values:
+    """Numbers values so that equal numbers mean equal values. Ask in the order of the graph.
+
+    Memory that is written has another value after each write: a reference to it names the last one.
+    """
+
+    def __init__(self, roots: dict[fx.Node, fx.Node]) -> None:
+        self.roots = roots
+        self.numbers: dict[fx.Node, int] = {}
+        self.known: dict[Hashable, int] = {}
+        self.last_write: dict[fx.Node, int] = {}
+        self.writes = itertools.count()
+
+    def number(self, node: fx.Node) -> int:
+        """The number of a node's value as the node makes it."""
+        number = self.known.setdefault(self._key(node), len(self.numbers))
+        self.numbers[node] = number
+        for target in written_inputs(node):
+            self.last_write[self.roots[target]] = next(self.writes)
+        return number
+
+    def _key(self, node: fx.Node) -> Hashable:
+        if (one := collectives.view(node)) is not None and one.plain:
+            return node.target, self._reference(one.inputs[0]), repr(collectives.settings(node))
+        if collectives.is_wait(node):
+            return node.target, self._reference(collectives.waited_value(node))
+        if node.op == "get_attr":
+            return node.op, node.target
+        if not _is_function_of_its_inputs(node):
+            return node
+        return node.target, repr(fx.map_arg((node.args, node.kwargs), self._reference))
+
+    def _reference(self, node: fx.Node) -> Any:
+        return _Reference(self.numbers[node], self.last_write.get(self.roots[node]))
+
+
+@dataclass(frozen=True, slots=True)
+class _Reference:
+    """A value at one moment: a class, since map_arg would take a tuple apart."""
+
+    number: int
+    last_write: int | None
+
+
+def _is_function_of_its_inputs(node: fx.Node) -> bool:
+    if node.op != "call_function" or collectives.group_of(node) is not None:
+        return False
+    if not (isinstance(node.target, torch._ops.OpOverload) or getattr(node.target, "__module__", "") == "_operator"):
+        return False
+    return not (written_inputs(node) or is_random(node) or node.is_impure())
+
+
+def _verdict(earlier: Collective, later: Collective) -> Verdict:
+    reason, detail = "an equal one has the result already", f"that of {earlier.node.name}"
+    return Verdict.of(later.node, Outcome.REMOVED, reason, detail=detail, bytes=later.bytes)
+
+
+def _merge(program: Program, merged: dict[fx.Node, fx.Node]) -> None:
+    """Let the waits of each later collective wait for the earlier one; what only the later one needed goes."""
+    for later, earlier in merged.items():
+        inputs = later.all_input_nodes
+        later.replace_all_uses_with(earlier)
+        program.graph.erase_node(later)
+        for source in inputs:
+            erase_if_dead(source)
+
+
+def _unshare_results(program: Program, roots: dict[fx.Node, fx.Node], merged: dict[fx.Node, fx.Node]) -> None:
+    """Copy what would be returned beside another collective's result in the same memory."""
+    end = program.output_node
+    returned_by: dict[fx.Node, fx.Node] = {}
+    results: list[Any] = []
+    for value in program.results:
+        root = roots[value] if isinstance(value, fx.Node) else None
+        if root is not None and returned_by.setdefault(merged.get(root, root), root) is not root:
+            value = insert_call(program, torch.ops.aten.clone.default, value, before=end, like=value)
+        results.append(value)
+    program.set_results(results)

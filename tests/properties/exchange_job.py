@@ -1,0 +1,65 @@
+"""What each rank does with a sampled program: run it as it is and after each pass, and compare."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from exchange_programs import Choices, Sampler, inputs_for, sampled_passes
+
+from crossfade.graph import collectives
+from crossfade.graph.passes import run_passes
+from crossfade.graph.program import Program
+from crossfade.run.executable import Executable
+
+
+@functools.cache
+def groups_of(ranks: int) -> tuple[Mapping[str, int], Mapping[str, int], Mapping[str, str]]:
+    """Three groups of this world: their sizes, this rank's position in each, and the process groups' names."""
+    rank = dist.get_rank()
+    partitions = {"all": [list(range(ranks))], "tp": [list(range(ranks))], "dp": [list(range(ranks))]}
+    if ranks == 4:
+        partitions |= {"tp": [[0, 1], [2, 3]], "dp": [[0, 2], [1, 3]]}
+    sizes, positions, names = {}, {}, {}
+    for name, parts in partitions.items():
+        for part in parts:
+            made = dist.new_group(part)
+            if rank in part:
+                sizes[name], positions[name], names[name] = len(part), part.index(rank), made.group_name
+    return sizes, positions, names
+
+
+def launches(program: Program) -> dict[str, list[str]]:
+    """What each group is asked to do, in order: the same on all ranks, or they would hang."""
+    found: dict[str, list[str]] = {}
+    for one in collectives.find(program.graph):
+        found.setdefault(one.group, []).append(f"{one.kind} {one.reduce_op} {one.bytes}")
+    return found
+
+
+def run_alone_and_together(numbers: list[int], ranks: int) -> dict[str, Any]:
+    """On each rank: what two passes alone, and all together, launch, and what differs from the program as it was."""
+    sizes, positions, names = groups_of(ranks)
+    choices = Choices(numbers)
+    used = dict(list(sizes.items())[: 1 + choices.below(3)])
+    passes = sampled_passes(choices, used, positions)
+    alone, another = choices.of(passes), choices.of(passes)
+    program = Sampler(choices, used, positions).program()
+    given = inputs_for(program, dist.get_rank())
+    expected = Executable(program, names)([value.clone() for value in given])
+    seen: dict[str, Any] = {}
+    for variant in [[alone], [another], passes]:
+        label = " ".join(one.name for one in variant)
+        done = run_passes(program, variant, keep_text=False)
+        seen[label] = launches(done)
+        if not any(record.changed for record in done.history):
+            continue
+        found = Executable(done, names)([value.clone() for value in given])
+        same = [torch.equal(a, b) and a.dtype == b.dtype for a, b in zip(expected, found, strict=True)]
+        if not all(same):
+            spelled = "\n".join(one.spelling for one in variant)
+            seen["difference"] = f"results {same} after\n{spelled}\n{program}\n\nbecame\n\n{done}"
+    return seen

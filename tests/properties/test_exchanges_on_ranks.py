@@ -1,0 +1,45 @@
+"""Communication passes alone and all together, on sampled programs and real ranks: equal bits, equal launches.
+
+Each program tries two passes alone, then all of them, with sampled options.
+
+2,000 programs by default, 20,000 by `make fuzz`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from exchange_job import run_alone_and_together
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+TIMES = 10 if settings.default.max_examples > 250 else 1
+"""The profile `fuzz` has ten times as many."""
+
+
+def check(pool: Any, numbers: list[int], ranks: int) -> None:
+    found = pool.run(run_alone_and_together, numbers, ranks)
+    for rank, one in enumerate(found):
+        assert "difference" not in one, f"rank {rank}: {one['difference']}"
+    assert all(one.keys() == found[0].keys() for one in found)
+    for label in found[0]:
+        for one in found[1:]:
+            assert one[label] == found[0][label], f"ranks launch differently after {label}"
+
+
+NUMBERS = st.lists(st.integers(0, 999), min_size=24, max_size=120)
+
+
+@pytest.mark.ranks
+@settings(max_examples=1500 * TIMES)
+@given(numbers=NUMBERS)
+def test_on_two_ranks(ranks: Any, numbers: list[int]) -> None:
+    check(ranks(2), numbers, 2)
+
+
+@pytest.mark.ranks
+@settings(max_examples=500 * TIMES)
+@given(numbers=NUMBERS)
+def test_on_four_ranks(ranks: Any, numbers: list[int]) -> None:
+    check(ranks(4), numbers, 4)
