@@ -29,6 +29,7 @@ from crossfade.communicate.bucket_all_reduces import BucketAllReduces
 from crossfade.communicate.bucket_reduce_scatters import BucketReduceScatters
 from crossfade.communicate.buckets import BucketPass
 from crossfade.communicate.lower_averages import LowerAverages
+from crossfade.communicate.lower_coalesced_gathers import LowerCoalescedGathers
 from crossfade.communicate.lower_reduce_scatters import LowerReduceScatters
 from crossfade.communicate.merge_duplicate_collectives import MergeDuplicateCollectives
 from crossfade.communicate.raise_launches import RaiseLaunches
@@ -84,10 +85,10 @@ def lowering(backends: Mapping[str, str]) -> list[Pass]:
     """Passes that say things as each group's backend does them best; after bucketing, so that each bucket is one thing.
 
     >>> [one.spelling for one in lowering({"dp": "gloo", "tp": "nccl"})]
-    ['lower-averages', 'lower-reduce-scatters']
+    ['lower-averages', 'lower-reduce-scatters', 'lower-coalesced-gathers']
     """
     gloo = tuple(group for group, backend in backends.items() if backend == "gloo")
-    return [LowerAverages(gloo), LowerReduceScatters(gloo)] if gloo else []
+    return [LowerAverages(gloo), LowerReduceScatters(gloo), LowerCoalescedGathers(gloo)] if gloo else []
 
 
 def optimization(backends: Mapping[str, str] | None = None) -> list[Pass]:
@@ -111,10 +112,13 @@ def options_of(one: type[Pass]) -> list[str]:
     >>> options_of(LowerReduceScatters)
     ["groups: tuple[str, ...] = ('dp',)", 'piece_mb: float = 1.0']
     """
-    kinds = {name: kind if isinstance(kind, type) else str(kind) for name, kind in get_type_hints(one).items()}
-    words = {name: getattr(kind, "__name__", kind) for name, kind in kinds.items()}
-    plain = {name: re.sub(r"\b(typing|collections\.abc)\.", "", word) for name, word in words.items()}
-    return [f"{option.name}: {plain[option.name]} = {option.default!r}" for option in fields(one)]
+    kinds = get_type_hints(one)
+    return [f"{option.name}: {_spelled_type(kinds[option.name])} = {option.default!r}" for option in fields(one)]
+
+
+def _spelled_type(kind: Any) -> str:
+    plain = kind.__name__ if type(kind) is type else str(kind)
+    return re.sub(r"\b(typing|collections\.abc)\.", "", plain)
 
 
 def passes_as_markdown() -> str:

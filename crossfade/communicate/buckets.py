@@ -55,7 +55,8 @@ class BucketPass(Pass):
       what serves one `"module"`, the innermost numbered one such as `layers.3`.
     - `packing`: the order inside a bucket: as in the `"program"`, `"reversed"`, or `"largest-first"`.
     - `mode`: how members get into their bucket: by `"concat"`, by one `"copy-kernel"`, or not at all, `"coalesced"`,
-      where the backend takes a list. `"auto"` takes the kernel on CUDA, and where it saves a conversion.
+      where the backend takes a list. `"auto"` takes the kernel where it is faster: where it saves a conversion, and
+      to copy gathered members out on CUDA.
     - `fold`: take members' divisions by one number into the bucket, and in `copy-kernel` mode their conversions.
     """
 
@@ -218,8 +219,8 @@ def _fold(members: Sequence[Collective], how: BucketPass, written: set[fx.Node])
     sources = [one.inputs[0] for one in members]
     if how.mode == "coalesced":
         return sources, CopyIn("coalesced")
-    on_cuda = sources[0].meta["val"].is_cuda
-    mode = how.mode if how.mode != "auto" else "copy-kernel" if on_cuda else "concat"
+    copies_out_on_cuda = sources[0].meta["val"].is_cuda and not how.results_are_views
+    mode = how.mode if how.mode != "auto" else "copy-kernel" if copies_out_on_cuda else "concat"
     dtype = divisor = None
     if how.fold and len({one.dtype for one in members}) == 1:
         unconverted = [_converted_from(source, written) for source in sources]

@@ -38,14 +38,16 @@ class LowerAverages(Pass):
     def run(self, program: Program) -> PassResult:
         """Rewrite the averages of the groups named."""
         rule = Rule("average", 'c10d.all_reduce(x, "avg", group)', self._lowered, self._reason_against)
+        averages = [one for one in collectives.find(program.graph) if one.reduce_op == "avg"]
+        sizes = [one.bytes for one in averages]  # asked before some of them are gone
         done = apply_rules(program, [rule])
-        verdicts = [Verdict.of(node, Outcome.LEFT, reason) for _, node, reason in done.declined]
-        declined = {node for _, node, _ in done.declined}
-        for one in collectives.find(program.graph):
-            if one.reduce_op == "avg" and one.node not in declined:
-                verdicts.append(
-                    Verdict.of(one.node, Outcome.LEFT, "only the plain all-reduce is lowered", bytes=one.bytes)
-                )
+        declined = {node: reason for _, node, reason in done.declined}
+        verdicts = []
+        for one, size in zip(averages, sizes, strict=True):
+            outcome, reason = Outcome.LEFT, declined.get(one.node, "only the plain all-reduce is lowered")
+            if one.node._erased:
+                outcome, reason = Outcome.REPLACED, "divided before it is summed, since its backend has no average"
+            verdicts.append(Verdict.of(one.node, outcome, reason, bytes=size))
         return PassResult(done.changed, {"lowered": done.counts["average"]}, tuple(verdicts))
 
     def _reason_against(self, match: Match) -> str | None:

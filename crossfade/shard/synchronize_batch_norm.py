@@ -72,6 +72,7 @@ class SynchronizeBatchNorm(Pass):
     def run(self, program: Program) -> PassResult:
         """Replace each training-mode batch norm over samples, forward and backward."""
         verdicts = []
+        given = {one.node for one in collectives.find(program.graph)}
         for node in list(program.graph.nodes):
             if node.op != "call_function" or "batch_norm" not in str(node.target):
                 continue
@@ -83,6 +84,11 @@ class SynchronizeBatchNorm(Pass):
             else:
                 verdicts.append(Verdict.of(node, Outcome.LEFT, reason))
         count = sum(v.outcome is Outcome.REPLACED for v in verdicts)
+        verdicts += [
+            Verdict.of(one.node, Outcome.INSERTED, "it spreads a batch norm over all ranks", bytes=one.bytes)
+            for one in collectives.find(program.graph)
+            if one.node not in given
+        ]
         return PassResult(bool(count), {"synchronized": count}, tuple(verdicts))
 
     def _reason_against(self, node: fx.Node) -> str | None:

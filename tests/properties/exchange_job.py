@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from exchange_programs import Choices, Sampler, inputs_for, sampled_passes
 
+from crossfade.communicate.lower_coalesced_gathers import LowerCoalescedGathers
 from crossfade.graph import collectives
 from crossfade.graph.passes import run_passes
 from crossfade.graph.program import Program
@@ -53,7 +54,7 @@ def run_alone_and_together(numbers: list[int], ranks: int) -> dict[str, Any]:
     seen: dict[str, Any] = {}
     for variant in [[alone], [another], passes]:
         label = " ".join(one.name for one in variant)
-        done = run_passes(program, variant, keep_text=False)
+        done = run_passes(program, [*variant, LowerCoalescedGathers(tuple(used))], keep_text=False)
         seen[label] = launches(done)
         if not any(record.changed for record in done.history):
             continue

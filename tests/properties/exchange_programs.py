@@ -30,7 +30,9 @@ from crossfade.graph.private import FakeTensorMode
 from crossfade.graph.program import Input, InputKind, Output, OutputKind, Program
 
 aten, c10d = torch.ops.aten, torch.ops._c10d_functional
-DTYPES = (torch.float32, torch.bfloat16, torch.float64, torch.int64)
+F32, BF16, F64, I64 = torch.float32, torch.bfloat16, torch.float64, torch.int64
+DTYPES = (F32, F32, F32, BF16, F64, I64)
+FLOATS = (F32, BF16, F64)
 SHAPES = ((4,), (8,), (4, 3), (8, 1), (4, 2, 2), (5,), (12,), (1, 4), (16,))
 LARGEST = 8.0
 """Values stay within this before they are summed: 8 in quarters, times four ranks, fits bf16's eight bits."""
@@ -67,6 +69,7 @@ class Sampler:
     graph: fx.Graph = field(default_factory=fx.Graph)
     mode: FakeTensorMode = field(default_factory=FakeTensorMode)
     values: list[fx.Node] = field(default_factory=list)
+    results: list[fx.Node] = field(default_factory=list)
     in_flight: list[fx.Node] = field(default_factory=list)
     launched: list[tuple[Any, tuple[Any, ...]]] = field(default_factory=list)
     largest: dict[fx.Node, float] = field(default_factory=dict)
@@ -111,7 +114,7 @@ class Sampler:
     def convert(self) -> None:
         if (x := self.pick(lambda value: value.dtype.is_floating_point)) is not None:
             x = self.small(x)
-            self.keep(aten._to_copy.default, x, dtype=self.choices.of(DTYPES[:3]), largest=self.largest[x])
+            self.keep(aten._to_copy.default, x, dtype=self.choices.of(FLOATS), largest=self.largest[x])
 
     def view(self) -> None:
         if (x := self.pick(lambda value: value.dim() > 0)) is None:
@@ -142,6 +145,25 @@ class Sampler:
             started = self.in_flight.pop(self.choices.below(len(self.in_flight)))
             self.keep(c10d.wait_tensor.default, started, largest=self.largest[started])
 
+    def burst(self) -> None:
+        """Several alike, as gradients are: what they give is handed out, now and then used early, not computed with."""
+        group, kind = self.group(), self.choices.below(3)
+        size = self.groups[group]
+        for _ in range(2 + self.choices.below(4)):
+            x = self.operand()
+            if x is None or not x.meta["val"].is_contiguous() or (kind == 2 and x.meta["val"].shape[0] % size):
+                continue
+            calls = [
+                (c10d.all_reduce.default, x, "sum", group),
+                (c10d.all_gather_into_tensor.default, x, size, group),
+                (c10d.reduce_scatter_tensor.default, x, "sum", size, group),
+            ]
+            target, *args = calls[kind]
+            started = self.emit(target, *args, largest=4 * LARGEST)
+            done = self.emit(c10d.wait_tensor.default, started, largest=4 * LARGEST)
+            early = self.choices.chance(3)
+            self.results.append(self.emit(aten.neg.default, done, largest=4 * LARGEST) if early else done)
+
     def operand(self) -> fx.Node | None:
         """What to communicate: as it is, divided or converted just for that."""
         x = self.pick(lambda value: value.dim() > 0)
@@ -154,7 +176,7 @@ class Sampler:
             whole = self.emit(aten.round.default, halved, largest=2.0)  # quarters stay quarters
             x = self.emit(aten.div.Tensor, whole, self.choices.of([2, 4]), largest=1.0)
         if floating and self.choices.chance(3):
-            x = self.emit(aten._to_copy.default, x, dtype=self.choices.of(DTYPES[:3]), largest=self.largest[x])
+            x = self.emit(aten._to_copy.default, x, dtype=self.choices.of(FLOATS), largest=self.largest[x])
         return x
 
     def all_reduce(self) -> None:
@@ -216,21 +238,21 @@ class Sampler:
 
     def program(self) -> Program:
         inputs = []
-        for index in range(1 + self.choices.below(4)):
+        for index in range(1 + self.choices.below(5)):
             node = self.graph.placeholder(f"x{index}")
             with self.mode:
                 node.meta["val"] = torch.empty(self.choices.of(SHAPES), dtype=self.choices.of(DTYPES))
             self.largest[node] = 2.0
             inputs.append(node)
         self.values += inputs
-        kinds = [self.all_reduce, self.all_gather, self.reduce_scatter] * 3
+        kinds = [self.all_reduce, self.all_gather, self.reduce_scatter, self.burst, self.burst]
         kinds += [self.negate, self.add, self.convert, self.view, self.write, self.wait]
         kinds += [self.again, self.in_place, self.coalesced, self.own_slice, self.sum_of_sums]
         while self.choices.left:
             self.choices.of(kinds)()
         while self.in_flight:
             self.wait()
-        results = [node for node in self.values if node.op == "call_function"][-12:] or inputs
+        results = [node for node in self.values if node.op == "call_function"][-12:] + self.results or inputs
         self.graph.output(tuple(results))
         signature = tuple(Input(InputKind.INPUT, node.name) for node in inputs)
         outputs = tuple(Output(OutputKind.OUTPUT, str(index)) for index in range(len(results)))

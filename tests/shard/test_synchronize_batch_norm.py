@@ -118,6 +118,8 @@ def test_verdicts():
     assert [str(v) for v in done.history[0].verdicts] == [
         "norm: replaced: statistics taken over all 2 ranks",
         "back: replaced: gradient sums taken over all 2 ranks",
+        "all_gather_into_tensor: inserted: it spreads a batch norm over all ranks",
+        "all_reduce: inserted: it spreads a batch norm over all ranks",
     ]
     assert done.history[0].counts == {"synchronized": 2}
 
