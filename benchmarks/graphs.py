@@ -6,7 +6,8 @@ reduce-scattered.
 `tp(layers)`: attention and MLP cut by columns, then by rows, with two all-reduces in the forward and two in the
 backward of each layer.
 
-Each ends with an SGD step with momentum.
+Each ends with an SGD step with momentum; `ddp_gradients(layers)` returns the gradients instead, which is where torch's
+`ddp_fusion` looks for them.
 """
 
 from __future__ import annotations
@@ -128,7 +129,7 @@ def _layer_shapes() -> list[tuple[int, int]]:
     return [(WIDTH, WIDTH)] * 4 + [(HIDDEN, WIDTH)] * 2 + [(WIDTH, HIDDEN)]
 
 
-def _trace(how: _Parallel, layers: int) -> fx.GraphModule:
+def _trace(how: _Parallel, layers: int, *, update: bool = True) -> fx.GraphModule:
     shapes = [how.cut(place, shape) for _ in range(layers) for place, shape in enumerate(_layer_shapes())]
     shapes.append(how.cut(-1, (VOCABULARY, WIDTH)))
 
@@ -137,6 +138,8 @@ def _trace(how: _Parallel, layers: int) -> fx.GraphModule:
         used = [how.prepare(t) for t in leaves]
         weights = [used[7 * i : 7 * i + 7] for i in range(layers)]
         gradients = torch.autograd.grad(_decoder(how, norms, weights, used[-1], x), leaves)
+        if not update:
+            return list(gradients)
         velocities = [0.9 * m + g for m, g in zip(momenta, gradients, strict=True)]
         return [*velocities, *(p - 0.01 * v for p, v in zip(parameters, velocities, strict=True))]
 
@@ -152,6 +155,12 @@ def ddp(layers: int) -> fx.GraphModule:
     """A data-parallel step."""
     group = start_fake_world()
     return _trace(_Parallel(prepare=lambda t: _AveragedGradient.apply(t, group)), layers)
+
+
+def ddp_gradients(layers: int) -> fx.GraphModule:
+    """A data-parallel step without its update."""
+    group = start_fake_world()
+    return _trace(_Parallel(prepare=lambda t: _AveragedGradient.apply(t, group)), layers, update=False)
 
 
 def fsdp(layers: int) -> fx.GraphModule:

@@ -74,8 +74,8 @@ def _torch_ddp_fusion(module: fx.GraphModule) -> float:
 
 CONTESTS: dict[str, tuple[Callable[[int], fx.GraphModule], Timed, Timed]] = {
     "ddp: all-reduces": (graphs.ddp, _ours(BucketAllReduces(CAP_MB)), _torch_buckets("bucket_all_reduce")),
-    "ddp: all-reduces, waits": (
-        graphs.ddp,
+    "ddp gradients: all-reduces, waits": (
+        graphs.ddp_gradients,
         _ours(BucketAllReduces(CAP_MB), RaiseLaunches(), SinkWaits()),
         _torch_ddp_fusion,
     ),
@@ -85,7 +85,7 @@ CONTESTS: dict[str, tuple[Callable[[int], fx.GraphModule], Timed, Timed]] = {
         _ours(BucketReduceScatters(CAP_MB)),
         _torch_buckets("bucket_reduce_scatter"),
     ),
-    "tp: all three": (
+    "tp: all three, nothing to do": (
         graphs.tp,
         _ours(BucketAllGathers(CAP_MB), BucketReduceScatters(CAP_MB), BucketAllReduces(CAP_MB)),
         _torch_buckets("bucket_all_gather", "bucket_reduce_scatter", "bucket_all_reduce"),

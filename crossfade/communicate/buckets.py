@@ -50,7 +50,7 @@ class BucketPass(Pass):
 
     - `cap_mb`: the most megabytes in a bucket: a number, a tuple by the bucket's index (the last one repeated), or a
       function of the index.
-    - `first_mb`: the cap of the first bucket instead, where `cap_mb` is a number.
+    - `first_mb`: the cap of the first bucket, where `cap_mb` is a larger number.
     - `grouping`: what may travel together: `"any"` of one process group, dtype, reduction and device, or of these only
       what serves one `"module"`, the innermost numbered one such as `layers.3`.
     - `packing`: the order inside a bucket: as in the `"program"`, `"reversed"`, or `"largest-first"`.
@@ -120,7 +120,8 @@ class BucketPass(Pass):
         elif isinstance(self.cap_mb, tuple):
             megabytes = self.cap_mb[min(index, len(self.cap_mb) - 1)]
         else:
-            megabytes = self.first_mb if index == 0 and self.first_mb is not None else self.cap_mb
+            first = self.first_mb if index == 0 and self.first_mb is not None else self.cap_mb
+            megabytes = min(first, self.cap_mb)
         return int(megabytes * MB)
 
 

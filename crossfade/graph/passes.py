@@ -111,8 +111,13 @@ class Pass:
         'sink-waits'
         """
         given = {f.name: getattr(self, f.name) for f in fields(self) if getattr(self, f.name) != f.default}
-        options = [f"{name}={value!r}".replace(" ", "") for name, value in given.items()]
+        options = [f"{name}={_spelled(value)}" for name, value in given.items()]
         return f"{self.name}({','.join(options)})" if options else self.name
+
+
+def _spelled(value: Any) -> str:
+    """An option's value, without spaces, and without the address that a function prints with."""
+    return value.__qualname__ if callable(value) else repr(value).replace(" ", "")
 
 
 @dataclass(frozen=True, slots=True)

@@ -244,6 +244,16 @@ def test_grouping_by_module():
     assert [bucket.members for bucket in plan.buckets] == [("s0", "s1"), ("s2", "s3")]
 
 
+def by_index(index: int) -> float:
+    return 2.0 + index
+
+
+def test_options_are_spelled_alike_on_every_rank():
+    assert BucketAllReduces(cap_mb=by_index, mode="concat").spelling == (
+        "bucket-all-reduces(cap_mb=by_index,mode='concat')"
+    )
+
+
 @pytest.mark.parametrize("options", [{"mode": "cancat"}, {"grouping": "layer"}, {"packing": "size"}, {"cap_mb": ()}])
 def test_wrong_options_are_refused(options: dict):
     with pytest.raises(PassError, match=r"bucket-all-reduces\("):
