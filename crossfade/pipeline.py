@@ -36,13 +36,14 @@ from crossfade.communicate.raise_launches import RaiseLaunches
 from crossfade.communicate.scatter_sliced_reductions import ScatterSlicedReductions
 from crossfade.communicate.sink_waits import SinkWaits
 from crossfade.errors import CrossfadeError, NotYetError, PassError
+from crossfade.graph import collectives
 from crossfade.graph.order import is_random
 from crossfade.graph.passes import Pass, fingerprint, run_passes
 from crossfade.graph.private import backend_of_group, tree_flatten, tree_unflatten
 from crossfade.graph.program import OutputKind, Program, from_graph_module
 from crossfade.report.report import Report
 from crossfade.run.members import Members
-from crossfade.run.mesh import Axis, MeshLike, data_parallel_axis
+from crossfade.run.mesh import Axis, MeshLike, backend_on, data_parallel_axis
 from crossfade.run.pack_in_place import PackInPlace
 from crossfade.run.step import Built, Step
 from crossfade.run.update_in_place import UpdateInPlace
@@ -149,15 +150,18 @@ def pass_from_spelling(spelling: str) -> Pass:
     try:
         call: Any = ast.parse(f"options({options}" if options else "options()", mode="eval").body
         values = {item.arg: ast.literal_eval(item.value) for item in call.keywords}
-        return kind(**{key: _like_default(defaults[key], value) for key, value in values.items()})
+        kinds = get_type_hints(kind)
+        return kind(**{key: _as_option(kinds[key], defaults[key], value) for key, value in values.items()})
     except (SyntaxError, ValueError, KeyError) as error:
         expected = ", ".join(options_of(kind)) or "no options"
         raise PassError(f"the options of {spelling}", expected=expected, remedy="correct them") from error
 
 
-def _like_default(default: Any, value: Any) -> Any:
+def _as_option(kind: Any, default: Any, value: Any) -> Any:
     """A value from the command line as the option's type; only a whole number for a float is not yet that."""
-    if isinstance(default, float) and isinstance(value, int):
+    if value is None and type(None) in get_args(kind):
+        return None
+    if isinstance(default, float) and type(value) is int:
         return float(value)
     if default is not None and not isinstance(value, (type(default), tuple)):
         raise ValueError(value)
@@ -333,7 +337,7 @@ class _StepCompiler:
         if self.axis is not None:
             program.groups = {self.axis.name: ranks}
             # gloo's all-gather crashes on CUDA tensors
-            can_gather = self.axis.backend != "gloo" or not any(p.is_cuda for p in self.model.parameters())
+            can_gather = self._backend() != "gloo" or self._device() != "cuda"
             sharding = data_parallelism(self.axis.name, ranks, self.semantics, self.loss_is, can_gather=can_gather)
             program = run_passes(program, sharding)
         program = append_optimizer(program, self.optimizer, names, clip_grad_norm=self.clip_grad_norm)
@@ -366,7 +370,13 @@ class _StepCompiler:
         return program
 
     def _lowering(self) -> list[Pass]:
-        return lowering({self.axis.name: self.axis.backend}) if self.axis else []
+        return lowering({self.axis.name: self._backend()}) if self.axis else []
+
+    def _device(self) -> str:
+        return next((p.device.type for p in self.model.parameters()), "cpu")
+
+    def _backend(self) -> str:
+        return backend_on(self._device(), self.axis.backend) if self.axis else ""
 
     def _facts(self, seconds: float, layout: BatchLayout) -> dict[str, str]:
         mesh = f"{self.axis.name}={self.axis.size} over {self.axis.backend}" if self.axis else "one device"
@@ -378,6 +388,15 @@ class _StepCompiler:
             "torch": torch.__version__,
             "capture": f"{seconds:.1f} s",
         }
+
+
+def _backends_here(program: Program) -> dict[str, str]:
+    """What each group of a program runs on in this process, where it exists here."""
+    found = {}
+    for one in collectives.find(program.graph):
+        if one.group not in found and (configured := backend_of_group(one.group)) is not None:
+            found[one.group] = backend_on(one.inputs[0].meta["val"].device.type, configured)
+    return found
 
 
 @dataclass(frozen=True)
@@ -419,7 +438,7 @@ def optimize(
     _, spec = tree_flatten(structure)
     before = from_graph_module(module, groups=groups)
     if backends is None:
-        backends = {group: found for group in before.groups if (found := backend_of_group(group)) is not None}
+        backends = _backends_here(before)
     after = run_passes(before, optimization(backends) if passes is None else passes)
     report = Report.of(before, after, title=type(module).__name__)
     result = after.copy()

@@ -120,14 +120,14 @@ def _is_step(node: fx.Node, source: _Term) -> bool:
     """Whether a node does nothing but one of the linear things to a term."""
     if node.target not in _LINEAR[source.start.kind] or node.all_input_nodes != [source.node]:
         return False
-    if node.target in _SCALINGS and not isinstance(node.args[1], (int, float, complex)):
+    if node.target in _SCALINGS and not isinstance(node.args[1] if len(node.args) > 1 else None, (int, float, complex)):
         return False
     return node.meta["val"].dtype is source.node.meta["val"].dtype
 
 
 def _pair(node: fx.Node, terms: dict[fx.Node, _Term]) -> _Pair | None:
     """The two terms of a sum of two reductions."""
-    if node.target not in _SUMS or node.args[0] not in terms or node.args[1] not in terms:
+    if node.target not in _SUMS or len(node.args) < 2 or node.args[0] not in terms or node.args[1] not in terms:
         return None
     left, right = terms[node.args[0]], terms[node.args[1]]  # type: ignore[index]
     return None if left.start.node is right.start.node else (left, right)

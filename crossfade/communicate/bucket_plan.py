@@ -16,7 +16,7 @@ from torch import fx
 from crossfade.graph import collectives
 from crossfade.graph.collectives import Collective, Kind
 from crossfade.graph.contraction import Contraction
-from crossfade.graph.order import Order, written_inputs
+from crossfade.graph.order import Order
 from crossfade.graph.passes import Outcome, Verdict
 from crossfade.graph.program import MADE_FOR
 
@@ -25,13 +25,15 @@ MB = 2**20
 Grouping = Literal["any", "module"]
 Packing = Literal["program", "reversed", "largest-first"]
 Delay = Literal["no use", "no collective", "uses of the last"]
-"""What a bucket, which starts once its last member is ready, may delay: nothing that uses a result; uses, but no
-collective that depends on one; or uses, of members on which no collective depends at all."""
+"""What a bucket may delay: no use of a result, since it starts with its first member, for whose place all are ready;
+or, starting with its last member, uses, but no collective that depends on one; or uses, if none depends on any.
+All of it, like the packing, is decided by communicating nodes and what they depend on, which all ranks have in common,
+and not by where computation stands, which may differ."""
 
 _ONLY = "it is the only one of its group, dtype and reduction"
 _CAP = "no neighbour of the same kind fits its bucket"
 _DEPENDS = "its neighbour depends on its result"
-_USED = "its result is used before its neighbour is ready"
+_USED = "its neighbour is not ready that early"
 _DELAYED = "a collective that depends on its result would be delayed"
 _AWAITED = "another collective depends on its result, and would be delayed with it"
 
@@ -69,6 +71,7 @@ class Policy:
     grouping: Grouping = "any"
     packing: Packing = "program"
     mixed_dtypes: bool = False
+    results_are_views: bool = True
     against: Callable[[Collective], str | None] = lambda one: None
 
 
@@ -111,7 +114,7 @@ class _OpenBucket:
     members: list[Collective] = field(default_factory=list)
     bytes: int = 0
     start_above: float = float("inf")
-    """The position of the first node that must not be delayed."""
+    """The position of the first communicating node that depends on a member."""
 
 
 class _Planner:
@@ -119,6 +122,7 @@ class _Planner:
         self.order, self.policy = order, policy
         self.units = Contraction(order)
         self.next_collective = _next_collective(order)
+        self.strided = order.counted_in_strides() if policy.results_are_views else set()
         self.open: dict[Hashable, _OpenBucket] = {}
         self.closed: list[_OpenBucket] = []
         self.left: list[Verdict] = []
@@ -144,7 +148,7 @@ class _Planner:
             bucket = self.open[key] = _OpenBucket(self.units.open(one.node), index, why_not or "")
         bucket.members.append(one)
         bucket.bytes += one.bytes
-        bucket.start_above = min(bucket.start_above, self._must_start_above(one))
+        bucket.start_above = min(bucket.start_above, self.next_collective[one.node])
 
     def plan(self, kind: Kind) -> BucketPlan:
         """The buckets of more than one member, in the order of their last members."""
@@ -167,6 +171,8 @@ class _Planner:
             return "something other than a wait names its result"
         if self.policy.delay == "uses of the last" and self.next_collective[one.node] < len(self.order.nodes):
             return _AWAITED
+        if one.node in self.strided:
+            return "a view of it counts in strides, which differ in a bucket"
         return self.policy.against(one)
 
     def _key(self, one: Collective) -> Hashable:
@@ -179,24 +185,11 @@ class _Planner:
             return _CAP
         if not self.units.may_join(one.node, bucket.unit):
             return _DEPENDS
-        if self._ready(one) >= bucket.start_above:
-            return _USED if self.policy.delay == "no use" else _DELAYED
+        if self.policy.delay == "no use" and not self.units.is_ready_for(one.node, bucket.unit):
+            return _USED
+        if self.policy.delay == "no collective" and self.order.position[one.node] >= bucket.start_above:
+            return _DELAYED
         return None
-
-    def _ready(self, one: Collective) -> int:
-        """The position after which a collective could start, were it not for the others of its group."""
-        last = self.order.last_predecessor(one.node, within_group=False)
-        return -1 if last is None else self.order.position[last]
-
-    def _must_start_above(self, one: Collective) -> float:
-        if self.policy.delay == "no collective":
-            return self.next_collective[one.node]
-        if self.policy.delay == "uses of the last":
-            return float("inf")
-        position = self.order.position
-        uses = [position[user] for wait in one.waits for user in wait.users]
-        uses += [position[after] for after in self.order.successors(one.node) if written_inputs(after)]
-        return min(uses)
 
     def _alone(self, bucket: _OpenBucket) -> Verdict:
         one = bucket.members[0]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, get_args
@@ -14,10 +15,10 @@ from crossfade.errors import PassError
 from crossfade.graph import collectives, packing
 from crossfade.graph.collectives import Collective, Kind
 from crossfade.graph.contraction import Contraction
-from crossfade.graph.order import Order, reorder
+from crossfade.graph.order import Order, alias_roots, reorder
 from crossfade.graph.passes import Outcome, Pass, PassResult, Verdict
 from crossfade.graph.program import Program
-from crossfade.graph.splice import erase_if_dead, insert_call, splice
+from crossfade.graph.splice import Replacements, insert_call, splice
 
 _aten = torch.ops.aten
 
@@ -78,8 +79,13 @@ class BucketPass(Pass):
                 raise PassError(
                     f"{self.name}({name}={getattr(self, name)!r})", expected=expected, remedy="pass one of those"
                 )
-        if not callable(self.cap_mb) and self.cap_mb == ():
-            raise PassError(f"{self.name}(cap_mb=())", expected="at least one size", remedy="pass megabytes")
+        caps = () if callable(self.cap_mb) else self.cap_mb if isinstance(self.cap_mb, tuple) else (self.cap_mb,)
+        if not callable(self.cap_mb) and not (caps and all(isinstance(c, (int, float)) and c > 0 for c in caps)):
+            raise PassError(
+                f"{self.name}(cap_mb={self.cap_mb!r})",
+                expected="megabytes, more than 0, or a function of the bucket's index",
+                remedy="pass such",
+            )
 
     def plan(self, program: Program) -> BucketPlan:
         """Choose the buckets; pure."""
@@ -110,7 +116,13 @@ class BucketPass(Pass):
 
     def _plan(self, order: Order) -> BucketPlan:
         policy = Policy(
-            self._cap, self.delay, self.grouping, self.packing, self.mixes_dtypes(), against=self.reason_against
+            cap=self._cap,
+            delay=self.delay,
+            grouping=self.grouping,
+            packing=self.packing,
+            mixed_dtypes=self.mixes_dtypes(),
+            results_are_views=self.results_are_views and self.mode != "coalesced",
+            against=self.reason_against,
         )
         return plan_buckets(order, self.kind, policy)
 
@@ -136,7 +148,9 @@ def apply_buckets(program: Program, plan: BucketPlan, how: BucketPass, order: Or
     written = order.rewritten()
     chosen = _put_side_by_side(program, plan, order, at_first=how.delay == "no use")
     verdicts: list[Verdict] = []
-    for number, members in enumerate(chosen):
+    replaced = Replacements(program)
+    for number, names in enumerate(chosen):
+        members = [one for node in names if (one := collectives.view(node)) is not None]  # inputs may be new by now
         sources, copy_in = _fold(members, how, written)
         size = sum(one.bytes for one in members) / MB
         detail = f"bucket {number} with {len(members)} members, {size:.2f} MB, by {_said(copy_in)}"
@@ -144,7 +158,9 @@ def apply_buckets(program: Program, plan: BucketPlan, how: BucketPass, order: Or
             Verdict.of(one.node, Outcome.BUCKETED, "packed with others into one", detail=detail, bytes=one.bytes)
             for one in members
         ]
-        _merge(program, members, sources, how, copy_in)
+        _merge(program, members, sources, how.exchange(members, copy_in), replaced)
+    replaced.finish()
+    _unshare_results(program, list(replaced.new.values()))
     return verdicts
 
 
@@ -162,9 +178,9 @@ def shaped(part: Tensor, *shape: Any) -> Tensor:
     return part if len(shape) == 1 else part.view(shape)
 
 
-def _put_side_by_side(program: Program, plan: BucketPlan, order: Order, *, at_first: bool) -> list[list[Collective]]:
+def _put_side_by_side(program: Program, plan: BucketPlan, order: Order, *, at_first: bool) -> list[list[fx.Node]]:
     """Reorder the graph so that each bucket's members follow one another; return the members."""
-    named = {one.node.name: one for one in collectives.find(program.graph)}
+    named = {one.node.name: one.node for one in collectives.find(program.graph)}
     bucket_of = {name: number for number, bucket in enumerate(plan.buckets) for name in bucket.members}
     if missing := sorted(bucket_of.keys() - named.keys()):
         raise PassError(
@@ -186,30 +202,35 @@ def _put_side_by_side(program: Program, plan: BucketPlan, order: Order, *, at_fi
 
 
 def _merge(
-    program: Program, members: list[Collective], sources: list[fx.Node], how: BucketPass, copy_in: CopyIn
+    program: Program,
+    members: list[Collective],
+    sources: list[fx.Node],
+    exchange: Callable[..., list[Tensor]],
+    replaced: Replacements,
 ) -> None:
     starts = {one.node for one in members}
     before = members[0].node
     while before.prev in starts:
         before = before.prev
-    results = splice(program, how.exchange(members, copy_in), *sources, before=before, like=members[-1].node)
+    results = splice(program, exchange, *sources, before=before, like=members[-1].node)
     for one, result in zip(members, results, strict=True):
         for wait in one.waits:
-            wait.replace_all_uses_with(result)
-            program.graph.erase_node(wait)
-        program.graph.erase_node(one.node)
-        erase_if_dead(one.inputs[0])
-    if how.results_are_views and copy_in.mode != "coalesced":
-        _unshare_results(program, results)
+            replaced.replace(wait, result)
+        replaced.drop(one.node)
 
 
-def _unshare_results(program: Program, views: Sequence[fx.Node]) -> None:
-    """Return copies of views of a bucket: results must not share memory. Made at the end, to keep no wait up there."""
+def _unshare_results(program: Program, members: Sequence[fx.Node]) -> None:
+    """Return copies of what lies in a bucket: results must not share memory, nor keep a whole bucket alive.
+
+    Copies are made at the end, so that they keep no wait up there.
+    """
     end = program.output_node
+    roots = alias_roots(program.graph.nodes)
+    together = Counter(roots[member] for member in dict.fromkeys(members))
     copies = {
-        view: insert_call(program, _aten.clone.default, view, before=end, like=view)
-        for view in views
-        if end in view.users
+        value: insert_call(program, _aten.clone.default, value, before=end, like=value)
+        for value in dict.fromkeys(program.results)
+        if isinstance(value, fx.Node) and together[roots[value]] > 1
     }
     if copies:
         program.set_results([copies.get(value, value) for value in program.results])

@@ -12,7 +12,8 @@ from crossfade.graph.rewrite import Match, Rule, apply_rules
 
 @dataclass(frozen=True)
 class LowerAverages(Pass):
-    """Turn an averaging all-reduce into a division and a sum, for the groups whose backend has no average (gloo).
+    """Turn an averaging all-reduce into a division and a sum, for the groups named (gloo's, which
+    does not average in every version of torch).
 
     Dividing first keeps the sum in range; for a power of two of ranks it is exact.
 
@@ -46,7 +47,7 @@ class LowerAverages(Pass):
         for one, size in zip(averages, sizes, strict=True):
             outcome, reason = Outcome.LEFT, declined.get(one.node, "only the plain all-reduce is lowered")
             if one.node._erased:
-                outcome, reason = Outcome.REPLACED, "divided before it is summed, since its backend has no average"
+                outcome, reason = Outcome.REPLACED, "divided before it is summed, since its backend may not average"
             verdicts.append(Verdict.of(one.node, outcome, reason, bytes=size))
         return PassResult(done.changed, {"lowered": done.counts["average"]}, tuple(verdicts))
 

@@ -9,11 +9,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from crossfade.errors import PassError
 from crossfade.graph import collectives
 from crossfade.graph.collectives import Collective, Kind
 from crossfade.graph.passes import Numerics, Outcome, Pass, PassResult, Verdict
 from crossfade.graph.program import Program
-from crossfade.graph.splice import splice
+from crossfade.graph.splice import Replacements, splice
 
 _MB = 2**20
 
@@ -49,18 +50,27 @@ class LowerReduceScatters(Pass):
     groups: tuple[str, ...] = ("dp",)
     piece_mb: float = 1.0
 
+    def __post_init__(self) -> None:
+        if not self.piece_mb > 0:
+            raise PassError(
+                f"{self.name}(piece_mb={self.piece_mb})", expected="more than 0", remedy="pass megabytes a piece"
+            )
+
     def run(self, program: Program) -> PassResult:
         """Lower each reduce-scatter of the groups named."""
         verdicts = []
-        for one in collectives.find(program.graph):
-            if one.kind is not Kind.REDUCE_SCATTER:
+        replaced = Replacements(program)
+        for node in list(program.graph.nodes):
+            one = collectives.view(node)  # only now: its input may be another one's result, replaced before
+            if one is None or one.kind is not Kind.REDUCE_SCATTER:
                 continue
             if (reason := self._reason_against(one)) is not None:
                 verdicts.append(Verdict.of(one.node, Outcome.LEFT, reason, bytes=one.bytes))
                 continue
-            count = _lower(program, one, self._pieces(one))
+            count = _lower(program, one, self._pieces(one), replaced)
             reason, detail = "exchanged, then reduced where it arrives", f"{count} pieces of all-to-all"
             verdicts.append(Verdict.of(one.node, Outcome.REPLACED, reason, detail=detail, bytes=one.bytes))
+        replaced.finish()
         lowered = sum(verdict.outcome is Outcome.REPLACED for verdict in verdicts)
         return PassResult(bool(lowered), {"lowered": lowered, "left": len(verdicts) - lowered}, tuple(verdicts))
 
@@ -100,7 +110,7 @@ _LOCAL: dict[str | None, Callable[[Tensor], Tensor]] = {
 """Each reduction, over the parts that arrived from the ranks."""
 
 
-def _lower(program: Program, one: Collective, count: int) -> int:
+def _lower(program: Program, one: Collective, count: int, replaced: Replacements) -> int:
     """Start the pieces where the start stood, reduce where its first wait stood; return how many there are."""
     ranks, reduce = _ranks(one), _LOCAL[one.reduce_op]
     shape = _known_sizes(one.node.meta["val"])
@@ -117,9 +127,8 @@ def _lower(program: Program, one: Collective, count: int) -> int:
     started = splice(program, start, one.inputs[0], before=one.node, like=one.node)
     result = splice(program, finish, *started, before=min(one.waits), like=one.node)
     for wait in one.waits:
-        wait.replace_all_uses_with(result)
-        program.graph.erase_node(wait)
-    program.graph.erase_node(one.node)
+        replaced.replace(wait, result)
+    replaced.drop(one.node)
     return len(started)
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Hashable
+from collections import Counter
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,14 +18,22 @@ from crossfade.graph.passes import Numerics, Outcome, Pass, PassResult, Verdict
 from crossfade.graph.program import Program
 from crossfade.graph.splice import erase_if_dead, insert_call
 
+_aten = torch.ops.aten
+_TOLD_BY_SHAPES = {
+    *(_aten.view.default, _aten.reshape.default, _aten._unsafe_view.default, _aten.expand.default),
+    *(_aten.permute.default, _aten.transpose.int, _aten.unsqueeze.default, _aten.squeeze.dim, _aten.squeeze.dims),
+}
+"""Operators whose numbers are sizes and dims, which all ranks have in common."""
+
 
 @dataclass(frozen=True)
 class MergeDuplicateCollectives(Pass):
     """Let a collective take the result of an earlier one of the same kind, group and arguments on the same value.
 
-    Values are the same if the same pure operators made them of the same values. A gather is merged only while the
-    earlier result is in use anyway: a parameter gathered again for its backward is not to be held in between, unless
-    `hold` is set. Results that the program returns are copied, since no two of them may share memory.
+    Values are the same if the same pure operators made them of the same values; operators told by numbers which part
+    to take or what to scale by do not count, since the numbers may be others on another rank. A gather is merged only
+    if at most `near` launches of its group lie between: a parameter gathered again for its backward is not to be held
+    until then, unless `hold` is set. Results that the program returns are copied, since no two may share memory.
 
     Before:
         x: f32[4] = input("x")
@@ -51,59 +60,59 @@ class MergeDuplicateCollectives(Pass):
     numerics = Numerics.BITWISE
 
     hold: bool = False
+    near: int = 4
 
     def run(self, program: Program) -> PassResult:
         """One walk that numbers values; equal collectives meet under one key."""
-        memory = _Memory(list(program.graph.nodes))
+        nodes = list(program.graph.nodes)
+        memory = _Memory(nodes)
         values = _Values(memory.roots)
         first: dict[Hashable, Collective] = {}
         merged: dict[fx.Node, fx.Node] = {}
         verdicts = []
-        for node in memory.position:
+        launches: Counter[str] = Counter()
+        turn: dict[fx.Node, int] = {}
+        for node in nodes:
             number = values.number(node)
             later = collectives.view(node)
+            if later is not None:
+                turn[node] = launches[later.group]
+                launches[later.group] += 1
             if later is None or not later.plain:
                 continue
             earlier = first.setdefault(number, later)
             if earlier is later:
                 continue
-            if (verdict := self._verdict_against(earlier, later, memory)) is not None:
+            if (verdict := self._verdict_against(earlier, later, memory, turn)) is not None:
                 first[number] = later
                 verdicts.append(verdict)
                 continue
             verdicts.append(_verdict(earlier, later))
-            memory.hold(earlier.node, later.node)
+            turn[earlier.node] = turn[later.node]  # in use until here, now
             merged[later.node] = earlier.node
         _merge(program, merged)
         _unshare_results(program, memory.roots, merged)
         counts = {"merged": len(merged), "left": len(verdicts) - len(merged)}
         return PassResult(bool(merged), counts, tuple(verdicts))
 
-    def _verdict_against(self, earlier: Collective, later: Collective, memory: _Memory) -> Verdict | None:
+    def _verdict_against(
+        self, earlier: Collective, later: Collective, memory: _Memory, turn: Mapping[fx.Node, int]
+    ) -> Verdict | None:
         if earlier.node in memory.written or later.node in memory.written:
             return Verdict.of(later.node, Outcome.LEFT, "a result is written in place", bytes=later.bytes)
-        in_use = memory.last_use[earlier.node] >= memory.position[later.node]
-        if later.kind is Kind.ALL_GATHER and not in_use and not self.hold:
+        far = turn[later.node] - turn[earlier.node] - 1 > self.near
+        if later.kind is Kind.ALL_GATHER and far and not self.hold:
             reason, remedy = "it would be held in memory between its uses", "hold=True merges it"
             return Verdict.of(later.node, Outcome.LEFT, reason, remedy=remedy, bytes=later.bytes)
         return None
 
 
 class _Memory:
-    """Who owns each value's memory, whose is written, and where each is used last; all from one walk."""
+    """Who owns each value's memory, and whose is written."""
 
     def __init__(self, nodes: list[fx.Node]) -> None:
-        self.position = {node: index for index, node in enumerate(nodes)}
         self.roots = alias_roots(nodes)
         self.written = {self.roots[target] for node in nodes for target in written_inputs(node)}
-        self.last_use: dict[fx.Node, int] = {}
-        for index, node in enumerate(nodes):
-            for source in node.all_input_nodes:
-                self.last_use[self.roots[source]] = index
-
-    def hold(self, earlier: fx.Node, later: fx.Node) -> None:
-        """Note that the earlier result now also serves the later one's uses."""
-        self.last_use[earlier] = max(self.last_use[earlier], self.last_use[later])
 
 
 class _Values:
@@ -134,7 +143,7 @@ class _Values:
             return node.target, self._reference(collectives.waited_value(node))
         if node.op == "get_attr":
             return node.op, node.target
-        if not _is_function_of_its_inputs(node):
+        if not _is_function_of_its_inputs(node) or not _is_alike_on_all_ranks(node):
             return node
         return node.target, repr(fx.map_arg((node.args, node.kwargs), self._reference))
 
@@ -156,6 +165,19 @@ def _is_function_of_its_inputs(node: fx.Node) -> bool:
     if not (isinstance(node.target, torch._ops.OpOverload) or getattr(node.target, "__module__", "") == "_operator"):
         return False
     return not (written_inputs(node) or is_random(node) or node.is_impure())
+
+
+def _is_alike_on_all_ranks(node: fx.Node) -> bool:
+    """Whether equal calls are equal on every rank: numbers may differ there, unless they are of a shape."""
+    return node.target in _TOLD_BY_SHAPES or not _has_numbers((node.args, node.kwargs))
+
+
+def _has_numbers(value: Any) -> bool:
+    if isinstance(value, (tuple, list)):
+        return any(_has_numbers(item) for item in value)
+    if isinstance(value, dict):
+        return any(_has_numbers(item) for item in value.values())
+    return isinstance(value, (int, float, complex)) and not isinstance(value, bool)
 
 
 def _verdict(earlier: Collective, later: Collective) -> Verdict:

@@ -59,9 +59,10 @@ class ScatterSlicedReductions(Pass):
         fixed, rank = _Fixed.of(program), _rank_input(program)
         verdicts = []
         restrided: set[fx.Node] = set()
-        for one in collectives.find(program.graph):
-            parts = _parts(one, rank) if one.kind is Kind.ALL_REDUCE and one.plain else []
-            if not parts:
+        for node in list(program.graph.nodes):
+            one = None if node._erased else collectives.view(node)  # only now: its input may be new
+            parts = _parts(one, rank) if one is not None and one.kind is Kind.ALL_REDUCE and one.plain else []
+            if one is None or not parts:
                 continue
             ranks = program.groups[one.group]
             reason = fixed.reason_against(one) or self._reason_against(one, parts, ranks)
@@ -71,7 +72,10 @@ class ScatterSlicedReductions(Pass):
                 continue
             why, detail = "only this rank's slice is used", f"{one.bytes * (ranks - 1) // ranks} bytes less to send"
             verdicts.append(Verdict.of(one.node, Outcome.REPLACED, why, detail=detail, bytes=one.bytes))
-            restrided |= _scatter(program, one, parts, ranks)
+            owner = fixed.roots[parts[0].node]
+            result, moved = _scatter(program, one, parts, ranks)
+            fixed.roots[result] = owner  # what is written there is written here
+            restrided |= {result} if moved else set()
         _describe_anew(program, restrided)
         count = sum(verdict.outcome is Outcome.REPLACED for verdict in verdicts)
         return PassResult(bool(count), {"scattered": count, "left": len(verdicts) - count}, tuple(verdicts))
@@ -240,8 +244,8 @@ def _arguments(node: fx.Node) -> dict[str, Any]:
     return {item.name: given.get(item.name, item.default_value) for item in schema}
 
 
-def _scatter(program: Program, one: Collective, parts: list[_Part], ranks: int) -> set[fx.Node]:
-    """Put the reduce-scatter in place of the all-reduce; return its result if it is laid out unlike the slices."""
+def _scatter(program: Program, one: Collective, parts: list[_Part], ranks: int) -> tuple[fx.Node, bool]:
+    """Put the reduce-scatter in place of the all-reduce; return its result, and whether it lies unlike the slices."""
     dim = parts[0].dim
 
     def start(value: Tensor) -> Tensor:
@@ -257,7 +261,7 @@ def _scatter(program: Program, one: Collective, parts: list[_Part], ranks: int) 
         _erase_taker(taker)
     for node in (*one.waits, one.node):
         program.graph.erase_node(node)
-    return {result} if moved else set()
+    return result, moved
 
 
 def _erase_taker(taker: fx.Node) -> None:

@@ -227,7 +227,7 @@ def in_place_form(node: fx.Node) -> Any:
     return forms.get(node.target)
 
 
-# Builders: ordinary functions on tensors, to be called inside functions that `rewrite.splice` records.
+# Builders: ordinary functions on tensors, to be called inside functions that `splice.splice` records.
 
 
 def all_reduce(tensor: Tensor, reduce_op: str, group: str) -> Tensor:

@@ -8,12 +8,11 @@ of units for each node: a walk over the graph decides everything, and units are 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
+import itertools
 
 from torch import fx
 
 from crossfade.errors import RewriteError
-from crossfade.graph import collectives
 from crossfade.graph.order import Order
 
 
@@ -76,6 +75,10 @@ class Contraction:
         """Whether the node does not depend on the unit, not even through other units."""
         return not self._closed(self._above[node]) >> unit & 1
 
+    def is_ready_for(self, node: fx.Node, unit: int) -> bool:
+        """Whether the node depends on nothing that begins with the unit or after it."""
+        return not self._closed(self._above[node]) >> unit
+
     def join(self, node: fx.Node, unit: int) -> None:
         """Add a node to a unit."""
         if not self.may_join(node, unit):
@@ -92,9 +95,11 @@ class Contraction:
         """All nodes, each unit's together: a topological order, else as they stood. Nothing moves up but units.
 
         A unit stands where its first member stood (its last, unless `at_first`), or below, where its inputs are ready.
-        What used its members' results before that comes after it. Each group's units are launched in `sequence`.
+        What used its members' results before that comes after it. Units are launched in `sequence`, whatever their
+        groups: were two groups launched in another order on another rank, waits in between could lock both.
         """
-        chained = _followers(self.sequence(at_first=at_first), self.members)
+        sequence = [self.members[unit][0] for unit in self.sequence(at_first=at_first)]
+        chained = dict(itertools.pairwise(sequence))
         head = {member: members[0] for members in self.members for member in members}
         waiting = self._waiting(head, chained)
         ready = [(self._rank(node, at_first), node) for node in waiting if not waiting[node]]
@@ -107,7 +112,7 @@ class Contraction:
             together = [node] if unit is None else self.members[unit]
             result += together
             after = {head.get(one, one) for member in together for one in self._successors(member)} - {node}
-            for one in [*after, *chained.get(node, ())]:
+            for one in [*after, *([chained[node]] if node in chained else [])]:
                 waiting[one] -= 1
                 if not waiting[one] and one.op != "output":
                     heapq.heappush(ready, (self._rank(one, at_first), one))
@@ -151,7 +156,7 @@ class Contraction:
         unit = self.unit_of.get(node)
         return self.order.position[node if unit is None else self.members[unit][0 if at_first else -1]]
 
-    def _waiting(self, head: dict[fx.Node, fx.Node], chained: dict[fx.Node, list[fx.Node]]) -> dict[fx.Node, int]:
+    def _waiting(self, head: dict[fx.Node, fx.Node], chained: dict[fx.Node, fx.Node]) -> dict[fx.Node, int]:
         """For each unit's head and each other node, how many of those it comes after."""
         before: dict[fx.Node, set[fx.Node]] = {}
         for node in self.order.nodes:
@@ -160,23 +165,9 @@ class Contraction:
             found.update(head.get(b, b) for b in self.order.predecessors(node, within_group=False))
             found.discard(one)
         waiting = {node: len(found) for node, found in before.items()}
-        for followers in chained.values():
-            for one in followers:
-                waiting[one] += 1
+        for one in chained.values():
+            waiting[one] += 1
         return waiting
 
     def _successors(self, node: fx.Node) -> list[fx.Node]:
         return self.order.successors(node, within_group=False)
-
-
-def _followers(sequence: Sequence[int], members: list[list[fx.Node]]) -> dict[fx.Node, list[fx.Node]]:
-    """For each unit's head, the heads that must be launched after it on one of its groups."""
-    last: dict[str | None, fx.Node] = {}
-    followers: dict[fx.Node, list[fx.Node]] = {}
-    for unit in sequence:
-        head = members[unit][0]
-        group = collectives.group_of(head)
-        if group in last:
-            followers.setdefault(last[group], []).append(head)
-        last[group] = head
-    return followers

@@ -94,6 +94,10 @@ class Order:
         """See `rewritten`."""
         return rewritten(self.nodes, self._roots)
 
+    def counted_in_strides(self) -> set[fx.Node]:
+        """The owners of memory that some view takes apart by strides, counted from the memory's beginning."""
+        return {self._roots[node] for node in self.nodes if node.target is torch.ops.aten.as_strided.default}
+
     def may_rise_above(self, node: fx.Node, other: fx.Node, moving: Container[fx.Node] = ()) -> Blocker | None:
         """None if `node` may move up to just before `other`; else the lowest node in its way, and why.
 

@@ -211,3 +211,6 @@ torch.library.impl(PACK, "default", _pack_plainly)
 torch.library.impl(UNPACK, "default", _unpack_plainly)
 torch.library.impl(PACK, "cuda", _pack_on_cuda)
 torch.library.impl(UNPACK, "cuda", _unpack_on_cuda)
+
+OPERATOR = torch.ops.crossfade.pack.default
+"""What a graph calls to pack."""

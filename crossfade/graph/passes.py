@@ -117,7 +117,7 @@ class Pass:
 
 def _spelled(value: Any) -> str:
     """An option's value, without spaces, and without the address that a function prints with."""
-    return value.__qualname__ if callable(value) else repr(value).replace(" ", "")
+    return getattr(value, "__qualname__", type(value).__qualname__) if callable(value) else repr(value).replace(" ", "")
 
 
 @dataclass(frozen=True, slots=True)

@@ -91,7 +91,7 @@ def default_store() -> Any:
 
 
 def backend_of_group(name: str) -> str | None:
-    """The backend of the process group that functional collectives call by this name. Known on 2.11, 2.13."""
+    """What the process group runs on that functional collectives call by this name. Known on 2.11, 2.13."""
     from torch.distributed import distributed_c10d
 
     try:

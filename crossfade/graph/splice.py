@@ -104,6 +104,41 @@ def inline(program: Program, body: fx.Graph, arguments: Mapping[fx.Node, fx.Node
     return list(fx.map_arg(tuple(results), mapping.__getitem__))
 
 
+class Replacements:
+    """Values replaced one by one, the program's results all at once: each rewrite of many results is a walk over them.
+
+    What is replaced stays in the graph until `finish`, and then goes with what only it kept alive.
+    """
+
+    def __init__(self, program: Program) -> None:
+        self.program = program
+        self.new: dict[fx.Node, fx.Node] = {}
+        self._dropped: list[fx.Node] = []
+
+    def replace(self, old: fx.Node, new: fx.Node) -> None:
+        """Give a value's users another one."""
+        for user in list(old.users):
+            if user.op != "output":
+                user.replace_input_with(old, new)
+        self.new[old] = new
+
+    def drop(self, node: fx.Node) -> None:
+        """Let a node go, whatever its effects, once what was replaced is gone."""
+        self._dropped.append(node)
+
+    def finish(self) -> None:
+        """Rewrite the results, and erase what was replaced or dropped."""
+        results = self.program.results
+        if any(value in self.new for value in results if isinstance(value, fx.Node)):
+            self.program.set_results([self.new.get(value, value) for value in results])
+        going = [*self.new, *self._dropped]
+        inputs = [source for old in going for source in old.all_input_nodes]
+        for old in going:
+            self.program.graph.erase_node(old)
+        for source in inputs:
+            erase_if_dead(source)
+
+
 def erase_if_dead(node: fx.Node) -> int:
     """Erase a node without users or effects, and then its inputs likewise; return how many went."""
     erased, stack = 0, [node]
@@ -289,6 +324,10 @@ class _Sizes:
         return self.made[expression]
 
     def _computed(self, expression: Any) -> tuple[Any, tuple[Any, ...]]:
+        for known in self.readable or ():
+            times = known / expression
+            if times.is_Integer and times > 1:
+                return operator.floordiv, (self._build(known), int(times))
         kinds = {"Mul": operator.mul, "Add": operator.add, "FloorDiv": operator.floordiv, "Mod": operator.mod}
         target = kinds.get(type(expression).__name__)
         if target is None:

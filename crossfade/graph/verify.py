@@ -74,7 +74,7 @@ def _error(node: fx.Node, what: str, expected: str, remedy: str) -> VerifyError:
 def _verify_metadata(graph: fx.Graph) -> None:
     for node in graph.nodes:
         if "val" not in node.meta and _makes_value(node):
-            raise _error(node, "without metadata", 'meta["val"] on every node', "build nodes with rewrite.splice")
+            raise _error(node, "without metadata", 'meta["val"] on every node', "build nodes with splice.splice")
 
 
 def _makes_value(node: fx.Node) -> bool:

@@ -77,6 +77,18 @@ def data_parallel_axis(mesh: MeshLike) -> Axis | None:
     return Axis(names[which], ranks, ranks.index(dist.get_rank()), dist.get_backend(group))
 
 
+def backend_on(device: str, configured: str) -> str:
+    """The backend that serves a type of device, of what a process group says it runs on.
+
+    >>> backend_on("cpu", "cpu:gloo,cuda:nccl"), backend_on("cuda", "undefined"), backend_on("cpu", "gloo")
+    ('gloo', 'nccl', 'gloo')
+    """
+    if configured == "undefined":  # what torch says where none was asked for
+        configured = "cpu:gloo,cuda:nccl"
+    served = dict(item.split(":") for item in configured.split(",") if ":" in item)
+    return served.get(device, configured)
+
+
 def _axis_of_world(mesh: Mapping[str, int]) -> Axis | None:
     sizes = {name: size for name, size in mesh.items() if size != 1}
     if not sizes:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from crossfade.graph import collectives
+from crossfade.graph import collectives, packing
 from crossfade.graph.order import Order
 from crossfade.graph.passes import Numerics, Outcome, Pass, PassResult, Verdict
 from crossfade.graph.program import Input, InputKind, Program, tensor_bytes
@@ -81,6 +81,9 @@ class PackInPlace(Pass):
             counts["buffers"] += 1
             counts["written_directly"] += direct
             counts["copied_in"] += copied
+        for pack in program.graph.find_nodes(op="call_function", target=packing.OPERATOR):
+            reason = "packed by the copy kernel, into fresh memory"
+            verdicts.append(Verdict.of(pack, Outcome.LEFT, reason, bytes=tensor_bytes(pack.meta["val"])))
         return PassResult(bool(counts["buffers"]), counts, tuple(verdicts))
 
 

@@ -330,6 +330,21 @@ EXCHANGE = """
 """
 
 
+def test_an_operand_by_keyword_is_left() -> None:
+    text = """
+        a: f32[4] = input("a")
+        b: f32[4] = input("b")
+        s: f32[4] = c10d.all_reduce(a, "sum", "dp")
+        w: f32[4] = c10d.wait_tensor(s)
+        t: f32[4] = c10d.all_reduce(b, "sum", "dp")
+        v: f32[4] = c10d.wait_tensor(t)
+        y: f32[4] = aten.add.Tensor(w, other=v)
+        return output("y", y)
+    """
+    done = run_passes(parse(textwrap.dedent(text), groups={"dp": 2}), [AddBeforeReducing()])
+    assert not done.history[0].changed
+
+
 @pytest.mark.ranks
 @pytest.mark.parametrize("count", [2, 4])
 @pytest.mark.parametrize("dtype", ["f32", "bf16", "i64"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import textwrap
 
 import pytest
@@ -15,6 +16,7 @@ from crossfade.graph.passes import fingerprint, run_passes
 from crossfade.graph.program import MADE_FOR
 from crossfade.graph.text import parse, render
 from crossfade.graph.verify import verify
+from crossfade.pipeline import pass_from_spelling
 
 GROUPS = {"dp": 2, "tp": 2}
 ALONE = "no neighbour of the same kind fits its bucket"
@@ -252,9 +254,14 @@ def test_options_are_spelled_alike_on_every_rank():
     assert BucketAllReduces(cap_mb=by_index, mode="concat").spelling == (
         "bucket-all-reduces(cap_mb=by_index,mode='concat')"
     )
+    assert BucketAllReduces(cap_mb=functools.partial(by_index)).spelling == "bucket-all-reduces(cap_mb=partial)"
+    unlimited = BucketAllReduces(first_mb=None)
+    assert pass_from_spelling(unlimited.spelling) == unlimited
 
 
-@pytest.mark.parametrize("options", [{"mode": "cancat"}, {"grouping": "layer"}, {"packing": "size"}, {"cap_mb": ()}])
+@pytest.mark.parametrize(
+    "options", [{"mode": "cancat"}, {"grouping": "layer"}, {"packing": "size"}, {"cap_mb": ()}, {"cap_mb": -1.0}]
+)
 def test_wrong_options_are_refused(options: dict):
     with pytest.raises(PassError, match=r"bucket-all-reduces\("):
         BucketAllReduces(**options)
@@ -272,6 +279,42 @@ def test_a_plan_by_hand_that_makes_a_cycle_is_refused():
     plan = BucketPlan((Bucket(("s", "s1"), "all_reduce", 32),), ())
     with pytest.raises(RewriteError, match="s1 put together with s, on which it depends"):
         apply_buckets(parse(textwrap.dedent(text), groups=GROUPS), plan, BucketAllReduces())
+
+
+def test_a_view_that_counts_in_strides_keeps_its_memory():
+    text = """
+        x: f32[4] = input("x")
+        y: f32[4] = input("y")
+        s: f32[4] = c10d.all_reduce(x, "sum", "dp")
+        w: f32[4] = c10d.wait_tensor(s)
+        s1: f32[4] = c10d.all_reduce(y, "sum", "dp")
+        w1: f32[4] = c10d.wait_tensor(s1)
+        v: f32[2, 2] = aten.as_strided(w1, [2, 2], [2, 1], 0)
+        n: f32[2, 2] = aten.neg(v)
+        return output("w", w), output("n", n)
+    """
+    reason = "a view of it counts in strides, which differ in a bucket"
+    only = "it is the only one of its group, dtype and reduction"
+    assert planned(text) == ([], {"s1": reason, "s": only})
+
+
+def test_returned_views_of_results_are_copies_too():
+    text = """
+        x: f32[4] = input("x")
+        y: f32[4] = input("y")
+        s: f32[4] = c10d.all_reduce(x, "sum", "dp")
+        w: f32[4] = c10d.wait_tensor(s)
+        v: f32[2, 2] = aten.view(w, [2, 2])
+        s1: f32[4] = c10d.all_reduce(y, "sum", "dp")
+        w1: f32[4] = c10d.wait_tensor(s1)
+        return output("v", v), output("again", v), output("w1", w1)
+    """
+    done = run_passes(parse(textwrap.dedent(text), groups=GROUPS), [BucketAllReduces()])
+    assert render(done).splitlines()[-3:] == [
+        "clone: f32[2, 2] = aten.clone(v)",
+        "clone_1: f32[4] = aten.clone(getitem_1)",
+        'return output("v", clone), output("again", clone), output("w1", clone_1)',
+    ]
 
 
 def test_plan_prints():

@@ -59,6 +59,53 @@ def test_a_gather_of_something_computed_from_the_first_stays_apart() -> None:
     assert [verdict.reason for verdict in plan.left] == ["its neighbour depends on its result"] * 2
 
 
+def test_a_collective_fed_by_anothers_wait_follows_it() -> None:
+    """As on a mesh of two axes: gathered over one, then over the other."""
+    text = """
+        a: f32[2] = input("a")
+        b: f32[2] = input("b")
+        s: f32[4] = c10d.all_gather_into_tensor(a, 2, "tp")
+        t: f32[4] = c10d.all_gather_into_tensor(b, 2, "tp")
+        w: f32[4] = c10d.wait_tensor(s)
+        v: f32[4] = c10d.wait_tensor(t)
+        s1: f32[8] = c10d.all_gather_into_tensor(w, 2, "dp")
+        t1: f32[8] = c10d.all_gather_into_tensor(v, 2, "dp")
+        w1: f32[8] = c10d.wait_tensor(s1)
+        v1: f32[8] = c10d.wait_tensor(t1)
+        n: f32[8] = aten.neg(w1)
+        m: f32[8] = aten.neg(v1)
+        return output("n", n), output("m", m)
+    """
+    found = starts(text, BucketAllGathers())
+    assert found == ["all_gather_into_tensor", "wait_tensor", "all_gather_into_tensor_1", "wait_tensor_1", "n", "m"]
+
+
+def scatters(*between: str) -> str:
+    """Two reduce-scatters; of the first's result something is all-reduced, and computed, in the order given."""
+    lines = "\n        ".join(between)
+    return f"""
+        x: f32[4] = input("x")
+        y: f32[4] = input("y")
+        s: f32[2] = c10d.reduce_scatter_tensor(x, "sum", 2, "dp")
+        w: f32[2] = c10d.wait_tensor(s)
+        {lines}
+        t: f32[2] = c10d.reduce_scatter_tensor(e, "sum", 2, "dp")
+        v: f32[2] = c10d.wait_tensor(t)
+        return output("v", v), output("a", wa)
+    """
+
+
+def test_where_computation_stands_decides_nothing() -> None:
+    dependent = 'a: f32[2] = c10d.all_reduce(w, "max", "tp")\n        wa: f32[2] = c10d.wait_tensor(a)'
+    computed = "e: f32[4] = aten.exp(y)"
+    plans = [
+        str(BucketReduceScatters().plan(parse(textwrap.dedent(scatters(*lines)), groups={"dp": 2, "tp": 2})))
+        for lines in ((dependent, computed), (computed, dependent))
+    ]
+    reason = "left alone: a collective that depends on its result would be delayed"
+    assert plans[0] == plans[1] == f"s: {reason}\nt: {reason}"
+
+
 @pytest.mark.parametrize(
     ("first", "second"),
     [

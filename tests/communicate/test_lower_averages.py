@@ -30,7 +30,7 @@ def test_size_of_the_group_divides_and_two_waits_follow():
     assert render(done).splitlines()[3] == "w: f32[4] = c10d.wait_tensor(all_reduce)"
     assert done.history[0].counts == {"lowered": 1}
     assert [str(verdict) for verdict in done.history[0].verdicts] == [
-        "s: replaced: divided before it is summed, since its backend has no average"
+        "s: replaced: divided before it is summed, since its backend may not average"
     ]
 
 

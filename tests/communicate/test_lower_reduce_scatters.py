@@ -158,6 +158,21 @@ EXCHANGE = """
 """
 
 
+def test_one_fed_by_anothers_wait_follows_it() -> None:
+    text = """
+        x: f32[8] = input("x")
+        s: f32[4] = c10d.reduce_scatter_tensor(x, "sum", 2, "tp")
+        w: f32[4] = c10d.wait_tensor(s)
+        t: f32[2] = c10d.reduce_scatter_tensor(w, "sum", 2, "dp")
+        v: f32[2] = c10d.wait_tensor(t)
+        return output("v", v)
+    """
+    program = parse(textwrap.dedent(text), groups={"dp": 2, "tp": 2})
+    done = run_passes(program, [LowerReduceScatters(groups=("dp", "tp"))])
+    verify(done, recompute=True)
+    assert done.history[0].counts == {"lowered": 2, "left": 0}
+
+
 @pytest.mark.ranks
 @pytest.mark.parametrize("count", [2, 4])
 @pytest.mark.parametrize("op", ["sum", "max", "min", "product"])

@@ -61,12 +61,12 @@ def test_what_is_computed_from_merged_results_is_equal_too() -> None:
         x: f32[4] = input("x")
         s: f32[4] = c10d.all_reduce(x, "sum", "dp")
         w: f32[4] = c10d.wait_tensor(s)
-        n: f32[4] = aten.mul.Tensor(w, 2)
+        n: f32[4] = aten.mul.Tensor(w, x)
         g: f32[8] = c10d.all_gather_into_tensor(n, 2, "dp")
         gw: f32[8] = c10d.wait_tensor(g)
         t: f32[4] = c10d.all_reduce(x, "sum", "dp")
         v: f32[4] = c10d.wait_tensor(t)
-        m: f32[4] = aten.mul.Tensor(v, 2)
+        m: f32[4] = aten.mul.Tensor(v, x)
         h: f32[8] = c10d.all_gather_into_tensor(m, 2, "dp")
         hw: f32[8] = c10d.wait_tensor(h)
         add: f32[8] = aten.add.Tensor(gw, hw)
@@ -154,34 +154,47 @@ def test_returned_results_do_not_share_memory() -> None:
     ]
 
 
-FORWARD_AND_BACKWARD = """
-    p: f32[2] = input("p")
-    g: f32[{whole}] = c10d.all_gather_into_tensor(p, {ranks}, "dp")
-    gw: f32[{whole}] = c10d.wait_tensor(g)
-    y: f32[{whole}] = aten.exp(gw)
-    z: f32[{whole}] = aten.sin(y)
-    h: f32[{whole}] = c10d.all_gather_into_tensor(p, {ranks}, "dp")
-    hw: f32[{whole}] = c10d.wait_tensor(h)
-    b: f32[{whole}] = aten.mul.Tensor(z, hw)
-    {late}
-    return output("b", b)
-"""
-
-
-def gathers(*, late: str = "", hold: bool = False) -> Program:
-    return merged(FORWARD_AND_BACKWARD.format(whole=4, ranks=2, late=late), hold=hold)
+def gathers(between: int, *, hold: bool = False) -> Program:
+    """A parameter gathered twice, with other launches of its group in between."""
+    lines = ['p: f32[2] = input("p")', 'q: f32[2] = input("q")']
+    lines += ['g: f32[4] = c10d.all_gather_into_tensor(p, 2, "dp")', "gw: f32[4] = c10d.wait_tensor(g)"]
+    for index in range(between):
+        source = "q" if index == 0 else f"w{index - 1}"
+        lines += [f's{index}: f32[2] = c10d.all_reduce({source}, "max", "dp")']
+        lines += [f"w{index}: f32[2] = c10d.wait_tensor(s{index})"]
+    lines += ['h: f32[4] = c10d.all_gather_into_tensor(p, 2, "dp")', "hw: f32[4] = c10d.wait_tensor(h)"]
+    lines += ["b: f32[4] = aten.mul.Tensor(gw, hw)", f'return output("b", b), output("w", w{between - 1})']
+    return merged("\n".join(lines), hold=hold)
 
 
 def test_a_gather_is_not_held_between_its_uses_unless_asked() -> None:
-    assert verdicts(gathers()) == [
+    assert verdicts(gathers(5)) == [
         "h: left alone: it would be held in memory between its uses (remedy: hold=True merges it)"
     ]
-    assert gathers().history[0].verdicts[0].bytes == 16
-    assert verdicts(gathers(hold=True)) == ["h: removed: an equal one has the result already: that of g"]
+    assert gathers(5).history[0].verdicts[0].bytes == 16
+    assert verdicts(gathers(5, hold=True)) == ["h: removed: an equal one has the result already: that of g"]
 
 
-def test_a_gather_that_is_held_anyway_is_merged() -> None:
-    assert gathers(late="l: f32[4] = aten.neg(gw)").history[0].counts == {"merged": 1, "left": 0}
+def test_a_gather_soon_after_is_merged() -> None:
+    assert gathers(4).history[0].counts == {"merged": 1, "left": 0}
+
+
+SLICES = """
+    x: f32[8] = input("x")
+    a: f32[2] = aten.slice.Tensor(x, 0, 0, 2)
+    b: f32[2] = aten.slice.Tensor(x, 0, {begin}, {end})
+    s: f32[2] = c10d.all_reduce(a, "sum", "dp")
+    w: f32[2] = c10d.wait_tensor(s)
+    t: f32[2] = c10d.all_reduce(b, "sum", "dp")
+    v: f32[2] = c10d.wait_tensor(t)
+    return output("w", w), output("v", v)
+"""
+
+
+def test_what_may_differ_on_another_rank_is_not_equal_here() -> None:
+    """Rank 0 of a program that reduces its own slice and the first one: equal there, different on rank 1."""
+    counts = [merged(SLICES.format(begin=2 * rank, end=2 * rank + 2)).history[0].counts for rank in (0, 1)]
+    assert counts == [{"merged": 0, "left": 0}] * 2
 
 
 def test_a_gather_is_in_use_as_long_as_those_merged_into_it() -> None:
@@ -197,17 +210,6 @@ def test_a_gather_is_in_use_as_long_as_those_merged_into_it() -> None:
         return output("b", b)
     """)
     assert done.history[0].counts == {"merged": 2, "left": 0}
-
-
-def test_a_third_gather_joins_the_one_still_in_use() -> None:
-    done = gathers(
-        late="""
-    i: f32[4] = c10d.all_gather_into_tensor(p, 2, "dp")
-    iw: f32[4] = c10d.wait_tensor(i)
-    k: f32[4] = aten.mul.Tensor(iw, hw)"""
-    )
-    assert done.history[0].counts == {"merged": 1, "left": 1}
-    assert [one.node.name for one in collectives.find(done.graph)] == ["g", "h"]
 
 
 @pytest.mark.ranks

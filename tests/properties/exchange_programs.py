@@ -95,10 +95,15 @@ class Sampler:
         return self.pick(lambda value: value.shape == one.shape and value.dtype == one.dtype) or node
 
     def small(self, node: fx.Node) -> fx.Node:
-        """The value, limited if sums of it could lose a bit."""
-        if self.largest[node] <= LARGEST:
+        """The value, limited if sums of it could lose a bit: mostly left as it is, so that waits feed collectives."""
+        wide = node.meta["val"].dtype is not BF16 and self.largest[node] <= 512
+        if self.largest[node] <= LARGEST or (wide and not self.choices.chance(4)):
             return node
         return self.emit(aten.clamp.default, node, -2, 2, largest=2.0)
+
+    def limited(self, node: fx.Node) -> fx.Node:
+        """The value, in the range that every dtype holds exactly."""
+        return node if self.largest[node] <= LARGEST else self.emit(aten.clamp.default, node, -2, 2, largest=2.0)
 
     # computation
 
@@ -113,8 +118,7 @@ class Sampler:
 
     def convert(self) -> None:
         if (x := self.pick(lambda value: value.dtype.is_floating_point)) is not None:
-            x = self.small(x)
-            self.keep(aten._to_copy.default, x, dtype=self.choices.of(FLOATS), largest=self.largest[x])
+            self.keep(aten._to_copy.default, self.limited(x), dtype=self.choices.of(FLOATS), largest=LARGEST)
 
     def view(self) -> None:
         if (x := self.pick(lambda value: value.dim() > 0)) is None:
@@ -129,14 +133,18 @@ class Sampler:
 
     def write(self) -> None:
         if (x := self.pick(lambda value: value.dtype.is_floating_point)) is not None:
-            copy = self.keep(aten.clone.default, self.small(x), largest=LARGEST + 1)
+            x = self.limited(x)
+            copy = (
+                x if self.largest[x] > 4 and self.choices.chance(2) else self.keep(aten.clone.default, x, largest=9.0)
+            )
+            self.largest[copy] = LARGEST + 1
             self.emit(aten.add_.Tensor, copy, 1, largest=LARGEST + 1)
 
     # communication
 
     def launch(self, target: Any, *args: Any) -> None:
         self.launched.append((target, args))
-        self.in_flight.append(self.emit(target, *args, largest=4 * LARGEST))
+        self.in_flight.append(self.emit(target, *args, largest=4 * self.largest[args[0]]))
         if not self.choices.chance(3):
             self.wait()
 
@@ -159,10 +167,12 @@ class Sampler:
                 (c10d.reduce_scatter_tensor.default, x, "sum", size, group),
             ]
             target, *args = calls[kind]
-            started = self.emit(target, *args, largest=4 * LARGEST)
-            done = self.emit(c10d.wait_tensor.default, started, largest=4 * LARGEST)
-            early = self.choices.chance(3)
-            self.results.append(self.emit(aten.neg.default, done, largest=4 * LARGEST) if early else done)
+            most = 4 * self.largest[x]
+            started = self.emit(target, *args, largest=most)
+            done = self.emit(c10d.wait_tensor.default, started, largest=most)
+            handed = [done, done, self.emit(aten.neg.default, done, largest=most)]
+            handed.append(self.emit(aten.unsqueeze.default, done, 0, largest=most))
+            self.results.append(self.choices.of(handed))
 
     def operand(self) -> fx.Node | None:
         """What to communicate: as it is, divided or converted just for that."""
@@ -176,7 +186,7 @@ class Sampler:
             whole = self.emit(aten.round.default, halved, largest=2.0)  # quarters stay quarters
             x = self.emit(aten.div.Tensor, whole, self.choices.of([2, 4]), largest=1.0)
         if floating and self.choices.chance(3):
-            x = self.emit(aten._to_copy.default, x, dtype=self.choices.of(FLOATS), largest=self.largest[x])
+            x = self.emit(aten._to_copy.default, self.limited(x), dtype=self.choices.of(FLOATS), largest=LARGEST)
         return x
 
     def all_reduce(self) -> None:
@@ -209,15 +219,17 @@ class Sampler:
 
     def in_place(self) -> None:
         if (x := self.operand()) is not None:
-            copy = self.emit(aten.clone.default, x, memory_format=torch.contiguous_format, largest=LARGEST)
-            self.in_flight.append(self.emit(c10d.all_reduce_.default, copy, "sum", self.group(), largest=4 * LARGEST))
+            most = self.largest[x]
+            copy = self.emit(aten.clone.default, x, memory_format=torch.contiguous_format, largest=most)
+            self.in_flight.append(self.emit(c10d.all_reduce_.default, copy, "sum", self.group(), largest=4 * most))
             self.wait()
 
     def coalesced(self) -> None:
         x = self.operand()
         if x is not None and x.meta["val"].is_contiguous():
-            pair = self.emit(c10d.all_reduce_coalesced.default, [x, x], "sum", self.group(), largest=4 * LARGEST)
-            self.in_flight += [self.emit(operator.getitem, pair, index, largest=4 * LARGEST) for index in (0, 1)]
+            most = 4 * self.largest[x]
+            pair = self.emit(c10d.all_reduce_coalesced.default, [x, x], "sum", self.group(), largest=most)
+            self.in_flight += [self.emit(operator.getitem, pair, index, largest=most) for index in (0, 1)]
 
     def own_slice(self) -> None:
         group = self.group()
@@ -225,18 +237,19 @@ class Sampler:
         x = self.operand()
         if x is not None and x.meta["val"].shape[0] % size == 0:
             part, place = x.meta["val"].shape[0] // size, self.positions[group]
-            started = self.emit(c10d.all_reduce.default, x, "sum", group, largest=4 * LARGEST)
-            whole = self.emit(c10d.wait_tensor.default, started, largest=4 * LARGEST)
-            self.keep(aten.slice.Tensor, whole, 0, place * part, (place + 1) * part, largest=4 * LARGEST)
+            most = 4 * self.largest[x]
+            started = self.emit(c10d.all_reduce.default, x, "sum", group, largest=most)
+            whole = self.emit(c10d.wait_tensor.default, started, largest=most)
+            self.keep(aten.slice.Tensor, whole, 0, place * part, (place + 1) * part, largest=most)
 
     def sum_of_sums(self) -> None:
         if (x := self.operand()) is None:
             return
         y, group, waits = self.small(self.like(x)), self.group(), []
         for one in (x, y):
-            started = self.emit(c10d.all_reduce.default, one, "sum", group, largest=4 * LARGEST)
-            waits.append(self.emit(c10d.wait_tensor.default, started, largest=4 * LARGEST))
-        self.keep(aten.add.Tensor, *waits, largest=8 * LARGEST)
+            started = self.emit(c10d.all_reduce.default, one, "sum", group, largest=4 * self.largest[one])
+            waits.append(self.emit(c10d.wait_tensor.default, started, largest=4 * self.largest[one]))
+        self.keep(aten.add.Tensor, *waits, largest=4 * (self.largest[x] + self.largest[y]))
 
     def group(self) -> str:
         return self.choices.of(list(self.groups))
