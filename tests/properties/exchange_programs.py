@@ -134,9 +134,8 @@ class Sampler:
     def write(self) -> None:
         if (x := self.pick(lambda value: value.dtype.is_floating_point)) is not None:
             x = self.limited(x)
-            copy = (
-                x if self.largest[x] > 4 and self.choices.chance(2) else self.keep(aten.clone.default, x, largest=9.0)
-            )
+            itself = not self.in_flight and self.largest[x] > 4 and self.choices.chance(2)  # nobody is reading it now
+            copy = x if itself else self.keep(aten.clone.default, x, largest=LARGEST + 1)
             self.largest[copy] = LARGEST + 1
             self.emit(aten.add_.Tensor, copy, 1, largest=LARGEST + 1)
 
