@@ -5,7 +5,8 @@
     python -m benchmarks.passes --layers 64,256 --save
 
 Graphs are those of `benchmarks/graphs.py`. Each pass runs on a fresh copy; copying is not timed. Ours is the best of
-three runs, torch's one run: at 256 layers it takes minutes.
+three runs, torch's one run; torch's is left out where it would take more than `--patience` seconds, as far as its
+smaller sizes tell.
 """
 
 from __future__ import annotations
@@ -101,7 +102,7 @@ class Timing:
     layers: int
     nodes: int
     ours: float
-    theirs: float
+    theirs: float | None
     growth: float | None
 
 
@@ -110,6 +111,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layers", default="4,16,64", help="sizes to try, smallest first")
     parser.add_argument("--save", action="store_true", help="keep the figures in benchmarks/results")
+    parser.add_argument("--patience", type=float, default=150.0, help="seconds to wait for torch's passes, at most")
     given = parser.parse_args()
     sizes = [int(size) for size in given.layers.split(",")]
     timings: list[Timing] = []
@@ -121,32 +123,42 @@ def main() -> None:
                 progress.update(task, description=f"{contest}, {layers} layers", advance=1)
                 if make not in modules:
                     modules = {make: make(layers)}  # one at a time: a graph of 100,000 nodes takes a gigabyte
-                timings.append(_contest(contest, layers, modules[make], ours, theirs, timings))
+                earlier = [one for one in timings if one.contest == contest]
+                timings.append(_contest(contest, layers, modules[make], ours, theirs, earlier, given.patience))
     _show(sorted(timings, key=lambda one: (list(CONTESTS).index(one.contest), one.layers)))
     if given.save:
         save("passes", {"cap_mb": CAP_MB, "timings": [asdict(one) for one in timings]})
 
 
 def _contest(
-    contest: str, layers: int, module: fx.GraphModule, ours: Timed, theirs: Timed, earlier: list[Timing]
+    contest: str,
+    layers: int,
+    module: fx.GraphModule,
+    ours: Timed,
+    theirs: Timed,
+    earlier: list[Timing],
+    patience: float,
 ) -> Timing:
     nodes = len(module.graph.nodes)
     ours(module)  # operators are looked up at first use
-    seconds, peer = min(ours(module) for _ in range(3)), theirs(module)
-    smaller = [one for one in earlier if one.contest == contest]
-    growth = math.log(seconds / smaller[-1].ours) / math.log(nodes / smaller[-1].nodes) if smaller else None
-    return Timing(contest, layers, nodes, seconds, peer, growth)
+    seconds = min(ours(module) for _ in range(3))
+    if not earlier:
+        return Timing(contest, layers, nodes, seconds, theirs(module), None)
+    last = earlier[-1]
+    larger = nodes / last.nodes
+    hopeless = last.theirs is None or last.theirs * larger**2 > patience
+    growth = math.log(seconds / last.ours) / math.log(larger)
+    return Timing(contest, layers, nodes, seconds, None if hopeless else theirs(module), growth)
 
 
 def _show(timings: list[Timing]) -> None:
     table = Table("graph and passes", "layers", "nodes", "ours, s", "torch, s", "torch / ours", "our growth")
     for one in timings:
         growth = f"{one.growth:.2f}" if one.growth is not None else ""
-        ratio = f"{one.theirs / one.ours:.1f}"
-        table.add_row(
-            one.contest, str(one.layers), f"{one.nodes:,}", f"{one.ours:.3f}", f"{one.theirs:.2f}", ratio, growth
-        )
-    Console().print(table)
+        theirs = f"{one.theirs:.2f}" if one.theirs is not None else "not awaited"
+        ratio = f"{one.theirs / one.ours:.1f}" if one.theirs is not None else ""
+        table.add_row(one.contest, str(one.layers), f"{one.nodes:,}", f"{one.ours:.3f}", theirs, ratio, growth)
+    Console(width=120).print(table)
 
 
 if __name__ == "__main__":

@@ -36,7 +36,7 @@ from crossfade.communicate.raise_launches import RaiseLaunches
 from crossfade.communicate.scatter_sliced_reductions import ScatterSlicedReductions
 from crossfade.communicate.sink_waits import SinkWaits
 from crossfade.errors import CrossfadeError, NotYetError, PassError
-from crossfade.graph import collectives
+from crossfade.graph import collectives, packing
 from crossfade.graph.order import is_random
 from crossfade.graph.passes import Pass, fingerprint, run_passes
 from crossfade.graph.private import backend_of_group, tree_flatten, tree_unflatten
@@ -345,7 +345,8 @@ class _StepCompiler:
         seconds = time.perf_counter() - start
         program = run_passes(program, [*self.passes, *self._lowering(), PackInPlace(), UpdateInPlace()])
 
-        report = Report.of(before, program, title=type(self.model).__name__, facts=self._facts(seconds, layout))
+        facts = self._facts(seconds, layout) | _copy_kernel(program)
+        report = Report.of(before, program, title=type(self.model).__name__, facts=facts)
         stepped = {out.name for out in before.outputs if out.kind is OutputKind.UPDATE}
         return Built(program, layout, report, initial_state(self.optimizer, names, stepped))
 
@@ -388,6 +389,13 @@ class _StepCompiler:
             "torch": torch.__version__,
             "capture": f"{seconds:.1f} s",
         }
+
+
+def _copy_kernel(program: Program) -> dict[str, str]:
+    """Which code packs a program's buckets, for its report."""
+    packs = program.graph.find_nodes(op="call_function", target=packing.OPERATOR)
+    used = {packing.implementation(pack.meta["val"].device) for pack in packs}
+    return {"copy kernel": ", ".join(sorted(used))} if used else {}
 
 
 def _backends_here(program: Program) -> dict[str, str]:
@@ -440,7 +448,7 @@ def optimize(
     if backends is None:
         backends = _backends_here(before)
     after = run_passes(before, optimization(backends) if passes is None else passes)
-    report = Report.of(before, after, title=type(module).__name__)
+    report = Report.of(before, after, title=type(module).__name__, facts=_copy_kernel(after))
     result = after.copy()
     result.output_node.args = (tree_unflatten(result.results, spec),)
     result.graph.set_codegen(module.graph._codegen)
