@@ -75,8 +75,10 @@ class Policy:
     against: Callable[[Collective], str | None] = lambda one: None
 
 
-def plan_buckets(order: Order, kind: Kind, policy: Policy) -> BucketPlan:
+def plan_buckets(order: Order, kind: Kind, policy: Policy) -> tuple[BucketPlan, Contraction]:
     """Greedy buckets in graph order, one open bucket for each group, dtype, reduction and device; pure.
+
+    With the plan comes the contraction that it stands for, which saves `apply_buckets` a walk.
 
     >>> from crossfade.graph.text import parse
     >>> program = parse('''
@@ -90,7 +92,7 @@ def plan_buckets(order: Order, kind: Kind, policy: Policy) -> BucketPlan:
     ... return output("a", wait_a), output("b", wait_b), output("c", wait_c)
     ... ''', groups={"dp": 2})
     >>> policy = Policy(cap=lambda index: MB, delay="uses of the last")
-    >>> print(plan_buckets(Order(program.graph), Kind.ALL_REDUCE, policy))
+    >>> print(plan_buckets(Order(program.graph), Kind.ALL_REDUCE, policy)[0])
     2 all-reduces, 0.00 MB: a, b
     c: left alone: it is the only one of its group, dtype and reduction
     """
@@ -102,7 +104,7 @@ def plan_buckets(order: Order, kind: Kind, policy: Policy) -> BucketPlan:
             planner.consider(one)
         elif collectives.group_of(node) is not None:
             planner.units.open(node)
-    return planner.plan(kind)
+    return planner.plan(kind), planner.units
 
 
 @dataclass

@@ -17,7 +17,7 @@ from crossfade.graph.collectives import Collective, Kind
 from crossfade.graph.contraction import Contraction
 from crossfade.graph.order import Order, alias_roots, reorder
 from crossfade.graph.passes import Outcome, Pass, PassResult, Verdict
-from crossfade.graph.program import Program
+from crossfade.graph.program import Program, paused_garbage_collection
 from crossfade.graph.splice import Replacements, insert_call, splice
 
 _aten = torch.ops.aten
@@ -89,15 +89,15 @@ class BucketPass(Pass):
 
     def plan(self, program: Program) -> BucketPlan:
         """Choose the buckets; pure."""
-        return self._plan(Order(program.graph))
+        return self._plan(Order(program.graph))[0]
 
     def run(self, program: Program) -> PassResult:
         """Plan, then apply."""
         if not any(one.kind is self.kind for one in collectives.find(program.graph)):
             return PassResult(False, {"buckets": 0, "bucketed": 0, "left": 0})
-        order = Order(program.graph)
-        plan = self._plan(order)
-        verdicts = apply_buckets(program, plan, self, order)
+        with paused_garbage_collection():
+            plan, units = self._plan(Order(program.graph))
+            verdicts = apply_buckets(program, plan, self, units)
         packed = sum(len(bucket.members) for bucket in plan.buckets)
         counts = {"buckets": len(plan.buckets), "bucketed": packed, "left": len(plan.left)}
         return PassResult(bool(plan.buckets), counts, (*plan.left, *verdicts))
@@ -114,7 +114,7 @@ class BucketPass(Pass):
         """The function from members' inputs to their results that travels as one collective."""
         raise NotImplementedError
 
-    def _plan(self, order: Order) -> BucketPlan:
+    def _plan(self, order: Order) -> tuple[BucketPlan, Contraction]:
         policy = Policy(
             cap=self._cap,
             delay=self.delay,
@@ -137,16 +137,20 @@ class BucketPass(Pass):
         return int(megabytes * MB)
 
 
-def apply_buckets(program: Program, plan: BucketPlan, how: BucketPass, order: Order | None = None) -> list[Verdict]:
+def apply_buckets(
+    program: Program, plan: BucketPlan, how: BucketPass, units: Contraction | None = None
+) -> list[Verdict]:
     """Carry out a plan, made by a pass or by hand, and say into which bucket each member went.
 
-    `order` is the program's, if the caller has it already.
+    `units` is the contraction that the plan came with, if it was made for this very program.
     """
     if not plan.buckets:
         return []
-    order = order or Order(program.graph)
-    written = order.rewritten()
-    chosen = _put_side_by_side(program, plan, order, at_first=how.delay == "no use")
+    units = units or _contracted(program, plan)
+    written = units.order.rewritten()
+    named = {node.name: node for members in units.members for node in members}
+    reorder(program.graph, units.sorted(at_first=how.delay == "no use"))
+    chosen = [[named[name] for name in bucket.members] for bucket in plan.buckets]
     verdicts: list[Verdict] = []
     replaced = Replacements(program)
     for number, names in enumerate(chosen):
@@ -178,11 +182,12 @@ def shaped(part: Tensor, *shape: Any) -> Tensor:
     return part if len(shape) == 1 else part.view(shape)
 
 
-def _put_side_by_side(program: Program, plan: BucketPlan, order: Order, *, at_first: bool) -> list[list[fx.Node]]:
-    """Reorder the graph so that each bucket's members follow one another; return the members."""
-    named = {one.node.name: one.node for one in collectives.find(program.graph)}
+def _contracted(program: Program, plan: BucketPlan) -> Contraction:
+    """The contraction that a plan stands for, if the program has its members and it makes no cycle."""
+    order = Order(program.graph)
+    named = {one.node.name for one in collectives.find(program.graph)}
     bucket_of = {name: number for number, bucket in enumerate(plan.buckets) for name in bucket.members}
-    if missing := sorted(bucket_of.keys() - named.keys()):
+    if missing := sorted(bucket_of.keys() - named):
         raise PassError(
             f"a plan for {', '.join(missing)}", expected="collectives of this program", remedy="plan for this program"
         )
@@ -197,8 +202,7 @@ def _put_side_by_side(program: Program, plan: BucketPlan, order: Order, *, at_fi
             unit = units.open(node)
             if number is not None:
                 unit_of[number] = unit
-    reorder(program.graph, units.sorted(at_first=at_first))
-    return [[named[name] for name in bucket.members] for bucket in plan.buckets]
+    return units
 
 
 def _merge(

@@ -150,7 +150,7 @@ class Program:
     def copy(self) -> Program:
         """An independent copy; tensors in metadata and constants are shared. About 15 us a node."""
         graph = fx.Graph()
-        with _paused_garbage_collection():
+        with paused_garbage_collection():
             result = graph.graph_copy(self.graph, {})
             graph.output(result).meta = copy.copy(self.output_node.meta)
         return replace(self, graph=graph, groups=dict(self.groups), constants=dict(self.constants))
@@ -301,7 +301,7 @@ def _attribute(module: torch.nn.Module, path: str) -> Any:
     return value
 
 
-class _paused_garbage_collection:
+class paused_garbage_collection:
     """Building 100,000 nodes triggers dozens of full collections that free nothing: pausing them halves a copy."""
 
     def __enter__(self) -> None:
