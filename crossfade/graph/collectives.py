@@ -227,6 +227,27 @@ def in_place_form(node: fx.Node) -> Any:
     return forms.get(node.target)
 
 
+def ask_inputs_for_sizes(graph: fx.Graph) -> None:
+    """Let symbolic sizes of what is in flight be read off its inputs: torch.compile asks the started collective itself.
+
+    Asking reads no data, but would keep the result tied to this very start.
+    """
+    for one in find(graph):
+        queries = [user for user in one.node.users if user.target is torch.ops.aten.sym_size.int]
+        for query in queries if not one.coalesced else ():
+            dim: Any = query.args[1]
+            first = dim % one.node.meta["val"].dim() == 0
+            with graph.inserting_before(query):
+                size = graph.call_function(torch.ops.aten.sym_size.int, (one.inputs[0], dim))
+                size.meta["val"] = one.inputs[0].meta["val"].shape[dim]
+                if first and one.kind in (Kind.ALL_GATHER, Kind.REDUCE_SCATTER):
+                    change = operator.mul if one.kind is Kind.ALL_GATHER else operator.floordiv
+                    size = graph.call_function(change, (size, one.group_size))
+                    size.meta["val"] = query.meta["val"]
+            query.replace_all_uses_with(size)
+            graph.erase_node(query)
+
+
 # Builders: ordinary functions on tensors, to be called inside functions that `splice.splice` records.
 
 

@@ -179,7 +179,7 @@ def from_graph_module(module: fx.GraphModule, *, groups: Mapping[str, int] | Non
         add: f32[3] = aten.add.Tensor(relu, 1)
         return output("0", add)
     """
-    from crossfade.graph.collectives import group_sizes
+    from crossfade.graph.collectives import ask_inputs_for_sizes, group_sizes
 
     _refuse_other_dialects(module.graph)
     graph = fx.Graph()
@@ -190,6 +190,7 @@ def from_graph_module(module: fx.GraphModule, *, groups: Mapping[str, int] | Non
     constants = {str(node.target): _attribute(module, str(node.target)) for node in graph.find_nodes(op="get_attr")}
     if len(_fake_modes(graph)) != 1:
         _describe_anew(graph, constants)
+    ask_inputs_for_sizes(graph)
     inputs = tuple(Input(InputKind.INPUT, str(node.target)) for node in graph.find_nodes(op="placeholder"))
     outputs = tuple(Output(OutputKind.OUTPUT, str(index)) for index in range(len(flat)))
     return Program(graph, inputs, outputs, groups=dict(groups or group_sizes(graph)), constants=constants)
