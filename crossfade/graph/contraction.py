@@ -48,6 +48,7 @@ class Contraction:
         self.members: list[list[fx.Node]] = []
         self.unit_of: dict[fx.Node, int] = {}
         self._above: dict[fx.Node, int] = {}
+        self._edges: dict[fx.Node, int] = {}
         self._unit_above: list[int] = []
         self._seen = 0
         """Units that some node already walked depends on."""
@@ -57,7 +58,9 @@ class Contraction:
     def walk(self, node: fx.Node) -> None:
         """Note which units a node depends on; the nodes above it must have been walked, and put into their units."""
         above = 0
-        for before in self.order.predecessors(node, within_group=False):
+        predecessors = self.order.predecessors(node, within_group=False)
+        self._edges[node] = len(predecessors)
+        for before in predecessors:
             unit = self.unit_of.get(before)
             above |= self._above[before] if unit is None else self._unit_above[unit] | 1 << unit
         self._above[node] = above
@@ -111,8 +114,8 @@ class Contraction:
             unit = self.unit_of.get(node)
             together = [node] if unit is None else self.members[unit]
             result += together
-            after = {head.get(one, one) for member in together for one in self._successors(member)} - {node}
-            for one in [*after, *([chained[node]] if node in chained else [])]:
+            after = [head.get(one, one) for member in together for one in self._successors(member)]
+            for one in after if node not in chained else [*after, chained[node]]:
                 waiting[one] -= 1
                 if not waiting[one] and one.op != "output":
                     heapq.heappush(ready, (self._rank(one, at_first), one))
@@ -157,14 +160,11 @@ class Contraction:
         return self.order.position[node if unit is None else self.members[unit][0 if at_first else -1]]
 
     def _waiting(self, head: dict[fx.Node, fx.Node], chained: dict[fx.Node, fx.Node]) -> dict[fx.Node, int]:
-        """For each unit's head and each other node, how many of those it comes after."""
-        before: dict[fx.Node, set[fx.Node]] = {}
-        for node in self.order.nodes:
+        """For each unit's head and each other node, how many edges lead to it; members of a unit have none between."""
+        waiting: dict[fx.Node, int] = {}
+        for node, edges in self._edges.items():
             one = head.get(node, node)
-            found = before.setdefault(one, set())
-            found.update(head.get(b, b) for b in self.order.predecessors(node, within_group=False))
-            found.discard(one)
-        waiting = {node: len(found) for node, found in before.items()}
+            waiting[one] = waiting.get(one, 0) + edges
         for one in chained.values():
             waiting[one] += 1
         return waiting
