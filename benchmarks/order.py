@@ -19,7 +19,7 @@ from crossfade.graph.order import Order, Reachability, reorder
 from crossfade.graph.passes import fingerprint
 from crossfade.graph.private import FakeTensorMode
 from crossfade.graph.program import Input, InputKind, Output, OutputKind, Program
-from crossfade.graph.text import render
+from crossfade.graph.text import render, resolve_operator
 from crossfade.graph.verify import verify
 
 MARKED = 2_000
@@ -61,12 +61,12 @@ class TrainingStep:
         return self.call(aten.add.Tensor, self.call(aten.relu.default, product), x)
 
     def backward(self, gradient: fx.Node, activation: fx.Node, weight: fx.Node) -> tuple[fx.Node, fx.Node]:
-        aten, c10d = torch.ops.aten, torch.ops._c10d_functional
+        aten = torch.ops.aten
         masked = self.call(aten.threshold_backward.default, gradient, activation, 0)
         of_weight = self.call(aten.mm.default, self.call(aten.t.default, masked), activation)
-        start = self.call(c10d.all_reduce.default, of_weight, "sum", "dp")
+        start = self.call(resolve_operator("c10d.all_reduce"), of_weight, "sum", "dp")
         through = self.call(aten.mm.default, masked, weight)
-        return through, self.call(c10d.wait_tensor.default, start)
+        return through, self.call(resolve_operator("c10d.wait_tensor"), start)
 
     def update(self, gradient: fx.Node, weight: fx.Node, moment: fx.Node) -> None:
         aten = torch.ops.aten

@@ -19,9 +19,9 @@ import torch.distributed as dist
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks import network
+from benchmarks import two_ranks
 from benchmarks.figures import save
-from crossfade import Ranks, run_passes
+from crossfade import run_passes
 from crossfade.communicate.lower_reduce_scatters import LowerReduceScatters
 from crossfade.graph.program import Program
 from crossfade.graph.text import parse
@@ -37,21 +37,9 @@ def main() -> None:
     """Parse the command line, run on two ranks and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=9)
-    parser.add_argument("--network", default="loopback", help="loopback, or a rate such as 1gbit")
-    parser.add_argument("--save", action="store_true", help="keep the figures as JSON")
-    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
+    two_ranks.add_options(parser)
     options = parser.parse_args()
-    if options.worker:
-        _work_under_torchrun(options)
-    elif options.network == "loopback":
-        with Ranks(2, timeout=900) as ranks:
-            finish(ranks.run(work, options.repeats)[0], options)
-    elif (reason := network.reason_against()) is not None:
-        raise SystemExit(f"found --network {options.network}, but {reason}. Remedy: run as root, or leave it out.")
-    else:
-        with network.two_hosts(options.network) as hosts:
-            arguments = ["--repeats", str(options.repeats), "--network", options.network]
-            hosts.torchrun("benchmarks.reduce_scatter", "--worker", *arguments, *(["--save"] if options.save else []))
+    two_ranks.run("benchmarks.reduce_scatter", work, {"repeats": options.repeats}, finish, options)
 
 
 def work(repeats: int) -> dict[str, dict[str, float]]:
@@ -110,16 +98,6 @@ def finish(figures: dict[str, dict[str, float]], options: argparse.Namespace) ->
     if options.save:
         kept: dict[str, Any] = {"repeats": options.repeats, "seconds by MB": figures}
         save(f"reduce-scatter-{options.network}", kept)
-
-
-def _work_under_torchrun(options: argparse.Namespace) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
-    figures = work(options.repeats)
-    if dist.get_rank() == 0:
-        finish(figures, options)
-    dist.barrier()
-    dist.destroy_process_group()
 
 
 if __name__ == "__main__":

@@ -20,9 +20,8 @@ import torch.distributed as dist
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks import network
+from benchmarks import two_ranks
 from benchmarks.figures import save
-from crossfade import Ranks
 from crossfade.demo.contenders import compute_alone, crossfade, ddp, race
 from crossfade.demo.model import SIZES, build
 
@@ -32,21 +31,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--size", choices=SIZES, default="wide")
     parser.add_argument("--steps", type=int, default=12)
-    parser.add_argument("--network", default="loopback", help="loopback, or a rate such as 1gbit")
-    parser.add_argument("--save", action="store_true", help="keep the figures as JSON")
-    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
+    two_ranks.add_options(parser)
     options = parser.parse_args()
-    if options.worker:
-        _work_under_torchrun(options)
-    elif options.network == "loopback":
-        with Ranks(2, timeout=900) as ranks:
-            finish(ranks.run(work, options.size, options.steps)[0], options)
-    elif (reason := network.reason_against()) is not None:
-        raise SystemExit(f"found --network {options.network}, but {reason}. Remedy: run as root, or leave it out.")
-    else:
-        with network.two_hosts(options.network) as hosts:
-            arguments = ["--size", options.size, "--steps", str(options.steps), "--network", options.network]
-            hosts.torchrun("benchmarks.step", "--worker", *arguments, *(["--save"] if options.save else []))
+    two_ranks.run("benchmarks.step", work, {"size": options.size, "steps": options.steps}, finish, options)
 
 
 def work(size_name: str, steps: int) -> dict[str, Any]:
@@ -90,16 +77,6 @@ def finish(figures: dict[str, Any], options: argparse.Namespace) -> None:
     Console().print(f"losses of DDP and Crossfade differ by at most {figures['loss_difference']:.1e}")
     if options.save:
         save(f"step-{options.size}-{options.network}", {"steps": options.steps, **figures})
-
-
-def _work_under_torchrun(options: argparse.Namespace) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
-    figures = work(options.size, options.steps)
-    if dist.get_rank() == 0:
-        finish(figures, options)
-    dist.barrier()
-    dist.destroy_process_group()
 
 
 if __name__ == "__main__":

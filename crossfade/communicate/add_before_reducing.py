@@ -10,6 +10,7 @@ from torch import Tensor, fx
 
 from crossfade.graph import collectives
 from crossfade.graph.collectives import Collective, Kind
+from crossfade.graph.operators import arguments
 from crossfade.graph.order import alias_roots, rewritten
 from crossfade.graph.passes import Numerics, Outcome, Pass, PassResult, Verdict
 from crossfade.graph.program import Program
@@ -118,18 +119,23 @@ def _see(node: fx.Node, terms: dict[fx.Node, _Term]) -> None:
 
 def _is_step(node: fx.Node, source: _Term) -> bool:
     """Whether a node does nothing but one of the linear things to a term."""
-    if node.target not in _LINEAR[source.start.kind] or node.all_input_nodes != [source.node]:
+    if (
+        node.target not in _LINEAR[source.start.kind]
+        or node.args[:1] != (source.node,)
+        or len(node.all_input_nodes) > 1
+    ):
         return False
-    if node.target in _SCALINGS and not isinstance(node.args[1] if len(node.args) > 1 else None, (int, float, complex)):
+    if node.target in _SCALINGS and not isinstance(arguments(node)["other"], (int, float, complex)):
         return False
     return node.meta["val"].dtype is source.node.meta["val"].dtype
 
 
 def _pair(node: fx.Node, terms: dict[fx.Node, _Term]) -> _Pair | None:
     """The two terms of a sum of two reductions."""
-    if node.target not in _SUMS or len(node.args) < 2 or node.args[0] not in terms or node.args[1] not in terms:
+    told = arguments(node) if node.target in _SUMS else {}
+    if told.get("self") not in terms or told.get("other") not in terms:
         return None
-    left, right = terms[node.args[0]], terms[node.args[1]]  # type: ignore[index]
+    left, right = terms[told["self"]], terms[told["other"]]
     return None if left.start.node is right.start.node else (left, right)
 
 
@@ -147,7 +153,7 @@ def _reason_against(node: fx.Node, pair: _Pair, changing: set[fx.Node]) -> str |
         return "their shapes or dtypes differ"
     if values[0].dtype is torch.bool or (left.reduce_op == "avg" and not _is_divisible(values[0])):
         return "the reduction is not linear in its dtype"
-    if isinstance(node.kwargs.get("alpha"), fx.Node):
+    if isinstance(arguments(node)["alpha"], fx.Node):
         return "one of them is scaled by a computed number"
     if not all(term.alone and len(term.node.users) == 1 for term in pair):
         return "one of the results has another use"
@@ -189,7 +195,9 @@ class _Way:
 
     def to_reduction(self, left: Tensor, right: Tensor) -> Tensor:
         """From the two partial sums to the one to reduce."""
-        total = self.sum.target(_take(self.left, left), _take(self.right, right), **self.sum.kwargs)  # type: ignore
+        total = self.sum.target(  # type: ignore[operator]
+            _take(self.left, left), _take(self.right, right), alpha=arguments(self.sum)["alpha"]
+        )
         return total.contiguous() if self.layout.is_contiguous() else total
 
     def from_reduction(self, value: Tensor) -> Tensor:

@@ -124,7 +124,7 @@ class _Planner:
         self.order, self.policy = order, policy
         self.units = Contraction(order)
         self.next_collective = _next_collective(order)
-        self.strided = order.counted_in_strides() if policy.results_are_views else set()
+        self.strided = order.strided_owners() if policy.results_are_views else set()
         self.open: dict[Hashable, _OpenBucket] = {}
         self.closed: list[_OpenBucket] = []
         self.left: list[Verdict] = []

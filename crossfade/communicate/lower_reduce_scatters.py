@@ -9,14 +9,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from crossfade.communicate.bucket_plan import MB
 from crossfade.errors import PassError
 from crossfade.graph import collectives
 from crossfade.graph.collectives import Collective, Kind
 from crossfade.graph.passes import Numerics, Outcome, Pass, PassResult, Verdict
 from crossfade.graph.program import Program
 from crossfade.graph.splice import Replacements, splice
-
-_MB = 2**20
 
 
 @dataclass(frozen=True)
@@ -92,7 +91,7 @@ class LowerReduceScatters(Pass):
         """In how many pieces to exchange; what has no known size travels at once."""
         if isinstance(one.node.meta["val"].numel(), torch.SymInt):
             return 1
-        return max(1, math.ceil(one.bytes / (self.piece_mb * _MB)))
+        return max(1, math.ceil(one.bytes / (self.piece_mb * MB)))
 
 
 def _ranks(one: Collective) -> int:

@@ -13,7 +13,7 @@ from torch import fx
 
 from crossfade.graph import collectives
 from crossfade.graph.collectives import Collective, Kind
-from crossfade.graph.order import alias_roots, is_random, written_inputs
+from crossfade.graph.order import alias_roots, is_random, written_inputs, written_owners
 from crossfade.graph.passes import Numerics, Outcome, Pass, PassResult, Verdict
 from crossfade.graph.program import Program
 from crossfade.graph.splice import erase_if_dead, insert_call
@@ -65,8 +65,9 @@ class MergeDuplicateCollectives(Pass):
     def run(self, program: Program) -> PassResult:
         """One walk that numbers values; equal collectives meet under one key."""
         nodes = list(program.graph.nodes)
-        memory = _Memory(nodes)
-        values = _Values(memory.roots)
+        roots = alias_roots(nodes)
+        written = written_owners(nodes, roots)
+        values = _Values(roots)
         first: dict[Hashable, Collective] = {}
         merged: dict[fx.Node, fx.Node] = {}
         verdicts = []
@@ -83,7 +84,7 @@ class MergeDuplicateCollectives(Pass):
             earlier = first.setdefault(number, later)
             if earlier is later:
                 continue
-            if (verdict := self._verdict_against(earlier, later, memory, turn)) is not None:
+            if (verdict := self._verdict_against(earlier, later, written, turn)) is not None:
                 first[number] = later
                 verdicts.append(verdict)
                 continue
@@ -91,28 +92,20 @@ class MergeDuplicateCollectives(Pass):
             turn[earlier.node] = turn[later.node]  # in use until here, now
             merged[later.node] = earlier.node
         _merge(program, merged)
-        _unshare_results(program, memory.roots, merged)
+        _unshare_results(program, roots, merged)
         counts = {"merged": len(merged), "left": len(verdicts) - len(merged)}
         return PassResult(bool(merged), counts, tuple(verdicts))
 
     def _verdict_against(
-        self, earlier: Collective, later: Collective, memory: _Memory, turn: Mapping[fx.Node, int]
+        self, earlier: Collective, later: Collective, written: set[fx.Node], turn: Mapping[fx.Node, int]
     ) -> Verdict | None:
-        if earlier.node in memory.written or later.node in memory.written:
+        if earlier.node in written or later.node in written:
             return Verdict.of(later.node, Outcome.LEFT, "a result is written in place", bytes=later.bytes)
         far = turn[later.node] - turn[earlier.node] - 1 > self.near
         if later.kind is Kind.ALL_GATHER and far and not self.hold:
             reason, remedy = "it would be held in memory between its uses", "hold=True merges it"
             return Verdict.of(later.node, Outcome.LEFT, reason, remedy=remedy, bytes=later.bytes)
         return None
-
-
-class _Memory:
-    """Who owns each value's memory, and whose is written."""
-
-    def __init__(self, nodes: list[fx.Node]) -> None:
-        self.roots = alias_roots(nodes)
-        self.written = {self.roots[target] for node in nodes for target in written_inputs(node)}
 
 
 class _Values:

@@ -11,7 +11,8 @@ from torch import Tensor, fx
 
 from crossfade.graph import collectives
 from crossfade.graph.collectives import Collective, Kind
-from crossfade.graph.order import alias_roots, written_inputs
+from crossfade.graph.operators import arguments
+from crossfade.graph.order import alias_roots, strided_owners, written_owners
 from crossfade.graph.passes import Numerics, Outcome, Pass, PassResult, Verdict
 from crossfade.graph.program import Input, InputKind, Program
 from crossfade.graph.splice import erase_if_dead, splice
@@ -144,8 +145,7 @@ class _Fixed:
         """Find it in one walk."""
         nodes = list(program.graph.nodes)
         roots = alias_roots(nodes)
-        written = {roots[target] for node in nodes for target in written_inputs(node)}
-        return cls(roots, written, {roots[node] for node in nodes if node.target is _aten.as_strided.default})
+        return cls(roots, written_owners(nodes, roots), strided_owners(nodes, roots))
 
     def reason_against(self, one: Collective) -> str | None:
         """Why a collective's memory must stay as it is, or None."""
@@ -165,7 +165,7 @@ def _parts(one: Collective, rank: fx.Node | None) -> list[_Part]:
     for taker in (user for wait in one.waits for user in wait.users):
         if taker.target in _SPLITS and all(user.target is operator.getitem for user in taker.users):
             parts += [_element(element) for element in taker.users if element.users]
-        elif taker.target in _SLICES and _arguments(taker).get("step", 1) == 1:
+        elif taker.target in _SLICES and arguments(taker).get("step", 1) == 1:
             parts.append(_SLICES[taker.target](taker, rank))
         else:
             return []
@@ -176,14 +176,14 @@ def _element(node: fx.Node) -> _Part:
     split: Any = node.args[0]
     index: Any = node.args[1]
     pieces = split.meta["val"]
-    dim = int(_arguments(split)["dim"]) % pieces[0].dim()
+    dim = int(arguments(split)["dim"]) % pieces[0].dim()
     index %= len(pieces)
     begin = sum(piece.shape[dim] for piece in pieces[:index])
     return _Part(node, dim, _number(begin, None), pieces[index].shape[dim])
 
 
 def _narrowed(node: fx.Node, rank: fx.Node | None) -> _Part:
-    told = _arguments(node)
+    told = arguments(node)
     value: Tensor = node.meta["val"]
     dim = told["dim"] % value.dim()
     return _Part(node, dim, _number(told["start"], rank), value.shape[dim])
@@ -191,7 +191,7 @@ def _narrowed(node: fx.Node, rank: fx.Node | None) -> _Part:
 
 def _sliced(node: fx.Node, rank: fx.Node | None) -> _Part:
     """A slice, its begin unknown unless its end is known to come as far behind as it is long."""
-    told = _arguments(node)
+    told = arguments(node)
     value: Tensor = node.meta["val"]
     dim = told["dim"] % value.dim()
     size = told["self"].meta["val"].shape[dim]
@@ -235,13 +235,6 @@ def _number(value: Any, rank: fx.Node | None) -> _Number | None:
         return _Number(one.by_rank + other.by_rank, one.constant + other.constant)
     by_rank = one.by_rank * other.constant + other.by_rank * one.constant
     return _Number(by_rank, one.constant * other.constant)
-
-
-def _arguments(node: fx.Node) -> dict[str, Any]:
-    """All arguments of a call by name, defaults included."""
-    schema = node.target._schema.arguments  # type: ignore[union-attr]
-    given = {item.name: value for item, value in zip(schema, node.args, strict=False)} | dict(node.kwargs)
-    return {item.name: given.get(item.name, item.default_value) for item in schema}
 
 
 def _scatter(program: Program, one: Collective, parts: list[_Part], ranks: int) -> tuple[fx.Node, bool]:

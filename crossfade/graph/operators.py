@@ -1,10 +1,12 @@
-"""Answers about operators, remembered."""
+"""What operators say about themselves, remembered: their arguments by name, and the defaults."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar
+
+from torch import fx
 
 Answer = TypeVar("Answer")
 
@@ -29,3 +31,30 @@ def remembered(question: Callable[[Any], Answer]) -> Callable[[Any], Answer]:
         return entry[1]
 
     return answer
+
+
+def by_name(target: Any, args: Iterable[Any], kwargs: Mapping[str, Any]) -> dict[Any, Any]:
+    """Arguments by their names in the operator's schema; by position where there is none."""
+    schema = getattr(target, "_schema", None)
+    names = [item.name for item in schema.arguments] if schema is not None else []
+    return {(names[i] if i < len(names) else i): item for i, item in enumerate(args)} | dict(kwargs)
+
+
+@remembered
+def defaults_of(target: Any) -> dict[str, Any]:
+    """The defaults of an operator's arguments, where they have one."""
+    schema = getattr(target, "_schema", None)
+    items = schema.arguments if schema is not None else []
+    return {item.name: item.default_value for item in items if item.has_default_value()}
+
+
+def arguments(node: fx.Node) -> dict[Any, Any]:
+    """All arguments of a call by name, those left out by their defaults.
+
+    >>> import torch
+    >>> graph = fx.Graph()
+    >>> x = graph.placeholder("x")
+    >>> arguments(graph.call_function(torch.ops.aten.sum.dim_IntList, (x, [0])))
+    {'keepdim': False, 'dtype': None, 'self': x, 'dim': [0]}
+    """
+    return {**defaults_of(node.target), **by_name(node.target, node.args, node.kwargs)}

@@ -85,18 +85,13 @@ class Order:
         edges = self._ordered_before.get(node)
         return list(node.users) if edges is None else [*node.users, *_ends(edges, within_group)]
 
-    def last_predecessor(self, node: fx.Node, *, within_group: bool = True) -> fx.Node | None:
-        """The lowest node that must stay above `node`: the node may rise to just below it."""
-        above = self.predecessors(node, within_group=within_group)
-        return max(above, key=self.position.__getitem__, default=None)
-
     def rewritten(self) -> set[fx.Node]:
         """See `rewritten`."""
         return rewritten(self.nodes, self._roots)
 
-    def counted_in_strides(self) -> set[fx.Node]:
-        """The owners of memory that some view takes apart by strides, counted from the memory's beginning."""
-        return {self._roots[node] for node in self.nodes if node.target is torch.ops.aten.as_strided.default}
+    def strided_owners(self) -> set[fx.Node]:
+        """See `strided_owners`."""
+        return strided_owners(self.nodes, self._roots)
 
     def may_rise_above(self, node: fx.Node, other: fx.Node, moving: Container[fx.Node] = ()) -> Blocker | None:
         """None if `node` may move up to just before `other`; else the lowest node in its way, and why.
@@ -298,8 +293,18 @@ def written_inputs(node: fx.Node) -> list[fx.Node]:
 
 def rewritten(nodes: Iterable[fx.Node], roots: dict[fx.Node, fx.Node]) -> set[fx.Node]:
     """The values whose memory something writes: read later than they are, they might not be the same."""
-    written = {roots[target] for node in nodes for target in written_inputs(node)}
+    written = written_owners(nodes, roots)
     return {node for node, root in roots.items() if root in written} if written else set()
+
+
+def written_owners(nodes: Iterable[fx.Node], roots: dict[fx.Node, fx.Node]) -> set[fx.Node]:
+    """The owners of memory that something writes."""
+    return {roots[target] for node in nodes for target in written_inputs(node)}
+
+
+def strided_owners(nodes: Iterable[fx.Node], roots: dict[fx.Node, fx.Node]) -> set[fx.Node]:
+    """The owners of memory that some view takes apart by strides, counted from the memory's beginning."""
+    return {roots[node] for node in nodes if node.target is torch.ops.aten.as_strided.default}
 
 
 def is_random(node: fx.Node) -> bool:

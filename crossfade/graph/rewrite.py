@@ -17,6 +17,7 @@ from typing import Any
 from torch import fx
 
 from crossfade.errors import RewriteError, TextError
+from crossfade.graph.operators import by_name, defaults_of
 from crossfade.graph.program import Program
 from crossfade.graph.splice import erase_if_dead, splice
 from crossfade.graph.text import resolve_operator
@@ -217,9 +218,9 @@ class _Call:
     def matches(self, value: Any, bound: dict[str, Any]) -> bool:
         if not isinstance(value, fx.Node) or value.target not in self.targets:
             return False
-        wanted = _by_name(value.target, self.args, dict(self.kwargs))
-        given = _by_name(value.target, value.args, value.kwargs)
-        defaults = _defaults(value.target)
+        wanted = by_name(value.target, self.args, dict(self.kwargs))
+        given = by_name(value.target, value.args, value.kwargs)
+        defaults = defaults_of(value.target)
         if not all(name in wanted or _same(defaults.get(name), argument) for name, argument in given.items()):
             return False
         if not all(name in given or name in defaults for name in wanted):
@@ -232,20 +233,6 @@ def _same(one: Any, other: Any) -> bool:
     if isinstance(one, (tuple, list)) and isinstance(other, (tuple, list)):
         return len(one) == len(other) and all(_same(a, b) for a, b in zip(one, other, strict=True))
     return one is other or (type(one) is type(other) and one == other)
-
-
-def _by_name(target: Any, args: Iterable[Any], kwargs: Mapping[str, Any]) -> dict[Any, Any]:
-    """Arguments by their names in the operator's schema; by position where there is none."""
-    schema = getattr(target, "_schema", None)
-    names = [item.name for item in schema.arguments] if schema is not None else []
-    return {(names[i] if i < len(names) else i): item for i, item in enumerate(args)} | dict(kwargs)
-
-
-@cache
-def _defaults(target: Any) -> dict[str, Any]:
-    schema = getattr(target, "_schema", None)
-    items = schema.arguments if schema is not None else []
-    return {item.name: item.default_value for item in items if item.has_default_value()}
 
 
 @cache

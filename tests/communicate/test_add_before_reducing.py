@@ -330,7 +330,7 @@ EXCHANGE = """
 """
 
 
-def test_an_operand_by_keyword_is_left() -> None:
+def test_operands_by_keyword() -> None:
     text = """
         a: f32[4] = input("a")
         b: f32[4] = input("b")
@@ -342,7 +342,12 @@ def test_an_operand_by_keyword_is_left() -> None:
         return output("y", y)
     """
     done = run_passes(parse(textwrap.dedent(text), groups={"dp": 2}), [AddBeforeReducing()])
-    assert not done.history[0].changed
+    assert render(done).splitlines()[2:] == [
+        "add: f32[4] = aten.add.Tensor(a, b)",
+        'all_reduce: f32[4] = c10d.all_reduce(add, "sum", "dp")',
+        "wait_tensor: f32[4] = c10d.wait_tensor(all_reduce)",
+        'return output("y", wait_tensor)',
+    ]
 
 
 @pytest.mark.ranks

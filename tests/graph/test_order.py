@@ -275,8 +275,6 @@ def test_a_blocker_is_the_nearest_one():
     node = named(program)
     order = Order(program.graph)
     assert order.may_rise_above(node["after"], node["x"]).node is node["write"]
-    assert order.last_predecessor(node["after"]) is node["write"]
-    assert order.last_predecessor(node["x"]) is None
 
 
 def test_the_lowest_random_blocker_wins_over_a_higher_data_blocker():

@@ -2,37 +2,15 @@
 
 from __future__ import annotations
 
-import textwrap
-
 import pytest
 import torch
+from small_programs import TWO, body, named, program_of
 
 from crossfade.errors import RewriteError
 from crossfade.graph.rewrite import Match, Rule, apply_rules, compile_pattern
-from crossfade.graph.text import parse, render
 from crossfade.graph.verify import verify
 
 aten = torch.ops.aten
-
-
-def program_of(text: str):
-    return parse(textwrap.dedent(text), groups={"dp": 2})
-
-
-def named(program):
-    return {node.name: node for node in program.graph.nodes}
-
-
-def body(program) -> list[str]:
-    return render(program).splitlines()[len(program.inputs) : -1]
-
-
-TWO = """
-    x: f32[4, 2] = input("x")
-    y: f32[4, 2] = aten.relu(x)
-    z: f32[4, 2] = aten.neg(y)
-    return output("z", z)
-"""
 
 
 MATCHES = [

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import operator
-import textwrap
 
 import pytest
 import torch
+from small_programs import TWO, body, named, program_of
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from crossfade.errors import RewriteError
@@ -15,30 +15,9 @@ from crossfade.graph import splice as splicing
 from crossfade.graph.program import from_graph_module
 from crossfade.graph.splice import after, erase_if_dead, inline, insert_call
 from crossfade.graph.splice import splice as splice_into
-from crossfade.graph.text import parse, render
 from crossfade.graph.verify import verify
 
 aten = torch.ops.aten
-
-
-def program_of(text: str):
-    return parse(textwrap.dedent(text), groups={"dp": 2})
-
-
-def named(program):
-    return {node.name: node for node in program.graph.nodes}
-
-
-def body(program) -> list[str]:
-    return render(program).splitlines()[len(program.inputs) : -1]
-
-
-TWO = """
-    x: f32[4, 2] = input("x")
-    y: f32[4, 2] = aten.relu(x)
-    z: f32[4, 2] = aten.neg(y)
-    return output("z", z)
-"""
 
 
 def test_metadata_and_provenance():
