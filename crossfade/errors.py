@@ -73,3 +73,11 @@ class RankFailedError(CrossfadeError):
 
 class NotYetError(CrossfadeError):
     """A documented capability that this version does not have yet."""
+
+
+class MachineError(CrossfadeError):
+    """A description of a machine is missing something, or says what cannot be."""
+
+
+class MemoryLimitError(CrossfadeError):
+    """A program needs more memory than allowed, in whatever order it runs."""

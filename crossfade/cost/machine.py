@@ -1,0 +1,215 @@
+"""Machine: what communication, computation and memory cost; measured or preset, kept as JSON, equal on every rank."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from crossfade.errors import MachineError
+from crossfade.graph.collectives import Kind
+
+ANY_AXIS = "*"
+"""The key of the fabric that serves every axis without one of its own."""
+
+
+@dataclass(frozen=True)
+class Link:
+    """What one kind of collective costs: seconds before the first byte between two ranks, and bytes a second.
+
+    `bandwidth` counts what one rank sends, as a perfect algorithm would: a collective among many ranks is told by the
+    same number as one between two, and a backend that sends more than it need not shows as a lower bandwidth.
+    """
+
+    latency: float
+    bandwidth: float
+
+    def seconds(self, kind: Kind, size: int, ranks: int) -> float:
+        """Seconds that a collective takes alone, for the bytes of its larger side.
+
+        >>> Link(latency=1e-3, bandwidth=1e9).seconds(Kind.ALL_REDUCE, 10**9, ranks=2)
+        1.001
+        """
+        if ranks < 2:
+            return 0.0
+        return self.latency * math.ceil(math.log2(ranks)) + bytes_sent(kind, size, ranks) / self.bandwidth
+
+
+def bytes_sent(kind: Kind, size: int, ranks: int) -> float:
+    """Bytes that each rank must send for a collective whose larger side has `size` bytes.
+
+    >>> bytes_sent(Kind.ALL_REDUCE, 800, ranks=4), bytes_sent(Kind.ALL_GATHER, 800, ranks=4)
+    (1200.0, 600.0)
+    """
+    if kind is Kind.BROADCAST:
+        return float(size)
+    others = size * (ranks - 1) / ranks
+    return 2 * others if kind is Kind.ALL_REDUCE else others
+
+
+@dataclass(frozen=True)
+class Fabric:
+    """What communication along one mesh axis costs.
+
+    `links` has one entry for each kind of collective. `launch` is the time that starting one takes on the computing
+    thread or stream. While a collective travels, computation takes `1 + slows_compute` times as long.
+    """
+
+    links: Mapping[Kind, Link]
+    launch: float = 0.0
+    slows_compute: float = 0.0
+
+
+@dataclass(frozen=True, repr=False)
+class Machine:
+    """What things cost: one fabric for each mesh axis (`"*"` for any other), arithmetic by dtype, memory.
+
+    `flops` are floating-point operations a second of large matrix products, by dtype (`"float32"`); `memory_bandwidth`
+    is in bytes a second, read and written counted alike; `overhead` is what calling one operator costs; `memory` is in
+    bytes, None where unknown. `source` says where the numbers come from.
+
+        >>> link = Link(latency=5e-5, bandwidth=125e6)
+        >>> machine = Machine("two desktops", {"*": Fabric(dict.fromkeys(Kind, link))}, flops={"float32": 5e10},
+        ...                   memory_bandwidth=1e10)
+        >>> machine.collective_seconds(Kind.ALL_GATHER, 2**20, ranks=2, axis="dp")
+        0.004244304
+        >>> Machine.from_json(machine.to_json()) == machine
+        True
+    """
+
+    name: str
+    fabrics: Mapping[str, Fabric]
+    flops: Mapping[str, float]
+    memory_bandwidth: float
+    overhead: float = 0.0
+    device: str = "cpu"
+    memory: int | None = None
+    source: str = ""
+    _digest: str = field(init=False, compare=False, default="")
+
+    def __post_init__(self) -> None:
+        _check(self)
+        object.__setattr__(self, "_digest", hashlib.sha256(self.to_json().encode()).hexdigest()[:8])
+
+    def __repr__(self) -> str:
+        return f"Machine({self.name!r}, {self._digest})"
+
+    def __hash__(self) -> int:
+        return hash(self._digest)
+
+    def fabric(self, axis: str) -> Fabric:
+        """What communication along an axis costs."""
+        found = self.fabrics.get(axis, self.fabrics.get(ANY_AXIS))
+        if found is None:
+            raise MachineError(
+                f"no fabric for axis {axis!r} in {self.name}",
+                expected=f"one of {', '.join(self.fabrics)}, or one for every axis",
+                remedy=f'add it under fabrics, or add one under "{ANY_AXIS}"',
+            )
+        return found
+
+    def collective_seconds(self, kind: Kind, size: int, ranks: int, axis: str = ANY_AXIS) -> float:
+        """Seconds that one collective takes alone, for the bytes of its larger side."""
+        return self.fabric(axis).links[kind].seconds(kind, size, ranks)
+
+    def to_json(self) -> str:
+        """The machine as JSON."""
+        plain = dataclasses.asdict(self)
+        del plain["_digest"]
+        return json.dumps(plain, indent=2)
+
+    def save(self, path: str | Path) -> Path:
+        """Write the machine as a JSON file."""
+        path = Path(path)
+        path.write_text(self.to_json() + "\n")
+        return path
+
+    @classmethod
+    def from_json(cls, text: str) -> Machine:
+        """A machine from its JSON; whatever is missing, unknown or impossible is named."""
+        try:
+            plain = json.loads(text)
+        except json.JSONDecodeError as error:
+            raise MachineError(
+                f"text that is not JSON ({error})", remedy="write it with Machine.save or crossfade calibrate"
+            ) from error
+        found = _record(cls, plain, "machine")
+        found["fabrics"] = {axis: _fabric(one, f"fabrics.{axis}") for axis, one in found["fabrics"].items()}
+        return cls(**found)
+
+    @classmethod
+    def load(cls, path: str | Path) -> Machine:
+        """A machine from a JSON file."""
+        path = Path(path)
+        if not path.exists():
+            raise MachineError(f"no file {path}", remedy="measure one with `crossfade calibrate --save FILE`")
+        return cls.from_json(path.read_text())
+
+
+def _fabric(plain: Any, where: str) -> Fabric:
+    found = _record(Fabric, plain, where)
+    links = {}
+    for kind, one in _mapping(found["links"], f"{where}.links").items():
+        if kind not in list(Kind):
+            raise MachineError(
+                f"{where}.links.{kind}", expected=f"one of {', '.join(Kind)}", remedy="correct or remove it"
+            )
+        links[Kind(kind)] = Link(**_record(Link, one, f"{where}.links.{kind}"))
+    return Fabric(**{**found, "links": links})
+
+
+def _mapping(plain: Any, where: str) -> dict[str, Any]:
+    if not isinstance(plain, dict):
+        raise MachineError(
+            f"{where} = {plain!r}", expected="an object", remedy="see `crossfade calibrate` for an example"
+        )
+    return plain
+
+
+def _record(kind: Any, plain: Any, where: str) -> dict[str, Any]:
+    """The fields of one dataclass, all that are owed and none that are unknown."""
+    wanted = {one.name: one for one in dataclasses.fields(kind) if one.init}
+    for name in _mapping(plain, where):
+        if name not in wanted:
+            raise MachineError(f"{where}.{name}", expected=f"only {', '.join(wanted)}", remedy="correct or remove it")
+    for name, one in wanted.items():
+        if name not in plain and one.default is dataclasses.MISSING:
+            raise MachineError(f"no {where}.{name}", expected="every field", remedy="add it, or calibrate anew")
+    return plain
+
+
+def _check(machine: Machine) -> None:
+    """Every number of a machine is there and possible."""
+    for axis, fabric in machine.fabrics.items():
+        where = f"fabrics.{axis}"
+        for kind in Kind:
+            if kind not in fabric.links:
+                raise MachineError(
+                    f"no {where}.links.{kind}", expected="every kind of collective", remedy="add it, or calibrate anew"
+                )
+            link = fabric.links[kind]
+            _number(link.latency, f"{where}.links.{kind}.latency", least=0)
+            _number(link.bandwidth, f"{where}.links.{kind}.bandwidth")
+        _number(fabric.launch, f"{where}.launch", least=0)
+        _number(fabric.slows_compute, f"{where}.slows_compute", least=0)
+    for dtype, rate in machine.flops.items():
+        _number(rate, f"flops.{dtype}")
+    if "float32" not in machine.flops:
+        raise MachineError("no flops.float32", expected="at least that dtype", remedy="add it, or calibrate anew")
+    _number(machine.memory_bandwidth, "memory_bandwidth")
+    _number(machine.overhead, "overhead", least=0)
+    if machine.memory is not None:
+        _number(machine.memory, "memory")
+
+
+def _number(value: Any, where: str, least: float | None = None) -> None:
+    """A finite number, more than 0, or at least `least`."""
+    good = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    if not good or (value < least if least is not None else value <= 0):
+        expected = "a number of at least 0" if least is not None else "a number more than 0"
+        raise MachineError(f"{where} = {value!r}", expected=expected, remedy="correct it, or calibrate anew")

@@ -1,0 +1,177 @@
+"""Timeline: what a program does when, on a machine (predicted here) or as it was measured."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+from torch import fx
+
+from crossfade.graph import collectives
+from crossfade.graph.program import Program
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Seconds of every node of one program.
+
+    `compute` is how long each node keeps the computing thread or stream busy, launching included; nodes without an
+    entry cost nothing. `travel` is how long each started collective takes on its link when it has the link to itself.
+    `slows_compute` says, by group, by which share computation slows down while a collective of that group travels.
+    """
+
+    compute: Mapping[fx.Node, float]
+    travel: Mapping[fx.Node, float]
+    slows_compute: Mapping[str, float]
+
+
+@dataclass(frozen=True, slots=True)
+class Computed:
+    """One node on the computing lane: its name, and the seconds from the start at which it began and ended."""
+
+    name: str
+    start: float
+    finish: float
+
+
+@dataclass(frozen=True, slots=True)
+class Travelled:
+    """One collective: when it was launched, began to travel and arrived; `exposed` is how long computation stood still
+    for it, `needed` when computation first asked for it (None: never)."""
+
+    name: str
+    kind: str
+    group: str
+    bytes: int
+    launch: float
+    start: float
+    finish: float
+    needed: float | None
+    exposed: float
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """A run in two lanes. `seconds` is its whole length, `source` says who made it (a machine's name, or a run's)."""
+
+    computation: tuple[Computed, ...]
+    communication: tuple[Travelled, ...]
+    seconds: float
+    source: str = ""
+
+    @cached_property
+    def exposed(self) -> float:
+        """Seconds in which computation stood still for communication."""
+        return sum(one.exposed for one in self.communication)
+
+    @cached_property
+    def busy(self) -> float:
+        """Seconds of computation."""
+        return sum(one.finish - one.start for one in self.computation)
+
+    @cached_property
+    def travelling(self) -> float:
+        """Seconds of communication, summed over collectives."""
+        return sum(one.finish - one.start for one in self.communication)
+
+
+def simulate(program: Program, costs: Costs, source: str = "predicted") -> Timeline:
+    """Run a program's nodes in their order on one computing lane and one link a group.
+
+    Nodes compute one after another. A collective travels when it has been launched and its group's link is free; a
+    wait stands still until it has arrived; so does the end of the program for what nobody waited for.
+
+        >>> from crossfade.graph.text import parse
+        >>> program = parse('''
+        ... x: f32[4] = input("x")
+        ... start: f32[4] = c10d.all_reduce(x, "sum", "dp")
+        ... y: f32[4] = aten.neg(x)
+        ... done: f32[4] = c10d.wait_tensor(start)
+        ... return output("y", y), output("done", done)
+        ... ''', groups={"dp": 2})
+        >>> x, start, y, *_ = program.graph.nodes
+        >>> timeline = simulate(program, Costs({y: 2.0}, {start: 3.0}, {}))
+        >>> timeline.seconds, timeline.exposed
+        (3.0, 1.0)
+    """
+    clock = _Clock(costs)
+    for node in program.graph.nodes:
+        clock.run(node)
+    return clock.timeline(source)
+
+
+class _Clock:
+    """The moving state of a simulation."""
+
+    def __init__(self, costs: Costs) -> None:
+        self.costs = costs
+        self.now = 0.0
+        self.computed: list[Computed] = []
+        self.travels: dict[fx.Node, _Travel] = {}
+        self.free_at: dict[str, float] = {}
+
+    def run(self, node: fx.Node) -> None:
+        if collectives.is_wait(node):
+            self._wait(node)
+        seconds = self.costs.compute.get(node, 0.0)
+        if seconds:
+            finish = self._computed_by(seconds)
+            self.computed.append(Computed(node.name, self.now, finish))
+            self.now = finish
+        if node in self.costs.travel:
+            self._launch(node)
+
+    def _launch(self, node: fx.Node) -> None:
+        group = collectives.group_of(node) or ""
+        start = max(self.now, self.free_at.get(group, 0.0))
+        finish = start + self.costs.travel[node]
+        self.free_at[group] = finish
+        self.travels[node] = _Travel(group, self.now, start, finish)
+
+    def _wait(self, node: fx.Node) -> None:
+        started = collectives.started_by(node)
+        travel = self.travels.get(started) if started is not None else None
+        if travel is None:
+            return
+        travel.needed = self.now if travel.needed is None else travel.needed
+        travel.exposed += max(0.0, travel.finish - self.now)
+        self.now = max(self.now, travel.finish)
+
+    def _computed_by(self, seconds: float) -> float:
+        """When work of so many seconds is done that starts now: slower while anything travels."""
+        slows = self.costs.slows_compute
+        until = [(at, slows[group]) for group, at in self.free_at.items() if at > self.now and slows.get(group)]
+        now, left = self.now, seconds
+        for at, share in sorted(until):
+            work = (at - now) / (1 + share)
+            if work >= left:
+                return now + left * (1 + share)
+            now, left = at, left - work
+        return now + left
+
+    def timeline(self, source: str) -> Timeline:
+        end = max([self.now, *(travel.finish for travel in self.travels.values())])
+        spans = []
+        for node, travel in self.travels.items():
+            found = collectives.view(node)
+            assert found is not None
+            if travel.needed is None:
+                travel.exposed = max(0.0, travel.finish - self.now)
+            spans.append(
+                Travelled(
+                    node.name, str(found.kind), travel.group, found.bytes, travel.launch, travel.start, travel.finish,
+                    travel.needed, travel.exposed,
+                )
+            )  # fmt: skip
+        return Timeline(tuple(self.computed), tuple(spans), end, source)
+
+
+@dataclass
+class _Travel:
+    group: str
+    launch: float
+    start: float
+    finish: float
+    needed: float | None = None
+    exposed: float = 0.0
