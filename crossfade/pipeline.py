@@ -37,7 +37,7 @@ from crossfade.communicate.scatter_sliced_reductions import ScatterSlicedReducti
 from crossfade.communicate.sink_waits import SinkWaits
 from crossfade.errors import CrossfadeError, NotYetError, PassError
 from crossfade.graph import collectives, packing
-from crossfade.graph.order import is_random
+from crossfade.graph.effects import is_random
 from crossfade.graph.passes import Pass, fingerprint, run_passes
 from crossfade.graph.private import backend_of_group, tree_flatten, tree_unflatten
 from crossfade.graph.program import OutputKind, Program, from_graph_module

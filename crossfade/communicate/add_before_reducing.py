@@ -10,8 +10,8 @@ from torch import Tensor, fx
 
 from crossfade.graph import collectives
 from crossfade.graph.collectives import Collective, Kind
+from crossfade.graph.effects import alias_roots, rewritten
 from crossfade.graph.operators import arguments
-from crossfade.graph.order import alias_roots, rewritten
 from crossfade.graph.passes import Numerics, Outcome, Pass, PassResult, Verdict
 from crossfade.graph.program import Program
 from crossfade.graph.splice import splice

@@ -99,11 +99,12 @@ def plan_buckets(order: Order, kind: Kind, policy: Policy) -> tuple[BucketPlan, 
     planner = _Planner(order, policy)
     for node in order.nodes:
         planner.units.walk(node)
-        one = collectives.view(node)
-        if one is not None and one.kind is kind:
-            planner.consider(one)
-        elif collectives.group_of(node) is not None:
-            planner.units.open(node)
+        if node in planner.communicating:
+            one = collectives.view(node)
+            if one is not None and one.kind is kind:
+                planner.consider(one)
+            else:
+                planner.units.open(node)
     return planner.plan(kind), planner.units
 
 
@@ -123,7 +124,8 @@ class _Planner:
     def __init__(self, order: Order, policy: Policy) -> None:
         self.order, self.policy = order, policy
         self.units = Contraction(order)
-        self.next_collective = _next_collective(order)
+        self.communicating = {node for node in order.nodes if collectives.group_of(node) is not None}
+        self.next_collective = _next_collective(order, self.communicating)
         self.strided = order.strided_owners() if policy.results_are_views else set()
         self.open: dict[Hashable, _OpenBucket] = {}
         self.closed: list[_OpenBucket] = []
@@ -201,14 +203,16 @@ class _Planner:
         return Verdict.of(one.node, Outcome.LEFT, bucket.why_alone, detail=detail, remedy=remedy, bytes=one.bytes)
 
 
-def _next_collective(order: Order) -> dict[fx.Node, int]:
+def _next_collective(order: Order, communicating: set[fx.Node]) -> dict[fx.Node, int]:
     """For each node, the position of the first communicating node that depends on it; the graph's end if none does."""
     first: dict[fx.Node, int] = {}
+    end, position = len(order.nodes), order.position
     for node in reversed(order.nodes):
-        found = len(order.nodes)
+        found = end
         for after in order.successors(node, within_group=False):
-            reached = order.position[after] if collectives.group_of(after) is not None else first[after]
-            found = min(found, reached)
+            reached = position[after] if after in communicating else first[after]
+            if reached < found:
+                found = reached
         first[node] = found
     return first
 

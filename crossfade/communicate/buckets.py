@@ -15,7 +15,8 @@ from crossfade.errors import PassError
 from crossfade.graph import collectives, packing
 from crossfade.graph.collectives import Collective, Kind
 from crossfade.graph.contraction import Contraction
-from crossfade.graph.order import Order, alias_roots, reorder
+from crossfade.graph.effects import memory_of
+from crossfade.graph.order import Order, reorder
 from crossfade.graph.passes import Outcome, Pass, PassResult, Verdict
 from crossfade.graph.program import Program, paused_garbage_collection
 from crossfade.graph.splice import Replacements, insert_call, splice
@@ -93,7 +94,7 @@ class BucketPass(Pass):
 
     def run(self, program: Program) -> PassResult:
         """Plan, then apply."""
-        if not any(one.kind is self.kind for one in collectives.find(program.graph)):
+        if not collectives.has(program.graph, self.kind):
             return PassResult(False, {"buckets": 0, "bucketed": 0, "left": 0})
         with paused_garbage_collection():
             plan, units = self._plan(Order(program.graph))
@@ -229,12 +230,11 @@ def _unshare_results(program: Program, members: Sequence[fx.Node]) -> None:
     Copies are made at the end, so that they keep no wait up there.
     """
     end = program.output_node
-    roots = alias_roots(program.graph.nodes)
-    together = Counter(roots[member] for member in dict.fromkeys(members))
+    together = Counter(memory_of(member) for member in dict.fromkeys(members))
     copies = {
         value: insert_call(program, _aten.clone.default, value, before=end, like=value)
         for value in dict.fromkeys(program.results)
-        if isinstance(value, fx.Node) and together[roots[value]] > 1
+        if isinstance(value, fx.Node) and together[memory_of(value)] > 1
     }
     if copies:
         program.set_results([copies.get(value, value) for value in program.results])

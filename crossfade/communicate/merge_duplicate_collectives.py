@@ -13,7 +13,7 @@ from torch import fx
 
 from crossfade.graph import collectives
 from crossfade.graph.collectives import Collective, Kind
-from crossfade.graph.order import alias_roots, is_random, written_inputs, written_owners
+from crossfade.graph.effects import alias_roots, is_random, written_inputs, written_owners
 from crossfade.graph.passes import Numerics, Outcome, Pass, PassResult, Verdict
 from crossfade.graph.program import Program
 from crossfade.graph.splice import erase_if_dead, insert_call

@@ -11,8 +11,8 @@ from torch import Tensor, fx
 
 from crossfade.graph import collectives
 from crossfade.graph.collectives import Collective, Kind
+from crossfade.graph.effects import alias_roots, strided_owners, written_owners
 from crossfade.graph.operators import arguments
-from crossfade.graph.order import alias_roots, strided_owners, written_owners
 from crossfade.graph.passes import Numerics, Outcome, Pass, PassResult, Verdict
 from crossfade.graph.program import Input, InputKind, Program
 from crossfade.graph.splice import erase_if_dead, splice

@@ -9,7 +9,8 @@ from itertools import accumulate
 from torch import fx
 
 from crossfade.graph import collectives
-from crossfade.graph.order import Order, alias_roots, reorder
+from crossfade.graph.effects import alias_roots
+from crossfade.graph.order import Order, reorder
 from crossfade.graph.passes import Numerics, Outcome, Pass, PassResult, Verdict
 from crossfade.graph.program import Program
 

@@ -163,7 +163,14 @@ def find(graph: fx.Graph) -> list[Collective]:
     >>> [(c.kind.value, c.group, c.reduce_op, c.bytes) for c in find(program.graph)]
     [('all_reduce', 'dp', 'sum', 16)]
     """
-    return [found for node in graph.nodes if (found := view(node)) is not None]
+    starts = [node for target in _SPELLINGS for node in graph.find_nodes(op="call_function", target=target, sort=False)]
+    return [found for node in sorted(starts) if (found := view(node)) is not None]
+
+
+def has(graph: fx.Graph, kind: Kind) -> bool:
+    """Whether the graph starts a collective of this kind."""
+    targets = [target for target, how in _SPELLINGS.items() if how.kind is kind]
+    return any(graph.find_nodes(op="call_function", target=target, sort=False) for target in targets)
 
 
 def waited_value(wait: fx.Node) -> fx.Node:
@@ -175,6 +182,11 @@ def group_of(node: fx.Node) -> str | None:
     """The group that a node communicates on, also if `view` does not know the op (sends, fused matmuls); else None."""
     index = _group_argument(node.target) if node.op == "call_function" else -1
     return _argument(node, index) if index >= 0 else None
+
+
+def communicates(target: Any) -> bool:
+    """Whether an operator starts, takes part in, or waits for communication."""
+    return target is _WAIT or _spelling(target) is not None or _group_argument(target) >= 0
 
 
 def started_by(wait: fx.Node) -> fx.Node | None:

@@ -105,8 +105,8 @@ class Contraction:
         chained = dict(itertools.pairwise(sequence))
         head = {member: members[0] for members in self.members for member in members}
         waiting = self._waiting(head, chained)
-        ready = [(self._rank(node, at_first), node) for node in waiting if not waiting[node]]
-        ready = [item for item in ready if item[1].op != "output"]
+        rank, output = self._ranks(at_first), self.order.nodes[-1]
+        ready = [(rank[node], node) for node, edges in waiting.items() if not edges and node is not output]
         heapq.heapify(ready)
         result: list[fx.Node] = []
         while ready:
@@ -117,8 +117,8 @@ class Contraction:
             after = [head.get(one, one) for member in together for one in self._successors(member)]
             for one in after if node not in chained else [*after, chained[node]]:
                 waiting[one] -= 1
-                if not waiting[one] and one.op != "output":
-                    heapq.heappush(ready, (self._rank(one, at_first), one))
+                if not waiting[one] and one is not output:
+                    heapq.heappush(ready, (rank[one], one))
         return [*result, *(node for node in self.order.nodes if node.op == "output")]
 
     def sequence(self, *, at_first: bool = True) -> list[int]:
@@ -152,12 +152,14 @@ class Contraction:
             above |= self._unit_above[unit]
         return above
 
-    def _rank(self, node: fx.Node, at_first: bool) -> int:
-        """Where a node wants to stand; placeholders first, whatever else is ready."""
-        if node.op == "placeholder":
-            return self.order.position[node] - len(self.order.nodes)
-        unit = self.unit_of.get(node)
-        return self.order.position[node if unit is None else self.members[unit][0 if at_first else -1]]
+    def _ranks(self, at_first: bool) -> dict[fx.Node, int]:
+        """Where each node wants to stand; placeholders first, whatever else is ready."""
+        ranks = dict(self.order.position)
+        for node in self.order.graph.find_nodes(op="placeholder"):
+            ranks[node] -= len(ranks)
+        for members in self.members:
+            ranks[members[0]] = self.order.position[members[0 if at_first else -1]]
+        return ranks
 
     def _waiting(self, head: dict[fx.Node, fx.Node], chained: dict[fx.Node, fx.Node]) -> dict[fx.Node, int]:
         """For each unit's head and each other node, how many edges lead to it; members of a unit have none between."""

@@ -10,7 +10,7 @@ from torch import fx
 
 from crossfade.errors import CaptureError, VerifyError
 from crossfade.graph import collectives
-from crossfade.graph.order import alias_roots, written_inputs
+from crossfade.graph.effects import alias_roots, written_inputs
 from crossfade.graph.private import tree_flatten
 from crossfade.graph.program import Program, source_line
 from crossfade.graph.text import render_node, render_type

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, fx
 
 from crossfade.graph import collectives
-from crossfade.graph.order import alias_roots
+from crossfade.graph.effects import alias_roots
 from crossfade.graph.passes import Numerics, Outcome, Pass, PassResult, Verdict
 from crossfade.graph.program import InputKind, OutputKind, Program, tensor_bytes
 from crossfade.graph.splice import insert_call

@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor, fx
 
 from crossfade.errors import CaptureError
-from crossfade.graph.order import is_random
+from crossfade.graph.effects import is_random
 from crossfade.graph.program import Program
 
 BATCH_DIMS = "batch_dims"

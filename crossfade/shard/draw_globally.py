@@ -10,7 +10,7 @@ import torch
 from torch import fx
 
 from crossfade.errors import CaptureError, RewriteError
-from crossfade.graph.order import is_random
+from crossfade.graph.effects import is_random
 from crossfade.graph.passes import Numerics, Outcome, Pass, PassResult, Verdict
 from crossfade.graph.program import Input, InputKind, Program, source_line
 from crossfade.graph.splice import erase_if_dead, insert_call

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from torch import fx
 
-from crossfade.graph.order import is_random, written_inputs
+from crossfade.graph.effects import is_random, written_inputs
 from crossfade.graph.passes import Numerics, Pass, PassResult
 from crossfade.graph.program import Program
 

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from crossfade.errors import RewriteError
-from crossfade.graph.order import Order, Reachability, alias_roots, is_random, reorder, written_inputs
+from crossfade.graph.effects import alias_roots, is_random, written_inputs
+from crossfade.graph.order import Order, Reachability, reorder
 from crossfade.graph.program import Program
 from crossfade.graph.text import parse
 

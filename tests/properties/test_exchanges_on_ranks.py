@@ -1,6 +1,6 @@
 """Communication passes alone and all together, on sampled programs and real ranks: equal bits, equal launches.
 
-Each program tries two passes alone, then all of them, with sampled options.
+Each program tries every pass alone, then all of them, with sampled options.
 
 2,000 programs by default, 20,000 by `make fuzz`.
 """
