@@ -54,7 +54,7 @@ def explain(
 
     Without --passes, runs what `crossfade.optimize` runs. Prints the improved program last.
     """
-    from crossfade import pipeline
+    from crossfade import catalogue, pipeline
     from crossfade.graph import collectives
     from crossfade.graph.passes import run_passes
     from crossfade.graph.text import parse
@@ -62,7 +62,7 @@ def explain(
 
     before = parse(program.read_text())
     before.groups = dict.fromkeys(collectives.group_sizes(before.graph), group_size)
-    chosen = [pipeline.pass_from_spelling(one) for one in passes.split()] if passes else pipeline.optimization()
+    chosen = [catalogue.pass_from_spelling(one) for one in passes.split()] if passes else pipeline.optimization()
     after = run_passes(before, chosen)
     report = Report.of(before, after, title=program.name)
     report.show(console)
@@ -94,18 +94,18 @@ def passes(
     markdown: Annotated[bool, typer.Option("--markdown", help="Print all of them in full, as docs/passes.md.")] = False,
 ) -> None:
     """List the passes with their options and what they do to the numbers; with a name, show its example."""
-    from crossfade import pipeline
+    from crossfade import catalogue
 
-    known = pipeline.known_passes()
+    known = catalogue.known_passes()
     if name and name not in known:
         raise typer.BadParameter(f"found {name!r}; expected one of {', '.join(known)}", param_hint="name")
     if markdown:
-        typer.echo(pipeline.passes_as_markdown(), nl=False)
+        typer.echo(catalogue.passes_as_markdown(), nl=False)
         return
     for one in [known[name]] if name else known.values():
         document = inspect.cleandoc(one.__doc__ or "")
         console.print(f"[bold]{one.name}[/]  [dim]{one.numerics}[/]", highlight=False)
-        for option in pipeline.options_of(one):
+        for option in catalogue.options_of(one):
             console.print(f"    {option}", markup=False, highlight=False)
         console.print(document if name else document.splitlines()[0], markup=False, highlight=False)
         console.print()

@@ -5,15 +5,11 @@
 
 from __future__ import annotations
 
-import ast
-import difflib
-import inspect
-import re
 import time
 import zlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
-from typing import Any, Literal, get_args, get_type_hints
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
 
 import torch
 from torch import fx, nn
@@ -27,7 +23,6 @@ from crossfade.communicate.add_before_reducing import AddBeforeReducing
 from crossfade.communicate.bucket_all_gathers import BucketAllGathers
 from crossfade.communicate.bucket_all_reduces import BucketAllReduces
 from crossfade.communicate.bucket_reduce_scatters import BucketReduceScatters
-from crossfade.communicate.buckets import BucketPass
 from crossfade.communicate.lower_averages import LowerAverages
 from crossfade.communicate.lower_coalesced_gathers import LowerCoalescedGathers
 from crossfade.communicate.lower_reduce_scatters import LowerReduceScatters
@@ -35,7 +30,7 @@ from crossfade.communicate.merge_duplicate_collectives import MergeDuplicateColl
 from crossfade.communicate.raise_launches import RaiseLaunches
 from crossfade.communicate.scatter_sliced_reductions import ScatterSlicedReductions
 from crossfade.communicate.sink_waits import SinkWaits
-from crossfade.errors import CrossfadeError, NotYetError, PassError
+from crossfade.errors import CrossfadeError
 from crossfade.graph import collectives, packing
 from crossfade.graph.effects import is_random
 from crossfade.graph.passes import Pass, fingerprint, run_passes
@@ -43,8 +38,9 @@ from crossfade.graph.private import backend_of_group, tree_flatten, tree_unflatt
 from crossfade.graph.program import OutputKind, Program, from_graph_module
 from crossfade.report.report import Report
 from crossfade.run.members import Members
-from crossfade.run.mesh import Axis, MeshLike, backend_on, data_parallel_axis
+from crossfade.run.mesh import DataParallel, MeshLike, backend_on, data_parallel_axes
 from crossfade.run.pack_in_place import PackInPlace
+from crossfade.run.shards import Shards
 from crossfade.run.step import Built, Step
 from crossfade.run.update_in_place import UpdateInPlace
 from crossfade.shard.average_buffers import AverageBuffers
@@ -52,12 +48,17 @@ from crossfade.shard.average_gradients import AverageGradients
 from crossfade.shard.batch_dims import mark_batch_dims, needs_batch_dims
 from crossfade.shard.broadcast_buffers import BroadcastBuffers
 from crossfade.shard.draw_globally import DrawGlobally
+from crossfade.shard.gather_again import GatherAgain
+from crossfade.shard.gather_parameters import GatherParameters
+from crossfade.shard.gather_updates import GatherUpdates
+from crossfade.shard.scatter_gradients import ScatterGradients
 from crossfade.shard.synchronize_batch_norm import SynchronizeBatchNorm
 from crossfade.simplify.remove_aliases import RemoveAliases
 from crossfade.simplify.remove_dead_code import RemoveDeadCode
 
 Semantics = Literal["global", "per-rank"]
 LossIs = Literal["mean", "sum"]
+DataParallelMode = Literal["replicate", "zero1", "zero2", "zero3"]
 
 
 def simplification() -> list[Pass]:
@@ -65,14 +66,39 @@ def simplification() -> list[Pass]:
     return [RemoveAliases(), RemoveDeadCode()]
 
 
-def data_parallelism(
-    axis: str, ranks: int, semantics: Semantics, loss_is: LossIs = "mean", *, can_gather: bool = True
-) -> list[Pass]:
-    """Passes that split a program's batch over the ranks of an axis."""
-    exchange = AverageGradients(axis, "avg" if loss_is == "mean" else "sum")
+def batch_parallelism(axis: str, ranks: int, semantics: Semantics, *, can_gather: bool = True) -> list[Pass]:
+    """Passes that split a program's batch over the ranks of an axis: what the forward means then."""
     if semantics == "global":
-        return [DrawGlobally(ranks), SynchronizeBatchNorm(axis, ranks, can_gather), AverageBuffers(axis), exchange]
-    return [BroadcastBuffers(axis), exchange]
+        return [DrawGlobally(ranks), SynchronizeBatchNorm(axis, ranks, can_gather), AverageBuffers(axis)]
+    return [BroadcastBuffers(axis)]
+
+
+def parameter_sharding(mode: DataParallelMode, axis: str, ranks: int) -> tuple[list[Pass], list[Pass]]:
+    """Passes that make parameters parts of themselves: before micro-batches are put together, and after.
+
+    With zero3 each micro-batch gathers for itself, twice; with zero2 all use what was gathered once.
+
+    >>> [[one.name for one in passes] for passes in parameter_sharding("zero3", "dp", 2)]
+    [['gather-parameters', 'gather-again'], []]
+    """
+    gather: list[Pass] = [GatherParameters(axis, ranks)]
+    each = [*gather, GatherAgain()] if mode == "zero3" else []
+    return each, gather if mode == "zero2" else []
+
+
+def gradient_exchange(mode: DataParallelMode, axes: DataParallel, loss_is: LossIs = "mean") -> list[Pass]:
+    """Passes that put the ranks' gradients together: whole on every rank, or each rank's rows."""
+    reduce_op = "avg" if loss_is == "mean" else "sum"
+    if mode == "replicate":
+        return [AverageGradients(axes.whole.name, reduce_op)]
+    copies = axes.copies.name if axes.copies is not None else ""
+    whole = mode == "zero1"
+    return [ScatterGradients(axes.split.name, axes.split.size, reduce_op, whole, copies, axes.whole.name)]
+
+
+def updates_gathered(mode: DataParallelMode, axes: DataParallel) -> list[Pass]:
+    """Passes that give every rank the whole parameters, if each updated only its rows of them."""
+    return [GatherUpdates(axes.split.name, axes.split.size)] if mode == "zero1" else []
 
 
 def communication() -> list[Pass]:
@@ -97,84 +123,13 @@ def optimization(backends: Mapping[str, str] | None = None) -> list[Pass]:
     return [*simplification(), *communication(), *lowering(backends or {})]
 
 
-def known_passes() -> dict[str, type[Pass]]:
-    """Every pass of this package, by name."""
-    found, families = [], [Pass]
-    while families:
-        below = [one for one in families.pop().__subclasses__() if one.__module__.startswith("crossfade.")]
-        families += below
-        found += [one for one in below if hasattr(one, "name")]
-    return {one.name: one for one in sorted(found, key=lambda one: one.name)}
-
-
-def options_of(one: type[Pass]) -> list[str]:
-    """A pass's options, their types and defaults, as text.
-
-    >>> options_of(LowerReduceScatters)
-    ["groups: tuple[str, ...] = ('dp',)", 'piece_mb: float = 1.0']
-    """
-    kinds = get_type_hints(one)
-    return [f"{option.name}: {_spelled_type(kinds[option.name])} = {option.default!r}" for option in fields(one)]
-
-
-def _spelled_type(kind: Any) -> str:
-    plain = kind.__name__ if type(kind) is type else str(kind)
-    return re.sub(r"\b(typing|collections\.abc)\.", "", plain)
-
-
-def passes_as_markdown() -> str:
-    """docs/passes.md: every pass with its options and its example, from the docstrings."""
-    parts = ["# Passes\n\nGenerated by `crossfade passes --markdown`; the examples are tests.\n"]
-    parts.append(f"\n## Options of every bucketing pass\n\n{inspect.cleandoc(BucketPass.__doc__ or '')}\n")
-    for name, one in known_passes().items():
-        text, before, example = inspect.cleandoc(one.__doc__ or "").partition("Before:")
-        options = "".join(f"- `{option}`\n" for option in options_of(one))
-        parts.append(f"\n## {name}\n\n*{one.numerics}*\n\n{text.strip()}\n\n{options and options + chr(10)}")
-        parts.append(f"```\n{(before + example).strip()}\n```\n")
-    return "".join(parts)
-
-
-def pass_from_spelling(spelling: str) -> Pass:
-    """The pass that a `Pass.spelling` stands for.
-
-    >>> pass_from_spelling("bucket-all-reduces(cap_mb=8)").cap_mb
-    8.0
-    """
-    name, _, options = spelling.partition("(")
-    if name not in known_passes():
-        near = difflib.get_close_matches(name, known_passes(), n=1)
-        remedy = f"did you mean {near[0]}" if near else "`crossfade passes` lists them"
-        raise PassError(f"the pass {name!r}", expected="a known pass", remedy=remedy)
-    kind = known_passes()[name]
-    defaults: dict[str, Any] = {option.name: option.default for option in fields(kind)}
-    try:
-        call: Any = ast.parse(f"options({options}" if options else "options()", mode="eval").body
-        values = {item.arg: ast.literal_eval(item.value) for item in call.keywords}
-        kinds = get_type_hints(kind)
-        return kind(**{key: _as_option(kinds[key], defaults[key], value) for key, value in values.items()})
-    except (SyntaxError, ValueError, KeyError) as error:
-        expected = ", ".join(options_of(kind)) or "no options"
-        raise PassError(f"the options of {spelling}", expected=expected, remedy="correct them") from error
-
-
-def _as_option(kind: Any, default: Any, value: Any) -> Any:
-    """A value from the command line as the option's type; only a whole number for a float is not yet that."""
-    if value is None and type(None) in get_args(kind):
-        return None
-    if isinstance(default, float) and type(value) is int:
-        return float(value)
-    if default is not None and not isinstance(value, (type(default), tuple)):
-        raise ValueError(value)
-    return value
-
-
 def compile_step(
     model: nn.Module,
     loss_fn: LossFunction | None,
     optimizer: Optimizer,
     mesh: MeshLike = None,
     *,
-    data_parallel: str = "replicate",
+    data_parallel: DataParallelMode = "replicate",
     batch: BatchIs = "global",
     accumulate: int = 1,
     clip_grad_norm: float | None = None,
@@ -191,8 +146,13 @@ def compile_step(
             tuple or dict of arguments. With None the model is called on the whole batch and returns the loss itself.
         optimizer: SGD, Adam or AdamW over the model's parameters. Change its learning rates freely, e.g. by a
             scheduler.
-        mesh: a `DeviceMesh` with an axis `dp` (or only one), a mapping like `{"dp": 4}`, or None for one device.
-        data_parallel: `"replicate"`: every rank holds all parameters.
+        mesh: a `DeviceMesh` with an axis `dp` (or only one), a mapping like `{"dp": 4}`, or None for one device. Axes
+            `dp_replicate` and `dp_shard` split the batch over both, and what is sharded over the second only.
+        data_parallel: `"replicate"`: every rank holds all parameters. `"zero1"`: each rank holds and updates the
+            optimizer's state of its rows of every parameter. `"zero2"`: parameters are split too, gathered for the
+            forward and kept for the backward. `"zero3"`: gathered again for the backward instead. The model's
+            parameters and the optimizer's state become DTensors; `step.gathered()` gives the whole model back for a
+            while, `step.state_dict()` is for `torch.distributed.checkpoint`.
         batch: `"global"` if every rank passes the whole batch (each computes its part), `"local"` if each passes its
             own part, as under a distributed sampler.
         accumulate: number of micro-batches whose gradients are averaged before they are exchanged.
@@ -213,23 +173,42 @@ def compile_step(
         >>> losses[-1] < losses[0]
         True
     """
-    if data_parallel != "replicate":
-        raise NotYetError(
-            f"data_parallel={data_parallel!r}", expected='"replicate"', remedy='pass data_parallel="replicate"'
-        )
+    _check_options(data_parallel=(data_parallel, DataParallelMode))
     _check_options(batch=(batch, BatchIs), semantics=(semantics, Semantics), loss_is=(loss_is, LossIs))
     _check_numbers(accumulate, clip_grad_norm, timeout)
     names = parameter_names(model)
     check_model(model)
     check_optimizer(optimizer, names)
-    axis = data_parallel_axis(mesh)
+    axes = data_parallel_axes(mesh)
+    mode: DataParallelMode = data_parallel if axes is not None else "replicate"
+    members, groups = _open(axes, mode, timeout) if axes is not None else (None, {})
+    shards = _sharded(model, optimizer, axes, mode, members) if axes is not None and members is not None else None
     compiler = _StepCompiler(
-        model, tuple(model.modules()), loss_fn, optimizer, axis, batch, accumulate, clip_grad_norm, semantics, loss_is,
-        tuple(communication() if passes is None else passes),
+        model, tuple(model.modules()), loss_fn, optimizer, axes, mode, shards, batch, accumulate, clip_grad_norm,
+        semantics, loss_is, tuple(communication() if passes is None else passes),
     )  # fmt: skip
-    members, group = axis.open(timeout) if axis is not None else (None, "")
-    groups = {axis.name: group} if axis is not None else {}
-    return Step(model, optimizer, lambda b: compiler.build(b, members), compiler.key, members, groups)
+    return Step(model, optimizer, lambda b: compiler.build(b, members), compiler.key, members, groups, shards)
+
+
+def _open(axes: DataParallel, mode: DataParallelMode, timeout: float) -> tuple[Members, dict[str, str]]:
+    """Process groups of our own for each axis that the mode communicates along, by the axis's name."""
+    members, group = axes.whole.open(timeout)
+    groups = {axes.whole.name: group}
+    if mode != "replicate" and axes.copies is not None:
+        groups |= {axis.name: axis.open(timeout)[1] for axis in (axes.split, axes.copies)}
+    return members, groups
+
+
+def _sharded(
+    model: nn.Module, optimizer: Optimizer, axes: DataParallel, mode: DataParallelMode, members: Members
+) -> Shards | None:
+    """The parts that this rank keeps, each of its own model: so all ranks must have built the same one."""
+    if mode == "replicate":
+        return None
+    lines = _checksums(model, optimizer)
+    members.agree(" ".join(lines), "\n".join(lines))
+    device = next(model.parameters()).device.type
+    return Shards(model, optimizer, axes.device_mesh(device), parameters=mode != "zero1")
 
 
 def _check_options(**given: tuple[str, Any]) -> None:
@@ -270,6 +249,16 @@ def _ambient() -> tuple[Any, ...]:
     return (*autocast, torch.get_default_dtype())
 
 
+def _checksums(model: nn.Module, optimizer: Optimizer) -> list[str]:
+    """A line for every tensor that all ranks hold whole: parameters, buffers, optimizer state."""
+    tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    for parameter, name in parameter_names(model).items():
+        entries = optimizer.state.get(parameter, {})
+        tensors |= {f"{name}:{k}": v for k, v in entries.items() if isinstance(v, torch.Tensor)}
+    whole = {name: tensor for name, tensor in tensors.items() if not hasattr(tensor, "placements")}
+    return [f"{name} with checksum {_checksum(tensor):08x}" for name, tensor in whole.items()]
+
+
 def _checksum(tensor: torch.Tensor) -> int:
     return zlib.crc32(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
 
@@ -282,7 +271,9 @@ class _StepCompiler:
     modules: tuple[nn.Module, ...]
     loss_fn: LossFunction | None
     optimizer: Optimizer
-    axis: Axis | None
+    axes: DataParallel | None
+    mode: DataParallelMode
+    shards: Shards | None
     batch: BatchIs
     accumulate: int
     clip_grad_norm: float | None
@@ -317,42 +308,54 @@ class _StepCompiler:
         return f"random generator in state {state:08x}: call torch.manual_seed alike on every rank"
 
     def _state(self) -> list[str]:
-        """A line for everything that replicas must start with alike: parameters, buffers, optimizer state, rates."""
-        names = parameter_names(self.model)
-        tensors = {**dict(self.model.named_parameters()), **dict(self.model.named_buffers())}
-        for parameter, name in names.items():
-            entries = self.optimizer.state.get(parameter, {})
-            tensors |= {f"{name}:{k}": v for k, v in entries.items() if isinstance(v, torch.Tensor)}
-        lines = [f"{name} with checksum {_checksum(tensor):08x}" for name, tensor in tensors.items()]
-        return lines + [f"lr.{index} = {group['lr']}" for index, group in enumerate(self.optimizer.param_groups)]
+        """A line for everything that ranks must start with alike: what each holds whole, and learning rates."""
+        rates = [f"lr.{index} = {group['lr']}" for index, group in enumerate(self.optimizer.param_groups)]
+        return _checksums(self.model, self.optimizer) + rates
 
     def _build(self, batch: tuple[Any, ...]) -> Built:
         start = time.perf_counter()
         names = parameter_names(self.model)
-        ranks = self.axis.size if self.axis else 1
+        ranks = self.axes.whole.size if self.axes else 1
         layout = BatchLayout.of(batch, ranks=ranks, accumulate=self.accumulate, given=self.batch)
 
-        captured = self._capture(batch, layout, names)
-        program = run_on_micro_batches(captured, self.accumulate, mean=self.loss_is == "mean")
-        if self.axis is not None:
-            program.groups = {self.axis.name: ranks}
-            # gloo's all-gather crashes on CUDA tensors
-            can_gather = self._backend() != "gloo" or self._device() != "cuda"
-            sharding = data_parallelism(self.axis.name, ranks, self.semantics, self.loss_is, can_gather=can_gather)
-            program = run_passes(program, sharding)
-        program = append_optimizer(program, self.optimizer, names, clip_grad_norm=self.clip_grad_norm)
-        before = program = run_passes(program, simplification())
+        program = self._capture(batch, layout, names)
+        program = self._data_parallel(program) if self.axes else self._on_micro_batches(program)
+        split_over = self.axes.split.name if self.axes and self.shards else None
+        program = append_optimizer(
+            program, self.optimizer, names, clip_grad_norm=self.clip_grad_norm, split_over=split_over
+        )
+        gather = (
+            [GatherUpdates(self.axes.split.name, self.axes.split.size)] if self.axes and self.mode == "zero1" else []
+        )
+        before = program = run_passes(program, [*gather, *simplification()])
         seconds = time.perf_counter() - start
         program = run_passes(program, [*self.passes, *self._lowering(), PackInPlace(), UpdateInPlace()])
 
         facts = self._facts(seconds, layout) | _copy_kernel(program)
         report = Report.of(before, program, title=type(self.model).__name__, facts=facts)
         stepped = {out.name for out in before.outputs if out.kind is OutputKind.UPDATE}
-        return Built(program, layout, report, initial_state(self.optimizer, names, stepped))
+        parts = self.shards.like_parts() if self.shards else {}
+        return Built(program, layout, report, initial_state(self.optimizer, names, stepped, parts))
+
+    def _on_micro_batches(self, program: Program) -> Program:
+        return run_on_micro_batches(program, self.accumulate, mean=self.loss_is == "mean")
+
+    def _data_parallel(self, program: Program) -> Program:
+        """The program of one rank: its part of the batch, its part of the parameters, everyone's gradients."""
+        assert self.axes is not None
+        whole, split = self.axes.whole, self.axes.split
+        program.groups = {whole.name: whole.size}
+        if self.shards is not None:
+            program.groups |= {one.name: one.size for one in (split, self.axes.copies) if one is not None}
+        can_gather = self._backend() != "gloo" or self._device() != "cuda"  # gloo's all-gather crashes on CUDA tensors
+        each, once = parameter_sharding(self.mode, split.name, split.size)
+        program = self._on_micro_batches(run_passes(program, each))
+        batch = batch_parallelism(whole.name, whole.size, self.semantics, can_gather=can_gather)
+        return run_passes(program, [*once, *batch, *gradient_exchange(self.mode, self.axes, self.loss_is)])
 
     def _capture(self, batch: tuple[Any, ...], layout: BatchLayout, names: Mapping[Any, str]) -> Program:
         trained = [names[p] for group in self.optimizer.param_groups for p in group["params"] if p.requires_grad]
-        as_one_device = self.axis is not None and self.semantics == "global"
+        as_one_device = self.axes is not None and self.semantics == "global"
 
         def capture(size: int) -> Program:
             return capture_forward_backward(
@@ -371,18 +374,23 @@ class _StepCompiler:
         return program
 
     def _lowering(self) -> list[Pass]:
-        return lowering({self.axis.name: self._backend()}) if self.axis else []
+        if self.axes is None:
+            return []
+        axes = (self.axes.whole, self.axes.split, self.axes.copies)
+        return lowering({axis.name: self._backend() for axis in axes if axis is not None})
 
     def _device(self) -> str:
         return next((p.device.type for p in self.model.parameters()), "cpu")
 
     def _backend(self) -> str:
-        return backend_on(self._device(), self.axis.backend) if self.axis else ""
+        return backend_on(self._device(), self.axes.whole.backend) if self.axes else ""
 
     def _facts(self, seconds: float, layout: BatchLayout) -> dict[str, str]:
-        mesh = f"{self.axis.name}={self.axis.size} over {self.axis.backend}" if self.axis else "one device"
+        axes = [self.axes.copies, self.axes.split] if self.axes else []
+        sizes = " x ".join(f"{axis.name}={axis.size}" for axis in axes if axis is not None)
         return {
-            "mesh": mesh,
+            "mesh": f"{sizes} over {axes[1].backend}" if axes and axes[1] else "one device",
+            "data parallel": self.mode,
             "batch": f"{layout.size} samples ({layout.given}), {layout.accumulate} x {layout.micro_batch_size} a rank",
             "optimizer": type(self.optimizer).__name__,
             "semantics": self.semantics,

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import crossfade
-from crossfade.pipeline import passes_as_markdown
+from crossfade.catalogue import passes_as_markdown
 
 ROOT = Path(__file__).parent.parent
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))

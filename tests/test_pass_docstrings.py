@@ -11,10 +11,10 @@ import textwrap
 import pytest
 
 import crossfade
+from crossfade.catalogue import known_passes
 from crossfade.graph.passes import Numerics, Pass, run_passes
 from crossfade.graph.text import parse, render
 from crossfade.graph.verify import verify
-from crossfade.pipeline import known_passes
 from crossfade.shard.batch_dims import BATCH_DIMS
 
 for found in pkgutil.walk_packages(crossfade.__path__, "crossfade."):
@@ -57,6 +57,7 @@ def test_example_is_what_the_pass_does(one: type[Pass]):
     assert render(program) == before
     for node in program.graph.nodes:
         node.meta[BATCH_DIMS] = (0,)
+    program.facts |= one.requires
     done = run_passes(program, [one()])
     assert render(done) == after
     assert after != before

@@ -15,6 +15,7 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from crossfade.capture.tracing import to_fake, trace
 from crossfade.errors import OptimizerError
+from crossfade.graph import collectives
 from crossfade.graph.private import has_step_hooks, symbolic_float
 from crossfade.graph.program import Input, InputKind, Output, OutputKind, Program
 from crossfade.graph.splice import inline
@@ -86,11 +87,18 @@ def check_optimizer(optimizer: Optimizer, names: Mapping[Tensor, str]) -> None:
 
 
 def initial_state(
-    optimizer: Optimizer, names: Mapping[Tensor, str], stepped: Collection[str]
+    optimizer: Optimizer,
+    names: Mapping[Tensor, str],
+    stepped: Collection[str],
+    parts: Mapping[str, Tensor] | None = None,
 ) -> dict[str, dict[str, Tensor]]:
-    """The state that the optimizer would create at its first step, for each of the parameters `stepped`."""
+    """The state that the optimizer would create at its first step, for each of the parameters `stepped`.
+
+    `parts` has tensors like those that the optimizer works on, for parameters of which a rank updates only a part.
+    """
+    create, parts = _INITIAL_STATE[type(optimizer)], parts or {}
     return {
-        names[parameter]: _INITIAL_STATE[type(optimizer)](group, parameter, optimizer.state.get(parameter, {}))
+        names[parameter]: create(group, parts.get(names[parameter], parameter), optimizer.state.get(parameter, {}))
         for group in optimizer.param_groups
         for parameter in group["params"]
         if names[parameter] in stepped
@@ -107,23 +115,28 @@ def options_key(optimizer: Optimizer) -> Hashable:
 
 
 def append_optimizer(
-    program: Program, optimizer: Optimizer, names: Mapping[Tensor, str], *, clip_grad_norm: float | None = None
+    program: Program,
+    optimizer: Optimizer,
+    names: Mapping[Tensor, str],
+    *,
+    clip_grad_norm: float | None = None,
+    split_over: str | None = None,
 ) -> Program:
     """Add the optimizer's step to a program with gradient outputs; gradients become updates of parameters and state.
 
     Parameters are updated in the order in which their gradients become ready, so that early updates run while late
     gradients still travel. `foreach` optimizers are captured as one update per parameter, for the same reason: the
-    numbers are the same.
+    numbers are the same. Where the program returns a shard of a parameter, that is what is updated. `split_over` is the
+    group over which gradients are split by rows, if they are: their norm is then that of all ranks' rows.
     """
     program = program.copy()
     ready = _gradients_in_order(program)
-    state = _fake_state(program, optimizer, names, ready)
+    operands = _operands(program, ready)
+    state = _fake_state(program, optimizer, names, operands)
     rates = [
         symbolic_float(program.fake_mode.shape_env, f"lr{i}", float(g["lr"]))
         for i, g in enumerate(optimizer.param_groups)
     ]
-    inputs = program.input_nodes()
-    parameters = [inputs[name] for name in ready]
     shadow: Optimizer = type(optimizer)([torch.zeros(1)], lr=1.0)  # type: ignore[call-arg]
 
     def update(
@@ -139,19 +152,19 @@ def append_optimizer(
             dict(zip(ready, states, strict=True)),
             lr,
         )
-        norm = _clip([by_name[n] for n in names.values() if n in by_name], clip_grad_norm)
+        norm = _clip([by_name[n] for n in names.values() if n in by_name], clip_grad_norm, split_over)
         shadow.step()
         return [*parameter_values, *(value for one in states for value in one.values()), *norm]
 
     fakes = (
-        [n.meta["val"] for n in parameters],
+        [operands[n].meta["val"] for n in ready],
         [ready[n].meta["val"] for n in ready],
         [state[n] for n in ready],
         *rates,
     )
     with torch.no_grad():
         body = trace(program.fake_mode, update, fakes, f"the step of {type(optimizer).__name__}")
-    return _append(program, body.graph, ready, state, len(rates), clipped=clip_grad_norm is not None)
+    return _append(program, body.graph, ready, operands, state, len(rates), clipped=clip_grad_norm is not None)
 
 
 def state_name(parameter: str, key: str) -> str:
@@ -165,15 +178,28 @@ def _gradients_in_order(program: Program) -> dict[str, fx.Node]:
     return dict(sorted(found, key=lambda item: position[item[1]]))
 
 
+def _operands(program: Program, ready: Mapping[str, Any]) -> dict[str, fx.Node]:
+    """What the optimizer works on for each parameter: its shard where the program returns one, else its input."""
+    inputs = program.input_nodes()
+    shards = {out.name: value for out, value in program.named_results() if out.kind is OutputKind.SHARD}
+    return {name: shards.get(name, inputs[name]) for name in ready}
+
+
 def _fake_state(
-    program: Program, optimizer: Optimizer, names: Mapping[Tensor, str], ready: Mapping[str, Any]
+    program: Program, optimizer: Optimizer, names: Mapping[Tensor, str], operands: Mapping[str, fx.Node]
 ) -> dict[str, dict[str, Tensor]]:
     parameters = {name: parameter for parameter, name in names.items()}
-    initial = initial_state(optimizer, names, ready)
-    real = {n: {**initial[n], **optimizer.state.get(parameters[n], {})} for n in ready}
-    mode = program.fake_mode
+    initial = initial_state(optimizer, names, operands)
+    real = {n: {**initial[n], **optimizer.state.get(parameters[n], {})} for n in operands}
+
+    def fake(name: str, entry: Tensor) -> Tensor:
+        operand, parameter = operands[name].meta["val"], parameters[name]
+        if entry.shape != parameter.shape or operand.shape == parameter.shape:
+            return to_fake(program.fake_mode, entry)
+        return operand.new_empty(operand.shape, dtype=entry.dtype)  # of the part that is updated
+
     return {
-        n: {key: to_fake(mode, value) for key, value in entries.items() if isinstance(value, Tensor)}
+        n: {key: fake(n, value) for key, value in entries.items() if isinstance(value, Tensor)}
         for n, entries in real.items()
     }
 
@@ -199,14 +225,30 @@ def _point_at(
         shadow.state[parameter] = states[name]
 
 
-def _clip(parameters: list[Tensor], limit: float | None) -> list[Tensor]:
-    return [] if limit is None else [torch.nn.utils.clip_grad_norm_(parameters, limit, foreach=False)]
+def _clip(parameters: list[Tensor], limit: float | None, split_over: str | None) -> list[Tensor]:
+    if limit is None:
+        return []
+    if split_over is None:
+        return [torch.nn.utils.clip_grad_norm_(parameters, limit, foreach=False)]
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    squares = [torch.linalg.vector_norm(one).square() for one in gradients if one.dim()]
+    own = torch.stack(squares).sum()
+    total = collectives.wait(collectives.all_reduce(own, "sum", split_over))
+    for one in gradients:
+        if not one.dim():  # a single number, which every rank has
+            total = total + one.square()
+    norm = total.sqrt()
+    scale = torch.clamp(limit / (norm + 1e-6), max=1.0)  # as torch.nn.utils.clip_grad_norm_ does
+    for one in gradients:
+        one.mul_(scale)
+    return [norm]
 
 
 def _append(
     program: Program,
     body: fx.Graph,
     ready: Mapping[str, fx.Node],
+    operands: Mapping[str, fx.Node],
     state: Mapping[str, dict[str, Tensor]],
     groups: int,
     *,
@@ -217,15 +259,15 @@ def _append(
     new_inputs += [Input(InputKind.SCALAR, f"lr.{index}") for index in range(groups)]
     body_inputs = list(body.find_nodes(op="placeholder"))
     count = len(ready)
-    inputs = program.input_nodes()
-    parameters = dict(zip(body_inputs[:count], [inputs[n] for n in ready], strict=True))
+    parameters = dict(zip(body_inputs[:count], [operands[n] for n in ready], strict=True))
     gradients = dict(zip(body_inputs[count : 2 * count], ready.values(), strict=True))
     added = {
         old: program.add_input(item, old.meta["val"])
         for item, old in zip(new_inputs, body_inputs[2 * count :], strict=True)
     }
     results = inline(program, body, {**parameters, **gradients, **added}, before=program.output_node)
-    kept = [(out, value) for out, value in program.named_results() if out.kind is not OutputKind.GRADIENT]
+    taken = (OutputKind.GRADIENT, OutputKind.SHARD)
+    kept = [(out, value) for out, value in program.named_results() if out.kind not in taken]
     updated = [*ready, *(state_name(name, key) for name, key in entries)]
     kept += list(zip([Output(OutputKind.UPDATE, name) for name in updated], results[: len(updated)], strict=True))
     if clipped:

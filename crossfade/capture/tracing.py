@@ -20,7 +20,12 @@ def new_fake_mode() -> FakeTensorMode:
 
 
 def to_fake(mode: FakeTensorMode, tensor: torch.Tensor) -> torch.Tensor:
-    """A fake twin of a tensor: same shape, strides, dtype and device, no data."""
+    """A fake twin of a tensor: same shape, strides, dtype and device, no data. Of a distributed one, of the whole."""
+    from torch.distributed.tensor import DTensor  # here, since importing it is slow
+
+    if isinstance(tensor, DTensor):
+        with mode:
+            return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
     return mode.from_tensor(tensor.detach(), static_shapes=True)
 
 

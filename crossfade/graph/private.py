@@ -30,11 +30,15 @@ __all__ = [
     "backend_of_group",
     "bare_tensor",
     "default_store",
+    "device_sleep",
     "dispatch_functionalize",
     "fake_tensor",
+    "group_named",
     "has_hooks",
     "has_step_hooks",
     "mark_optimizer_stepped",
+    "register_work",
+    "serve_in_python",
     "size_expression",
     "swapped_state",
     "symbolic_float",
@@ -45,6 +49,7 @@ __all__ = [
     "tree_map_only",
     "tree_unflatten",
     "unwrapped_operator",
+    "work_of_future",
 ]
 
 
@@ -126,3 +131,46 @@ def has_hooks(parameter: torch.Tensor) -> bool:
 def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
     """Whether the user put hooks around the optimizer's step. Known on 2.11, 2.13."""
     return bool(optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks)
+
+
+def device_sleep(cycles: int) -> None:
+    """Keep the current CUDA stream busy for some clock cycles, and one core of the device. Known on 2.11, 2.13."""
+    torch.cuda._sleep(cycles)
+
+
+def group_named(name: str) -> Any:
+    """The process group that functional collectives call by this name. Known on 2.11, 2.13."""
+    from torch.distributed import distributed_c10d
+
+    return distributed_c10d._resolve_process_group(name)  # type: ignore[arg-type]
+
+
+def register_work(tensor: torch.Tensor, work: Any) -> None:
+    """Let the functional wait on this tensor wait for that work. Known on 2.11, 2.13."""
+    from torch._C import _distributed_c10d
+
+    _distributed_c10d._register_work(tensor, work)
+
+
+def work_of_future(future: Any) -> Any:
+    """A Work that lives in C++ and is done when the future is: C++ may keep it alone. Known on 2.11, 2.13."""
+    from torch._C import _distributed_c10d
+
+    return _distributed_c10d._create_work_from_future(future)  # type: ignore[attr-defined]
+
+
+def serve_in_python(group: torch.distributed.ProcessGroup, devices: tuple[str, ...]) -> None:
+    """Give a process group written in Python what C++ asks of every one: a name, device types, a default backend.
+
+    All three live in a C++ backend, and none can be written in Python. torch's fake one serves; it is told to raise
+    whenever a collective reaches it, since that would be one that passed the Python group by. Known on 2.11, 2.13.
+    """
+    from torch._C._distributed_c10d import FakeProcessGroup
+
+    options: Any = FakeProcessGroup.Options()  # type: ignore[call-arg]
+    options.error_on_collective = True
+    refusing = FakeProcessGroup._create_internal(group.rank(), group.size(), options)  # type: ignore[call-arg]
+    kind = torch.distributed.ProcessGroup.BackendType.CUSTOM
+    for device in devices:
+        group._register_backend(torch.device(device), kind, refusing)
+    group._set_default_backend(kind)

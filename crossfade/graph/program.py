@@ -38,12 +38,14 @@ class InputKind(StrEnum):
 
 
 class OutputKind(StrEnum):
-    """What a graph output is to the user. An `update` is the new value of the input of the same name."""
+    """What a graph output is to the user. An `update` is the new value of the input of the same name; a `shard` is the
+    part of a parameter that this rank updates, until the optimizer has taken it."""
 
     OUTPUT = "output"
     LOSS = "loss"
     GRADIENT = "gradient"
     UPDATE = "update"
+    SHARD = "shard"
 
 
 @dataclass(frozen=True, slots=True)

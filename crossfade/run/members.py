@@ -24,13 +24,15 @@ class Members:
     """The members of one data-parallel group, as seen from one of them.
 
     `ranks` are global ranks in group order, `rank` is this one's index among them, `timeout` is in seconds: no call
-    here, and no collective of the group, takes longer to fail.
+    here, and no collective of the group, takes longer to fail. `alone` says that the others do not exist, as in an
+    emulated world: there is nobody to agree with, or to blame.
     """
 
     store: Any
     ranks: Sequence[int]
     rank: int
     timeout: float
+    alone: bool = False
     meetings: int = 0
 
     def agree(self, fingerprint: str, text: str) -> None:
@@ -39,6 +41,8 @@ class Members:
         The first member collects and judges, the others wait for its word. `text` is compared to name the first line
         that differs.
         """
+        if self.alone:
+            return
         meeting = self._next_meeting()
         mine = json.dumps({"fingerprint": fingerprint})
         self.store.set(f"{meeting}/text/{self.rank}", zlib.compress(text.encode()))
@@ -62,7 +66,7 @@ class Members:
         """The error to raise when a collective failed: name the members that failed, or fell behind, or went silent."""
         suspects = []
         for index, rank in enumerate(self.ranks):
-            if index != self.rank and (sign := self._sign_of(index, step)):
+            if index != self.rank and not self.alone and (sign := self._sign_of(index, step)):
                 suspects.append(f"rank {rank} {sign}")
         who = "; ".join(suspects) or "no rank said why"
         reason = " ".join(str(error).split())[:300]

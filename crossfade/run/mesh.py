@@ -1,14 +1,15 @@
-"""The data-parallel axis of a device mesh, as seen from this process."""
+"""The data-parallel axes of a device mesh, as seen from this process."""
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from crossfade.errors import MeshError, NotYetError
 from crossfade.graph.private import default_store
@@ -41,26 +42,69 @@ class Axis:
         """
         _opened[self.ranks] += 1
         prefix = f"crossfade/{'-'.join(map(str, self.ranks))}/{_opened[self.ranks]}"
-        members = Members(dist.PrefixStore(prefix, default_store()), self.ranks, self.index, timeout)
+        store = dist.PrefixStore(prefix, default_store())
+        members = Members(store, self.ranks, self.index, timeout, alone=self.backend == "emulated")
         members.agree(self.name, f"axis {self.name} over {self.backend}")  # or making the group would wait unnamed
         limit = timedelta(seconds=timeout)
-        group = dist.new_group(list(self.ranks), timeout=limit, backend=self.backend, use_local_synchronization=True)
+        group = dist.new_group(
+            list(self.ranks), timeout=limit, backend=self.backend, use_local_synchronization=True, group_desc=self.name
+        )
         return members, group.group_name
 
 
-def data_parallel_axis(mesh: MeshLike) -> Axis | None:
-    """The axis that a batch is split over: `dp`, or the only one. None for a single device.
+SPLIT_AXIS, COPY_AXIS = "dp_shard", "dp_replicate"
+"""The axes of a mesh over which rows are split, and over which those parts are copied, where there are both."""
+
+
+@dataclass(frozen=True)
+class DataParallel:
+    """The ranks that a batch is split over, as one axis; and where rows are split over some of them only, that axis and
+    the one across it, along which parts are alike."""
+
+    whole: Axis
+    split: Axis
+    copies: Axis | None = None
+    mesh: DeviceMesh | None = None
+
+    def device_mesh(self, device: str) -> DeviceMesh:
+        """The mesh as torch's, rows split over its last axis."""
+        if self.mesh is not None:
+            return self.mesh
+        if self.copies is None:
+            return init_device_mesh(device, (self.whole.size,), mesh_dim_names=(self.whole.name,))
+        shape = self.copies.size, self.split.size
+        return init_device_mesh(device, shape, mesh_dim_names=(self.copies.name, self.split.name))
+
+
+def data_parallel_axes(mesh: MeshLike) -> DataParallel | None:
+    """The axes that a batch is split over: `dp`, or the only one; or `dp_replicate` and `dp_shard`. None: one device.
 
     `mesh` is torch's `DeviceMesh`, or a mapping like `{"dp": 4}` over all ranks of the world.
     """
     if mesh is None:
         return None
     if isinstance(mesh, Mapping):
-        return _axis_of_world(mesh)
+        return _axes_of_world(mesh)
     names = mesh.mesh_dim_names or ("dp",) * mesh.ndim
+    if mesh.get_coordinate() is None:
+        raise MeshError(f"rank {dist.get_rank()} outside the mesh {mesh}", remedy="call compile_step only on its ranks")
+    if set(names) == {SPLIT_AXIS, COPY_AXIS}:
+        if names != (COPY_AXIS, SPLIT_AXIS):
+            raise MeshError(
+                f"mesh axes {', '.join(names)}",
+                expected=f"{COPY_AXIS}, then {SPLIT_AXIS}",
+                remedy="build it in that order",
+            )
+        return _hybrid(mesh.mesh.tolist(), dist.get_backend(mesh.get_group(0)), mesh)
+    return _single(mesh, names)
+
+
+def _single(mesh: DeviceMesh, names: tuple[str, ...]) -> DataParallel:
     if "dp" not in names and mesh.ndim > 1:
         raise MeshError(
-            f"mesh axes {', '.join(names)}", expected="one called dp", remedy="name the data-parallel axis dp"
+            f"mesh axes {', '.join(names)}",
+            expected=f"one called dp, or {COPY_AXIS} and {SPLIT_AXIS}",
+            remedy="name the data-parallel axis dp",
         )
     which = names.index("dp") if "dp" in names else 0
     for axis, name in enumerate(names):
@@ -70,11 +114,23 @@ def data_parallel_axis(mesh: MeshLike) -> Axis | None:
                 expected="data parallelism only, in this version",
                 remedy="pass a mesh whose other axes have size 1",
             )
-    if mesh.get_coordinate() is None:
-        raise MeshError(f"rank {dist.get_rank()} outside the mesh {mesh}", remedy="call compile_step only on its ranks")
     group = mesh.get_group(which)
     ranks = tuple(dist.get_process_group_ranks(group))
-    return Axis(names[which], ranks, ranks.index(dist.get_rank()), dist.get_backend(group))
+    axis_here = Axis(names[which], ranks, ranks.index(dist.get_rank()), dist.get_backend(group))
+    return DataParallel(axis_here, axis_here, mesh=mesh if mesh.ndim == 1 else mesh[names[which]])
+
+
+def _hybrid(grid: list[list[int]], backend: str, mesh: DeviceMesh | None = None) -> DataParallel:
+    """Axes over a grid of ranks: rows of it share a model's parts, columns hold the same part."""
+    here = dist.get_rank()
+    row = next(line for line in grid if here in line)
+    column = [line[row.index(here)] for line in grid]
+    everyone = [rank for line in grid for rank in line]
+
+    def axis(name: str, ranks: list[int]) -> Axis:
+        return Axis(name, tuple(ranks), ranks.index(here), backend)
+
+    return DataParallel(axis("dp", everyone), axis(SPLIT_AXIS, row), axis(COPY_AXIS, column), mesh)
 
 
 def backend_on(device: str, configured: str) -> str:
@@ -89,20 +145,27 @@ def backend_on(device: str, configured: str) -> str:
     return served.get(device, configured)
 
 
-def _axis_of_world(mesh: Mapping[str, int]) -> Axis | None:
+def _axes_of_world(mesh: Mapping[str, int]) -> DataParallel | None:
     sizes = {name: size for name, size in mesh.items() if size != 1}
     if not sizes:
         return None
-    if set(sizes) != {"dp"}:
+    if set(sizes) not in ({"dp"}, {SPLIT_AXIS}, {COPY_AXIS}, {SPLIT_AXIS, COPY_AXIS}):
         raise NotYetError(
-            f"mesh axes {', '.join(sizes)}", expected="only dp", remedy='pass mesh={"dp": number of ranks}'
+            f"mesh axes {', '.join(sizes)}",
+            expected=f"only dp, or {COPY_AXIS} and {SPLIT_AXIS}",
+            remedy='pass mesh={"dp": number of ranks}',
         )
-    world = dist.get_world_size() if dist.is_initialized() else 1
-    if sizes["dp"] != world:
+    world, asked = dist.get_world_size() if dist.is_initialized() else 1, math.prod(sizes.values())
+    if asked != world:
         raise MeshError(
-            f"a mesh of {sizes['dp']} ranks in a world of {world}",
+            f"a mesh of {asked} ranks in a world of {world}",
             expected="as many ranks in the mesh as in the world",
-            remedy=f"start {sizes['dp']} processes (crossfade launch --ranks {sizes['dp']} script.py), or pass "
+            remedy=f"start {asked} processes (crossfade launch --ranks {asked} script.py), or pass "
             f'mesh={{"dp": {world}}}; call torch.distributed.init_process_group first',
         )
-    return Axis("dp", tuple(range(world)), dist.get_rank(), dist.get_backend())
+    if len(sizes) == 1:
+        axis = Axis(next(iter(sizes)), tuple(range(world)), dist.get_rank(), dist.get_backend())
+        return DataParallel(axis, axis)
+    width = sizes[SPLIT_AXIS]
+    grid = [list(range(start, start + width)) for start in range(0, world, width)]
+    return _hybrid(grid, dist.get_backend())

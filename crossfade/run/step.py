@@ -16,6 +16,7 @@ from crossfade.graph.private import mark_optimizer_stepped
 from crossfade.graph.program import InputKind, OutputKind, Program
 from crossfade.run.executable import Executable
 from crossfade.run.members import Members
+from crossfade.run.shards import Shards
 
 log = logging.getLogger("crossfade")
 
@@ -50,7 +51,7 @@ class _Ready:
     built: Built
     executable: Executable
     bind: list[Callable[[dict[str, Tensor]], Any]]
-    initial_state: list[tuple[nn.Parameter, Mapping[str, Tensor]]]
+    initial_state: list[tuple[str, nn.Parameter, Mapping[str, Tensor]]]
 
 
 class Step:
@@ -70,8 +71,10 @@ class Step:
         key: Callable[[tuple[Any, ...]], Hashable],
         members: Members | None,
         groups: Mapping[str, str],
+        shards: Shards | None = None,
     ) -> None:
         self.model, self.optimizer = model, optimizer
+        self._shards = shards
         self._build, self._key = build, key
         self._members, self._groups = members, groups
         self._ready: dict[Hashable, _Ready] = {}
@@ -133,7 +136,7 @@ class Step:
             executable = Executable(built.program, self._groups)
             if len(self._ready) == CAPTURES_KEPT:
                 self._ready.pop(next(iter(self._ready)))
-            initial = [(self.model.get_parameter(name), entries) for name, entries in built.initial_state.items()]
+            initial = [(name, self.model.get_parameter(name), one) for name, one in built.initial_state.items()]
             self._ready[key] = _Ready(built, executable, self._binders(built.program), initial)
             self.captures += 1
             if self.captures in (5, 20, 100):
@@ -156,8 +159,12 @@ class Step:
     def _create_state(self, ready: _Ready) -> None:
         """Give the optimizer the state that its own first step would have made, where it has none."""
         states = self.optimizer.state
-        for parameter, entries in ready.initial_state:
-            if entries and len(states.get(parameter, ())) < len(entries):
+        for name, parameter, entries in ready.initial_state:
+            if not entries or len(states.get(parameter, ())) >= len(entries):
+                continue
+            if self._shards is not None:
+                self._shards.create_state(name, entries)
+            else:
                 state = states[parameter]
                 state.update({key: value.clone() for key, value in entries.items() if state.get(key) is None})
 
@@ -169,10 +176,15 @@ class Step:
         ]
 
     def _binder(self, kind: InputKind, name: str) -> Callable[[dict[str, Tensor]], Any]:
-        model, optimizer = self.model, self.optimizer
+        model, optimizer, shards = self.model, self.optimizer, self._shards
         match kind:
             case InputKind.INPUT:
                 return lambda batch: batch.pop(name)
+            case InputKind.PARAMETER if shards is not None and shards.has(name):
+                return lambda batch: shards.parameter(name)
+            case InputKind.OPTIMIZER_STATE if shards is not None:
+                parameter_name, key = name.rsplit(":", 1)
+                return lambda batch: shards.state(parameter_name, key)
             case InputKind.OPTIMIZER_STATE:
                 parameter_name, key = name.rsplit(":", 1)
                 parameter = model.get_parameter(parameter_name)
@@ -180,6 +192,8 @@ class Step:
             case InputKind.SCALAR if name == "rank":
                 rank = self._members.rank if self._members else 0
                 return lambda batch: rank
+            case InputKind.SCALAR if name.startswith("rank.") and shards is not None:
+                return lambda batch: shards.rank
             case InputKind.SCALAR:
                 group = int(name.rsplit(".", 1)[1])
                 return lambda batch: float(optimizer.param_groups[group]["lr"])

@@ -9,15 +9,13 @@ from typing import Any
 import torch
 from torch import fx
 
-from crossfade.errors import CaptureError, RewriteError
+from crossfade.errors import RewriteError
 from crossfade.graph.effects import is_random
 from crossfade.graph.passes import Numerics, Outcome, Pass, PassResult, Verdict
-from crossfade.graph.program import Input, InputKind, Program, source_line
+from crossfade.graph.program import Program, source_line
 from crossfade.graph.splice import erase_if_dead, insert_call
 from crossfade.shard.batch_dims import batch_dims
-
-RANK_INPUT = "rank"
-"""Name of the scalar input that tells a program which part of the whole is its own."""
+from crossfade.shard.own_rows import own_rows
 
 _aten = torch.ops.aten
 _LIKE_FIRST_ARGUMENT = {
@@ -130,16 +128,12 @@ class DrawGlobally(Pass):
         _erase(node)
 
     def _part(self, program: Program, whole: fx.Node, dim: int, node: fx.Node) -> fx.Node:
-        """The rows of `whole` that belong to this rank; the rank is an input, so that all ranks run one program."""
-
-        def call(target: Any, *args: Any) -> fx.Node:
-            return insert_call(program, target, *args, before=node, like=node)
-
+        """The rows of `whole` that belong to this rank, laid out as what was drawn before."""
         value = _drawn_value(node)
-        start = call(operator.mul, _rank_input(program), value.shape[dim])
-        end = call(operator.add, start, value.shape[dim])
-        part = call(_aten.slice.Tensor, whole, dim, start, end)
-        return part if part.meta["val"].stride() == value.stride() else call(_aten.clone.default, part)
+        part = own_rows(program, whole, value.shape[dim], dim, before=node)
+        if part.meta["val"].stride() == value.stride():
+            return part
+        return insert_call(program, _aten.clone.default, part, before=node, like=node)
 
 
 def _dense_strides(shape: list[int], like: torch.Tensor) -> list[int]:
@@ -169,13 +163,3 @@ def _drawn_dims(node: fx.Node) -> tuple[int, ...]:
 def _drawn_value(node: fx.Node) -> torch.Tensor:
     value = node.meta["val"]
     return value[0] if isinstance(value, (tuple, list)) else value
-
-
-def _rank_input(program: Program) -> fx.Node:
-    if (known := program.input_nodes().get(RANK_INPUT)) is not None:
-        if Input(InputKind.SCALAR, RANK_INPUT) not in program.inputs:
-            raise CaptureError(
-                f"a tensor of the model named {RANK_INPUT!r}", remedy="rename it: the step needs the name"
-            )
-        return known
-    return program.add_input(Input(InputKind.SCALAR, RANK_INPUT), 0)

@@ -7,6 +7,7 @@ import textwrap
 
 import pytest
 
+from crossfade.catalogue import pass_from_spelling
 from crossfade.communicate.bucket_all_reduces import BucketAllReduces
 from crossfade.communicate.bucket_plan import MB, Bucket, BucketPlan
 from crossfade.communicate.buckets import apply_buckets
@@ -16,7 +17,6 @@ from crossfade.graph.passes import fingerprint, run_passes
 from crossfade.graph.program import MADE_FOR
 from crossfade.graph.text import parse, render
 from crossfade.graph.verify import verify
-from crossfade.pipeline import pass_from_spelling
 
 GROUPS = {"dp": 2, "tp": 2}
 ALONE = "no neighbour of the same kind fits its bucket"

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
@@ -227,7 +228,8 @@ def train_crossfade(
 ) -> Trained:
     """Train with `compile_step`, on the ranks of this world (or on one device)."""
     case, model, opt = _start(name, optimizer, device)
-    step = cf.compile_step(model, case.loss, opt, {"dp": ranks}, timeout=30.0, **options)
+    mesh = options.pop("mesh", {"dp": ranks})
+    step = cf.compile_step(model, case.loss, opt, mesh, timeout=30.0, **options)
     local = options.get("batch") == "local"
     losses = [float(step(*(_own(batch, ranks) if local else batch))) for batch in batches(case, steps, device)]
     return _trained(losses, model, opt, captures=step.captures, collectives=step.report.collectives_after)
@@ -276,5 +278,10 @@ def _own(batch: Batch, ranks: int) -> Batch:
 
 
 def _trained(losses: list[float], model: nn.Module, opt: torch.optim.Optimizer, **extra: Any) -> Trained:
-    state = {name: value.detach().cpu() for name, value in model.state_dict().items()}
-    return Trained(losses, copy.deepcopy(state), tree_map_only(Tensor, Tensor.cpu, opt.state_dict()), extra)
+    state = {name: _whole(value) for name, value in model.state_dict().items()}
+    return Trained(losses, copy.deepcopy(state), tree_map_only(Tensor, _whole, opt.state_dict()), extra)
+
+
+def _whole(value: Tensor) -> Tensor:
+    """A tensor on the CPU; of a distributed one, all of it."""
+    return (value.full_tensor() if isinstance(value, DTensor) else value).detach().cpu()

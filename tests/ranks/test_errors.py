@@ -137,7 +137,11 @@ BAD: dict[str, tuple[type[CrossfadeError], str, Callable[[nn.Module], Any]]] = {
         lambda m: compiled(m, mesh={"dp": 8}),
     ),
     "axis of a later version": (NotYetError, r"mesh axes tp", lambda m: compiled(m, mesh={"tp": 2})),
-    "mode of a later version": (NotYetError, r"zero2", lambda m: compiled(m, data_parallel="zero2")),
+    "unknown mode": (
+        CrossfadeError,
+        r"data_parallel=.zero4.; expected .*zero3",
+        lambda m: compiled(m, data_parallel="zero4"),
+    ),
     "model on the meta device": (
         ModelError,
         r"found weight on the meta device, .* Remedy: materialise the model first",

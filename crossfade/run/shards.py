@@ -1,0 +1,170 @@
+"""What one rank keeps of a model and its optimizer when these are split by rows over an axis.
+
+Every rank keeps as many rows of each tensor, the last ones padded, so that all ranks run one program. The user sees
+DTensors (`Shard(0)`) over that memory: in the model's parameters, in the optimizer's state, in checkpoints.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.optim import Optimizer
+
+
+@dataclass(frozen=True)
+class _Kept:
+    """A tensor in parts: this rank's padded rows, and the DTensor over them that the user sees."""
+
+    rows: Tensor
+    seen: Any
+
+
+class Shards:
+    """The parts that one rank keeps.
+
+    `mesh` has the axis over which rows are split last; parts along its other axes are alike. With `parameters`, the
+    model's parameters are split in place and become DTensors; without, only the state that the optimizer keeps for them
+    is.
+    """
+
+    def __init__(self, model: nn.Module, optimizer: Optimizer, mesh: DeviceMesh, *, parameters: bool) -> None:
+        self.model, self.optimizer, self.mesh, self.parameters = model, optimizer, mesh, parameters
+        self.ranks, self.rank = mesh.size(mesh.ndim - 1), mesh.get_local_rank(mesh.ndim - 1)
+        self._kept: dict[tuple[str, str], _Kept] = {}
+        self._names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
+        self._shapes = {name: parameter.shape for parameter, name in self._names.items() if parameter.dim()}
+        if parameters:
+            self._split({p: name for p, name in self._names.items() if p.dim()})
+            self._names = {parameter: name for name, parameter in model.named_parameters()}
+        for stepped in list(optimizer.state):
+            for key in list(optimizer.state[stepped]):
+                self.state(self._names[stepped], key)
+
+    def like_parts(self) -> dict[str, Tensor]:
+        """For each parameter that is updated in parts, a tensor like one, without memory of its own."""
+        return {
+            name: parameter.detach().new_empty((), dtype=parameter.dtype).expand(self._part_shape(parameter.shape))
+            if not self.parameters
+            else self.parameter(name)
+            for parameter, name in self._names.items()
+            if parameter.dim()
+        }
+
+    def parameter(self, name: str) -> Tensor:
+        """This rank's padded rows of a parameter."""
+        return self._kept[name, ""].rows
+
+    def has(self, name: str) -> bool:
+        """Whether a parameter is split itself."""
+        return (name, "") in self._kept
+
+    def state(self, name: str, key: str) -> Any:
+        """This rank's padded rows of an entry of a parameter's optimizer state, or the entry itself if it is not split.
+
+        An entry that has been replaced, as `Optimizer.load_state_dict` does, is taken over.
+        """
+        entries = self.optimizer.state[self.model.get_parameter(name)]
+        entry, kept = entries[key], self._kept.get((name, key))
+        if kept is not None and entry is kept.seen:
+            return kept.rows
+        if not isinstance(entry, Tensor) or entry.shape != self._shapes.get(name):
+            return entry
+        kept = self._kept[name, key] = self._keep(entry)
+        entries[key] = kept.seen
+        return kept.rows
+
+    def create_state(self, name: str, entries: Mapping[str, Tensor]) -> None:
+        """Give the optimizer what its first step would have made of a parameter's part, where it has nothing yet."""
+        state = self.optimizer.state[self.model.get_parameter(name)]
+        for key, rows in entries.items():
+            if state.get(key) is None:
+                split = name in self._shapes and rows.shape == self._part_shape(self._shapes[name])
+                kept = self._seen(rows.clone(), self._shapes[name]) if split else None
+                if kept is not None:
+                    self._kept[name, key] = kept
+                state[key] = kept.seen if kept is not None else rows.clone()
+
+    @contextlib.contextmanager
+    def gathered(self) -> Iterator[nn.Module]:
+        """The model with its whole parameters, for evaluation or export; changes made to them are lost at the end."""
+        places = [
+            (module, attribute, parameter)
+            for module in self.model.modules()
+            for attribute, parameter in module._parameters.items()
+            if parameter is not None and self.has(self._names.get(parameter, ""))
+        ]
+        whole: dict[Tensor, nn.Parameter] = {}
+        try:
+            for module, attribute, parameter in places:
+                if parameter not in whole:
+                    full = self._whole(parameter)
+                    whole[parameter] = nn.Parameter(full, requires_grad=parameter.requires_grad)
+                module._parameters[attribute] = whole[parameter]
+            yield self.model
+        finally:
+            for module, attribute, parameter in places:
+                module._parameters[attribute] = parameter
+
+    def _whole(self, parameter: Any) -> Tensor:
+        with torch.no_grad():
+            return parameter.full_tensor()
+
+    def _part_shape(self, shape: torch.Size) -> tuple[int, ...]:
+        return -(-shape[0] // self.ranks), *shape[1:]
+
+    def _split(self, parameters: Mapping[Tensor, str]) -> None:
+        """Replace parameters by DTensors over parts of them, in the model and in the optimizer.
+
+        Whoever else holds an old parameter finds it empty: its memory is free, and using it fails.
+        """
+        new: dict[Tensor, nn.Parameter] = {}
+        for old, name in parameters.items():
+            kept = self._kept[name, ""] = self._keep(old.detach())
+            new[old] = nn.Parameter(kept.seen, requires_grad=old.requires_grad)
+        for module in self.model.modules():
+            for attribute, one in module._parameters.items():
+                if one in new:
+                    module._parameters[attribute] = new[one]
+        for group in self.optimizer.param_groups:
+            group["params"] = [new.get(old, old) for old in group["params"]]
+        for old in [old for old in self.optimizer.state if old in new]:
+            self.optimizer.state[new[old]] = self.optimizer.state.pop(old)
+        for old in new:
+            old.grad = None
+            old.data = old.new_empty(0)
+
+    def _keep(self, whole: Tensor) -> _Kept:
+        """Copy this rank's rows out of a whole tensor, or out of another DTensor like ours."""
+        rows = torch.zeros(self._part_shape(whole.shape), dtype=whole.dtype, device=whole.device)
+        own = self._own_rows(whole, rows.shape[0])
+        rows[: own.shape[0]].copy_(own)
+        return self._seen(rows, whole.shape)
+
+    def _own_rows(self, whole: Any, count: int) -> Tensor:
+        from torch.distributed.tensor import DTensor
+
+        if isinstance(whole, DTensor):
+            if whole.device_mesh == self.mesh and list(whole.placements) == self._placements():
+                return whole.to_local()
+            whole = whole.full_tensor()
+        return whole[self.rank * count : (self.rank + 1) * count]
+
+    def _seen(self, rows: Tensor, shape: torch.Size) -> _Kept:
+        from torch.distributed.tensor import DTensor
+
+        own = max(0, min(shape[0] - self.rank * rows.shape[0], rows.shape[0]))
+        stride = torch.empty(shape, device="meta").stride()
+        placements = self._placements()
+        seen = DTensor.from_local(rows[:own], self.mesh, placements, run_check=False, shape=shape, stride=stride)
+        return _Kept(rows, seen)
+
+    def _placements(self) -> list[Any]:
+        from torch.distributed.tensor import Replicate, Shard
+
+        return [Replicate()] * (self.mesh.ndim - 1) + [Shard(0)]

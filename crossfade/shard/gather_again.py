@@ -1,0 +1,112 @@
+"""Parameters gathered twice, for the forward and for the backward, so that nobody keeps them in between."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+
+from crossfade.graph import collectives
+from crossfade.graph.collectives import Kind
+from crossfade.graph.effects import memory_of
+from crossfade.graph.passes import Numerics, Outcome, Pass, PassResult, Verdict
+from crossfade.graph.program import OutputKind, Program, tensor_bytes
+
+_CONVERSIONS = (torch.ops.aten._to_copy.default, torch.ops.prims.convert_element_type.default)
+
+
+@dataclass(frozen=True)
+class GatherAgain(Pass):
+    """Gather what the backward uses of a parameter anew, instead of keeping it from the forward.
+
+    What belongs to the forward is what the loss depends on. Views and conversions of a parameter that the forward made
+    and the backward uses are made anew too. Only what nobody uses in between can be freed, so the memory of a step is
+    that of the parameters in use, at the price of half as much communication again. Where a forward use and a backward
+    use are near, as in the last layers, merge-duplicate-collectives makes the two one again.
+
+    Before:
+        w: f32[2, 2] = parameter("w")
+        x: f32[4, 4] = input("x")
+        start: f32[4, 2] = c10d.all_gather_into_tensor(w, 2, "dp")
+        done: f32[4, 2] = c10d.wait_tensor(start)
+        mm: f32[4, 2] = aten.mm(x, done)
+        sum_1: f32[] = aten.sum(mm)
+        expand: f32[4, 2] = aten.expand(sum_1, [4, 2])
+        t: f32[2, 4] = aten.t(done)
+        mm_1: f32[4, 4] = aten.mm(expand, t)
+        return loss("loss", sum_1), output("dx", mm_1)
+
+    After:
+        w: f32[2, 2] = parameter("w")
+        x: f32[4, 4] = input("x")
+        start: f32[4, 2] = c10d.all_gather_into_tensor(w, 2, "dp")
+        done: f32[4, 2] = c10d.wait_tensor(start)
+        mm: f32[4, 2] = aten.mm(x, done)
+        sum_1: f32[] = aten.sum(mm)
+        expand: f32[4, 2] = aten.expand(sum_1, [4, 2])
+        start_1: f32[4, 2] = c10d.all_gather_into_tensor(w, 2, "dp")
+        done_1: f32[4, 2] = c10d.wait_tensor(start_1)
+        t: f32[2, 4] = aten.t(done_1)
+        mm_1: f32[4, 4] = aten.mm(expand, t)
+        return loss("loss", sum_1), output("dx", mm_1)
+    """
+
+    name = "gather-again"
+    numerics = Numerics.BITWISE
+    requires = frozenset({"sharded-parameters"})
+
+    def run(self, program: Program) -> PassResult:
+        """Give each parameter's uses in the backward a gather of their own."""
+        forward = _ancestors([value for out, value in program.named_results() if out.kind is OutputKind.LOSS])
+        position = {node: index for index, node in enumerate(program.graph.nodes)}
+        verdicts = []
+        for one in collectives.find(program.graph):
+            if one.kind is Kind.ALL_GATHER and one.inputs[0].op == "placeholder":
+                verdicts.append(_split(program, one.node, forward, position))
+        again = sum(one.outcome is Outcome.INSERTED for one in verdicts)
+        return PassResult(bool(again), {"again": again}, tuple(verdicts))
+
+
+def _split(program: Program, start: fx.Node, forward: set[fx.Node], position: dict[fx.Node, int]) -> Verdict:
+    copied = _made_from(start, forward)
+    late = [(user, node) for node in copied for user in node.users if user not in copied and user not in forward]
+    early = any(user in forward for node in copied for user in node.users if user not in copied)
+    if not (late and early):
+        where = "forward" if early else "backward"
+        return Verdict.of(start, Outcome.LEFT, f"only the {where} uses it", bytes=tensor_bytes(start.meta["val"]))
+    before = min((user for user, _ in late), key=position.__getitem__)
+    new: dict[fx.Node, fx.Node] = {}
+    with program.graph.inserting_before(before):
+        for node in copied:
+            new[node] = program.graph.node_copy(node, lambda n: new.get(n, n))
+            new[node].meta = dict(node.meta)
+    for user, node in late:
+        user.replace_input_with(node, new[node])
+    for node in reversed(copied):
+        for one in (node, new[node]):
+            if not one.users:
+                program.graph.erase_node(one)
+    reason = "gathered again for the backward, not kept from the forward"
+    return Verdict.of(new[start], Outcome.INSERTED, reason, bytes=tensor_bytes(start.meta["val"]))
+
+
+def _made_from(start: fx.Node, forward: set[fx.Node]) -> list[fx.Node]:
+    """A gather, its waits, and all views and conversions of what was gathered that the forward makes, in order."""
+    found = [start]
+    for node in found:
+        for user in node.users:
+            alone = user in forward and len(user.all_input_nodes) == 1 and user not in found
+            if alone and (user.target in _CONVERSIONS or memory_of(user) is memory_of(node)):
+                found.append(user)
+    return found
+
+
+def _ancestors(nodes: list[fx.Node]) -> set[fx.Node]:
+    found, stack = set(nodes), list(nodes)
+    while stack:
+        for before in stack.pop().all_input_nodes:
+            if before not in found:
+                found.add(before)
+                stack.append(before)
+    return found

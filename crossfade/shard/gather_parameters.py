@@ -1,0 +1,81 @@
+"""Parameters kept in parts: each rank holds some rows, and gathers all of them before the first use."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor, fx
+
+from crossfade.graph import collectives
+from crossfade.graph.passes import Numerics, Outcome, Pass, PassResult, Verdict
+from crossfade.graph.program import MADE_FOR, InputKind, Program, tensor_bytes
+from crossfade.graph.splice import splice
+from crossfade.shard.own_rows import rows_per_rank
+
+
+@dataclass(frozen=True)
+class GatherParameters(Pass):
+    """Make each parameter this rank's rows of it, and gather the whole before its first use.
+
+    Every rank holds as many rows; where they do not divide, the last ranks' are padded and the padding is cut off what
+    was gathered. Single numbers stay whole.
+
+    Before:
+        w: f32[3, 2] = parameter("w")
+        x: f32[4, 3] = input("x")
+        neg: f32[4, 3] = aten.neg(x)
+        mm: f32[4, 2] = aten.mm(neg, w)
+        return output("y", mm)
+
+    After:
+        w: f32[2, 2] = parameter("w")
+        x: f32[4, 3] = input("x")
+        neg: f32[4, 3] = aten.neg(x)
+        all_gather_into_tensor: f32[4, 2] = c10d.all_gather_into_tensor(w, 2, "dp")
+        wait_tensor: f32[4, 2] = c10d.wait_tensor(all_gather_into_tensor)
+        slice_1: f32[3, 2] = aten.slice.Tensor(wait_tensor, 0, 0, 3)
+        mm: f32[4, 2] = aten.mm(neg, slice_1)
+        return output("y", mm)
+    """
+
+    name = "gather-parameters"
+    numerics = Numerics.BITWISE
+    provides = frozenset({"sharded-parameters"})
+
+    group: str = "dp"
+    ranks: int = 2
+
+    def run(self, program: Program) -> PassResult:
+        """Replace each parameter's placeholder by a part, and its uses by what is gathered."""
+        position = {node: index for index, node in enumerate(program.graph.nodes)}
+        parameters = [(item.name, node) for item, node in program.named_inputs() if item.kind is InputKind.PARAMETER]
+        split = [(name, node) for name, node in parameters if node.meta["val"].dim()]
+        left = [node for _, node in parameters if not node.meta["val"].dim()]
+        verdicts = [Verdict.of(node, Outcome.LEFT, "a single number, kept whole on every rank") for node in left]
+        for name, node in split:
+            whole, first = node.meta["val"], min(node.users, key=position.__getitem__, default=None)
+            node.meta["val"] = part_of(whole, self.ranks)
+            if first is not None:
+                start = self._gather(program, node, whole.shape[0], before=first)
+                start.meta[MADE_FOR] = name
+                reason = "gathers a parameter before its first use"
+                verdicts.append(Verdict.of(start, Outcome.INSERTED, reason, bytes=tensor_bytes(whole)))
+        return PassResult(bool(split), {"split": len(split), "gathered": len(verdicts) - len(left)}, tuple(verdicts))
+
+    def _gather(self, program: Program, part: fx.Node, rows: int, *, before: fx.Node) -> fx.Node:
+        users = list(part.users)
+        whole = splice(program, lambda one: gathered(one, rows, self.ranks, self.group), part, before=before, like=part)
+        for user in users:
+            user.replace_input_with(part, whole)
+        return next(iter(part.users))
+
+
+def gathered(part: Tensor, rows: int, ranks: int, group: str) -> Tensor:
+    """All ranks' parts of a tensor with so many rows, without the padding."""
+    whole = collectives.wait(collectives.all_gather(part, ranks, group))
+    return whole if whole.shape[0] == rows else whole[:rows]
+
+
+def part_of(whole: Tensor, ranks: int) -> Tensor:
+    """A tensor like one rank's part of another, which is fake."""
+    return whole.new_empty(rows_per_rank(whole.shape[0], ranks), *whole.shape[1:])
