@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
@@ -187,7 +187,10 @@ def compile_step(
         model, tuple(model.modules()), loss_fn, optimizer, axes, mode, shards, batch, accumulate, clip_grad_norm,
         semantics, loss_is, tuple(communication() if passes is None else passes),
     )  # fmt: skip
-    return Step(model, optimizer, lambda b: compiler.build(b, members), compiler.key, members, groups, shards)
+    return Step(
+        model, optimizer, lambda b: compiler.build(b, members), compiler.key, members, groups, shards,
+        compiler.initial_state, shares_random_numbers=axes is None or semantics == "global",
+    )  # fmt: skip
 
 
 def _open(axes: DataParallel, mode: DataParallelMode, timeout: float) -> tuple[Members, dict[str, str]]:
@@ -318,7 +321,7 @@ class _StepCompiler:
         ranks = self.axes.whole.size if self.axes else 1
         layout = BatchLayout.of(batch, ranks=ranks, accumulate=self.accumulate, given=self.batch)
 
-        program = self._capture(batch, layout, names)
+        program = self._capture(batch, layout)
         program = self._data_parallel(program) if self.axes else self._on_micro_batches(program)
         split_over = self.axes.split.name if self.axes and self.shards else None
         program = append_optimizer(
@@ -334,8 +337,17 @@ class _StepCompiler:
         facts = self._facts(seconds, layout) | _copy_kernel(program)
         report = Report.of(before, program, title=type(self.model).__name__, facts=facts)
         stepped = {out.name for out in before.outputs if out.kind is OutputKind.UPDATE}
+        return Built(program, layout, report, self.initial_state(stepped))
+
+    def initial_state(self, stepped: Collection[str] | None = None) -> dict[str, dict[str, torch.Tensor]]:
+        """What the optimizer would create at its first step for some parameters, by default all that are trained."""
         parts = self.shards.like_parts() if self.shards else {}
-        return Built(program, layout, report, initial_state(self.optimizer, names, stepped, parts))
+        names = parameter_names(self.model)
+        return initial_state(self.optimizer, names, self._trained() if stepped is None else stepped, parts)
+
+    def _trained(self) -> list[str]:
+        names = parameter_names(self.model)
+        return [names[p] for group in self.optimizer.param_groups for p in group["params"] if p.requires_grad]
 
     def _on_micro_batches(self, program: Program) -> Program:
         return run_on_micro_batches(program, self.accumulate, mean=self.loss_is == "mean")
@@ -353,8 +365,8 @@ class _StepCompiler:
         batch = batch_parallelism(whole.name, whole.size, self.semantics, can_gather=can_gather)
         return run_passes(program, [*once, *batch, *gradient_exchange(self.mode, self.axes, self.loss_is)])
 
-    def _capture(self, batch: tuple[Any, ...], layout: BatchLayout, names: Mapping[Any, str]) -> Program:
-        trained = [names[p] for group in self.optimizer.param_groups for p in group["params"] if p.requires_grad]
+    def _capture(self, batch: tuple[Any, ...], layout: BatchLayout) -> Program:
+        trained = self._trained()
         as_one_device = self.axes is not None and self.semantics == "global"
 
         def capture(size: int) -> Program:

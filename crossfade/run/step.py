@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, fx, nn
 from torch.optim import Optimizer
 
-from crossfade.graph.private import mark_optimizer_stepped
+from crossfade.graph.private import group_named, mark_optimizer_stepped
 from crossfade.graph.program import InputKind, OutputKind, Program
+from crossfade.run import checkpoint
 from crossfade.run.executable import Executable
 from crossfade.run.members import Members
 from crossfade.run.shards import Shards
@@ -72,9 +75,11 @@ class Step:
         members: Members | None,
         groups: Mapping[str, str],
         shards: Shards | None = None,
+        initial_state: Callable[[], Mapping[str, Mapping[str, Tensor]]] = dict,
+        shares_random_numbers: bool = True,
     ) -> None:
         self.model, self.optimizer = model, optimizer
-        self._shards = shards
+        self._shards, self._initial_state, self._shares_random_numbers = shards, initial_state, shares_random_numbers
         self._build, self._key = build, key
         self._members, self._groups = members, groups
         self._ready: dict[Hashable, _Ready] = {}
@@ -127,6 +132,52 @@ class Step:
         }
         return results[0]
 
+    @contextlib.contextmanager
+    def gathered(self) -> Iterator[nn.Module]:
+        """The model with its whole parameters, on every rank, for evaluation or export. All ranks must enter.
+
+        Changes made to the parameters inside are lost.
+
+            >>> model = nn.Linear(2, 1)
+            >>> step = Step(model, torch.optim.SGD(model.parameters()), None, None, None, {})
+            >>> with step.gathered() as whole:
+            ...     whole(torch.ones(3, 2)).shape
+            torch.Size([3, 1])
+        """
+        with self._shards.gathered() if self._shards is not None else contextlib.nullcontext(self.model) as model:
+            yield model
+
+    def state_dict(self) -> dict[str, Any]:
+        """The model, the optimizer, the number of steps and, where ranks share it, the random generator.
+
+        What is split is there as DTensors: `torch.distributed.checkpoint` saves it from all ranks, and loads it on any
+        number of them. The optimizer's state of every trained parameter is there, also before the first step.
+        """
+        for name, entries in self._initial_state().items():
+            self._create(name, self.model.get_parameter(name), entries)
+        return checkpoint.state_of(
+            self.model, self.optimizer, steps=self.steps, with_random=self._shares_random_numbers
+        )
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from what `state_dict` returned here or, loaded by `torch.distributed.checkpoint`, elsewhere."""
+        for name, entries in self._initial_state().items():
+            self._create(name, self.model.get_parameter(name), entries)
+        self.steps = checkpoint.restore(self.model, self.optimizer, state)
+
+    def save(self, folder: str | Path) -> None:
+        """Write a checkpoint from all ranks; until it is complete, an earlier one in the folder stays."""
+        checkpoint.save(self.state_dict(), folder, self._group(), first=self._members is None or not self._members.rank)
+
+    def load(self, folder: str | Path) -> None:
+        """Go on from a checkpoint that `save` wrote, on any number of ranks and with any `data_parallel`."""
+        state = self.state_dict()
+        checkpoint.load(state, folder, self._group())
+        self.load_state_dict(state)
+
+    def _group(self) -> Any:
+        return group_named(next(iter(self._groups.values()))) if self._groups else None
+
     def _prepared(self, batch: tuple[Any, ...]) -> _Ready:
         key = self._key(batch)
         if key not in self._ready:
@@ -160,13 +211,15 @@ class Step:
         """Give the optimizer the state that its own first step would have made, where it has none."""
         states = self.optimizer.state
         for name, parameter, entries in ready.initial_state:
-            if not entries or len(states.get(parameter, ())) >= len(entries):
-                continue
-            if self._shards is not None:
-                self._shards.create_state(name, entries)
-            else:
-                state = states[parameter]
-                state.update({key: value.clone() for key, value in entries.items() if state.get(key) is None})
+            if entries and len(states.get(parameter, ())) < len(entries):
+                self._create(name, parameter, entries)
+
+    def _create(self, name: str, parameter: nn.Parameter, entries: Mapping[str, Tensor]) -> None:
+        if self._shards is not None:
+            self._shards.create_state(name, entries)
+        elif entries:
+            state = self.optimizer.state[parameter]
+            state.update({key: value.clone() for key, value in entries.items() if state.get(key) is None})
 
     def _binders(self, program: Program) -> list[Callable[[dict[str, Tensor]], Any]]:
         """For each input, how to find its value at call time: users may load checkpoints or change rates meanwhile."""

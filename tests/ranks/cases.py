@@ -207,7 +207,7 @@ def train_eager(
     device: str = "cpu",
 ) -> Trained:
     """Train on one device with plain eager torch: the reference."""
-    case, model, opt = _start(name, optimizer, device)
+    case, model, opt = start(name, optimizer, device)
     losses = []
     for inputs, *rest in batches(case, steps, device):
         opt.zero_grad()
@@ -220,19 +220,19 @@ def train_eager(
             nn.utils.clip_grad_norm_(model.parameters(), clip)
         opt.step()
         losses.append(total)
-    return _trained(losses, model, opt)
+    return trained(losses, model, opt)
 
 
 def train_crossfade(
     name: str, ranks: int = 1, *, steps: int = 10, optimizer: str = "", device: str = "cpu", **options: Any
 ) -> Trained:
     """Train with `compile_step`, on the ranks of this world (or on one device)."""
-    case, model, opt = _start(name, optimizer, device)
+    case, model, opt = start(name, optimizer, device)
     mesh = options.pop("mesh", {"dp": ranks})
     step = cf.compile_step(model, case.loss, opt, mesh, timeout=30.0, **options)
     local = options.get("batch") == "local"
     losses = [float(step(*(_own(batch, ranks) if local else batch))) for batch in batches(case, steps, device)]
-    return _trained(losses, model, opt, captures=step.captures, collectives=step.report.collectives_after)
+    return trained(losses, model, opt, captures=step.captures, collectives=step.report.collectives_after)
 
 
 def train_crossfade_on_ranks(name: str, ranks: int, options: dict[str, Any]) -> Trained:
@@ -242,7 +242,7 @@ def train_crossfade_on_ranks(name: str, ranks: int, options: dict[str, Any]) -> 
 
 def train_ddp(name: str, ranks: int) -> Trained:
     """Train with torch's DDP, each rank on its part."""
-    case, model, opt = _start(name, "")
+    case, model, opt = start(name, "")
     wrapped = DistributedDataParallel(model)
     losses = []
     for batch in batches(case, 10):
@@ -252,10 +252,11 @@ def train_ddp(name: str, ranks: int) -> Trained:
         loss.backward()
         opt.step()
         losses.append(float(loss.detach()))
-    return _trained(losses, model, opt)
+    return trained(losses, model, opt)
 
 
-def _start(name: str, optimizer: str, device: str = "cpu") -> tuple[Case, nn.Module, torch.optim.Optimizer]:
+def start(name: str, optimizer: str, device: str = "cpu") -> tuple[Case, nn.Module, torch.optim.Optimizer]:
+    """A case's model and optimizer, the same everywhere."""
     case = CASES[name]
     torch.manual_seed(0)
     model = case.model().to(device)
@@ -277,7 +278,8 @@ def _own(batch: Batch, ranks: int) -> Batch:
     return _part(batch, dist.get_rank(), ranks)
 
 
-def _trained(losses: list[float], model: nn.Module, opt: torch.optim.Optimizer, **extra: Any) -> Trained:
+def trained(losses: list[float], model: nn.Module, opt: torch.optim.Optimizer, **extra: Any) -> Trained:
+    """What training left behind, whole."""
     state = {name: _whole(value) for name, value in model.state_dict().items()}
     return Trained(losses, copy.deepcopy(state), tree_map_only(Tensor, _whole, opt.state_dict()), extra)
 

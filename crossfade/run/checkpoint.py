@@ -1,0 +1,114 @@
+"""Training state as one nested dict of tensors, to and from disk: what `torch.distributed.checkpoint` takes."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from crossfade.errors import CrossfadeError
+
+_OLD, _NEW = ".old", ".new"
+
+
+def state_of(model: nn.Module, optimizer: Optimizer, *, steps: int, with_random: bool) -> dict[str, Any]:
+    """Everything that training goes on from, by the names of parameters; the tensors are the live ones."""
+    names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
+    entries = {names[parameter]: dict(state) for parameter, state in optimizer.state.items() if state}
+    groups = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
+    state = {"model": model.state_dict(), "optimizer": entries, "groups": groups, "steps": steps}
+    return state | ({"random": _random_state(model)} if with_random else {})
+
+
+def restore(model: nn.Module, optimizer: Optimizer, state: Mapping[str, Any]) -> int:
+    """Put a state back, in place, and return its number of steps; the optimizer's entries must exist already."""
+    _check(state)
+    with torch.no_grad():
+        model.load_state_dict(state["model"])
+        for name, entries in state["optimizer"].items():
+            live = optimizer.state[model.get_parameter(name)]
+            for key, value in entries.items():
+                if isinstance(value, Tensor) and isinstance(live.get(key), Tensor):
+                    live[key].copy_(value)
+                else:
+                    live[key] = value
+    for group, saved in zip(optimizer.param_groups, state["groups"], strict=True):
+        group.update(saved)
+    for device, generator in state.get("random", {}).items():
+        _set_random_state(device, generator)
+    return int(state["steps"])
+
+
+def _check(state: Mapping[str, Any]) -> None:
+    if missing := [key for key in ("model", "optimizer", "groups", "steps") if key not in state]:
+        raise CrossfadeError(
+            f"a state without {', '.join(missing)}",
+            expected="what step.state_dict() returned",
+            remedy="load a checkpoint that step.save() or torch.distributed.checkpoint.save(step.state_dict()) wrote",
+        )
+
+
+def _random_state(model: nn.Module) -> dict[str, Tensor]:
+    device = next((p.device.type for p in model.parameters()), "cpu")
+    return {"cpu": torch.get_rng_state()} | ({"cuda": torch.cuda.get_rng_state()} if device == "cuda" else {})
+
+
+def _set_random_state(device: str, generator: Tensor) -> None:
+    if device == "cpu":
+        torch.set_rng_state(generator)
+    else:
+        torch.cuda.set_rng_state(generator)
+
+
+def save(state: Mapping[str, Any], folder: str | Path, group: Any, *, first: bool) -> None:
+    """Write a state from all ranks of a group; an earlier one in the same place stays whole until this one is.
+
+    `group` is the ranks' process group, None for one process; `first` says whether this rank moves the folders.
+    """
+    from torch.distributed import checkpoint
+
+    folder = Path(folder)
+    new = folder.with_name(folder.name + _NEW)
+    if first and new.exists():  # of a run that was cut
+        shutil.rmtree(new)
+    _meet(group)
+    checkpoint.save(dict(state), checkpoint_id=new, process_group=group, no_dist=group is None)
+    _meet(group)
+    if first:
+        _replace(folder, new)
+    _meet(group)
+
+
+def load(state: dict[str, Any], folder: str | Path, group: Any) -> None:
+    """Read into a state, its tensors in place, what `save` wrote from any number of ranks."""
+    from torch.distributed import checkpoint
+
+    folder = Path(folder)
+    old = folder.with_name(folder.name + _OLD)
+    found = folder if folder.exists() else old
+    if not found.exists():
+        raise CrossfadeError(f"no checkpoint at {folder}", remedy="save one there with step.save()")
+    checkpoint.load(state, checkpoint_id=found, process_group=group, no_dist=group is None)
+
+
+def _replace(folder: Path, new: Path) -> None:
+    """Put a finished checkpoint in its place. At every moment the old or the new one is there, and whole."""
+    old = folder.with_name(folder.name + _OLD)
+    if old.exists() and folder.exists():
+        shutil.rmtree(old)
+    if folder.exists():
+        os.rename(folder, old)
+    os.rename(new, folder)
+    if old.exists():
+        shutil.rmtree(old)
+
+
+def _meet(group: Any) -> None:
+    if group is not None:
+        torch.distributed.barrier(group)
