@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from crossfade.demo.model import Size, batches, build, next_token_loss
-from crossfade.graph.passes import Pass
 from crossfade.pipeline import compile_step
 from crossfade.run.step import Step
 
@@ -50,13 +49,13 @@ class Measured:
 def single_process(size: Size) -> Contender:
     """Plain eager torch: one process computes the whole batch."""
     model = build(size)
-    return Contender("one process, eager", _eager_step(model, model), first_rank_only=True)
+    return Contender("one process, eager", eager_step(model, model), first_rank_only=True)
 
 
 def compute_alone(size: Size) -> Contender:
     """Plain eager torch on each rank's part of the batch, nothing exchanged: all communication hidden."""
     model = build(size)
-    return Contender("compute alone (no exchange)", _on_own_part(_eager_step(model, model)))
+    return Contender("compute alone (no exchange)", on_own_part(eager_step(model, model)))
 
 
 def ddp(size: Size, bucket_mb: float | None = None) -> Contender:
@@ -64,13 +63,13 @@ def ddp(size: Size, bucket_mb: float | None = None) -> Contender:
     model = build(size)
     wrapped = DistributedDataParallel(model, bucket_cap_mb=bucket_mb)
     name = "torch DDP, default buckets" if bucket_mb is None else f"torch DDP, {bucket_mb:g} MB buckets"
-    return Contender(name, _on_own_part(_eager_step(wrapped, model)))
+    return Contender(name, on_own_part(eager_step(wrapped, model)))
 
 
-def crossfade(size: Size, passes: Sequence[Pass] | None = None, name: str = "Crossfade") -> Contender:
-    """The whole step as one graph."""
+def crossfade(size: Size, name: str = "Crossfade", **options: Any) -> Contender:
+    """The whole step as one graph, with any options of `compile_step`."""
     model = build(size)
-    step = compile_step(model, next_token_loss, _optimizer(model), {"dp": dist.get_world_size()}, passes=passes)
+    step = compile_step(model, next_token_loss, _optimizer(model), {"dp": dist.get_world_size()}, **options)
     return Contender(name, step, compiled=step)
 
 
@@ -107,7 +106,8 @@ def _optimizer(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=1e-3)
 
 
-def _eager_step(forward: Callable[[Tensor], Tensor], model: nn.Module) -> TrainStep:
+def eager_step(forward: Callable[[Tensor], Tensor], model: nn.Module) -> TrainStep:
+    """A step of plain eager torch: forward, backward, optimizer."""
     optimizer = _optimizer(model)
 
     def step(tokens: Tensor, targets: Tensor) -> Tensor:
@@ -120,7 +120,9 @@ def _eager_step(forward: Callable[[Tensor], Tensor], model: nn.Module) -> TrainS
     return step
 
 
-def _on_own_part(step: TrainStep) -> TrainStep:
+def on_own_part(step: TrainStep) -> TrainStep:
+    """A step that each rank takes on its part of the batch."""
+
     def own_part(*batch: Tensor) -> Tensor:
         return step(*(part.chunk(dist.get_world_size())[dist.get_rank()] for part in batch))
 

@@ -1,4 +1,7 @@
-"""Report to JSON and back. The keys are the fields' names and are a promise: change one, raise `FORMAT`."""
+"""Report to JSON and back. The keys are the fields' names and are a promise: change one, raise `FORMAT`.
+
+A timeline has its sums beside its spans; reading it back takes the spans.
+"""
 
 from __future__ import annotations
 
@@ -6,9 +9,11 @@ import json
 from dataclasses import asdict
 from typing import Any
 
+from crossfade.cost.timeline import Computed, Timeline, Travelled
 from crossfade.errors import CrossfadeError
 from crossfade.graph.passes import Outcome, PassRecord, Verdict
 from crossfade.report.report import CollectiveCounts, Report, Table
+from crossfade.report.timeline import hidden, timelines
 
 FORMAT = 1
 
@@ -21,7 +26,9 @@ def dump(report: Report) -> str:
       "format": 1,
       "title": "step",
     """
-    return json.dumps({"format": FORMAT, **asdict(report)}, indent=2) + "\n"
+    content = {"format": FORMAT, **asdict(report)}
+    content.update({name: _sums(timeline) | content[name] for name, timeline in timelines(report)})
+    return json.dumps(content, indent=2) + "\n"
 
 
 def load(text: str) -> Report:
@@ -41,6 +48,10 @@ def load(text: str) -> Report:
         facts=content["facts"],
         tables=tuple(Table(**item) for item in content["tables"]),
         program=content["program"],
+        # Reports of earlier versions have none of these.
+        predicted=_timeline(content.get("predicted")),
+        measured=_timeline(content.get("measured")),
+        memory=tuple((at, size) for at, size in content.get("memory", ())),
     )
 
 
@@ -63,3 +74,16 @@ def _record(item: dict[str, Any]) -> PassRecord:
 
 def _counts(item: dict[str, list[int]]) -> CollectiveCounts:
     return {kind: (number, size) for kind, (number, size) in item.items()}
+
+
+def _sums(timeline: Timeline) -> dict[str, float | None]:
+    sums = {name: getattr(timeline, name) for name in ("seconds", "busy", "travelling", "exposed")}
+    return {**sums, "hidden": hidden(timeline)}
+
+
+def _timeline(item: dict[str, Any] | None) -> Timeline | None:
+    if item is None:
+        return None
+    computation = tuple(Computed(**one) for one in item["computation"])
+    communication = tuple(Travelled(**one) for one in item["communication"])
+    return Timeline(computation, communication, item["seconds"], item["source"])

@@ -14,6 +14,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from crossfade.graph.passes import TEXT_LIMIT, Outcome, PassRecord
 from crossfade.report.diff import Diff, unified
+from crossfade.report.timeline import COLUMNS, MEMORY_HEIGHT, comparison, draw, stood_still
 from crossfade.report.units import Cell, format_bytes, format_cell, format_change, format_seconds, is_numeric, plural
 
 if TYPE_CHECKING:
@@ -102,8 +103,23 @@ def _content(report: Report) -> dict[str, Any]:
         "collectives": _collective_rows(report),
         "outcomes": [(outcome, outcomes.count(outcome)) for outcome in Outcome if outcome in outcomes],
         "passes": [_pass_view(record, report.seconds) for record in report.records],
+        "timeline": _timeline(report),
         "tables": [(table, _numeric_columns(table)) for table in report.tables],
         "program": _program_text(report.program),
+    }
+
+
+def _timeline(report: Report) -> dict[str, Any]:
+    columns, rows = comparison(report)
+    longest, more = stood_still(report)
+    return {
+        "drawing": draw(report),
+        "width": COLUMNS,
+        "memory_height": MEMORY_HEIGHT,
+        "columns": columns if len(columns) > 1 else [],
+        "rows": rows,
+        "stood_still": longest,
+        "more": more,
     }
 
 

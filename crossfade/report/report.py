@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
+from crossfade.cost.timeline import Timeline
 from crossfade.errors import CrossfadeError
 from crossfade.graph.collectives import count_by_kind
 from crossfade.graph.passes import Outcome, PassRecord, Verdict
@@ -16,6 +17,8 @@ from crossfade.report.units import Cell, format_bytes, format_seconds, plural
 
 if TYPE_CHECKING:
     from rich.console import Console
+
+    from crossfade.report.timeline import MemoryPoint
 
 CollectiveCounts = Mapping[str, tuple[int, int]]
 """Kind of collective -> how many, and their bytes in all."""
@@ -77,6 +80,9 @@ class Table:
 class Report:
     """What a pipeline did to a program, and what became of each of its collectives.
 
+    `predicted` and `measured` are timelines of the final program. `memory` is the bytes alive over time: pairs of a
+    time (seconds, or the name of the node that begins then) and the bytes from then on.
+
     >>> from crossfade.graph.text import parse
     >>> before = parse('''
     ... x: f32[4] = input("x")
@@ -98,11 +104,15 @@ class Report:
     facts: Mapping[str, str] = field(default_factory=dict)
     tables: tuple[Table, ...] = ()
     program: str = ""
+    predicted: Timeline | None = None
+    measured: Timeline | None = None
+    memory: Sequence[MemoryPoint] = ()
 
     def __post_init__(self) -> None:
         # Copies: a report must not change when the caller's dict does.
         for name in ("collectives_before", "collectives_after", "facts"):
             object.__setattr__(self, name, dict(getattr(self, name)))
+        object.__setattr__(self, "memory", tuple((at, size) for at, size in self.memory))
 
     @classmethod
     def of(
@@ -138,6 +148,25 @@ class Report:
         ['Speed']
         """
         return replace(self, tables=(*self.tables, table))
+
+    def with_timelines(
+        self,
+        *,
+        predicted: Timeline | None = None,
+        measured: Timeline | None = None,
+        memory: Sequence[MemoryPoint] | None = None,
+    ) -> Report:
+        """A copy with the timelines and the memory curve that are given; others stay.
+
+        >>> Report("step").with_timelines(measured=Timeline((), (), 0.25)).measured.seconds
+        0.25
+        """
+        return replace(
+            self,
+            predicted=self.predicted if predicted is None else predicted,
+            measured=self.measured if measured is None else measured,
+            memory=self.memory if memory is None else memory,
+        )
 
     @property
     def verdicts(self) -> tuple[PassVerdict, ...]:
@@ -257,6 +286,19 @@ class Report:
 
         target = Path(path)
         target.write_text(render_page(self), encoding="utf-8", errors="xmlcharrefreplace")
+        return target
+
+    def to_trace(self, path: str | Path) -> Path:
+        """Write the timelines as a trace that Perfetto and chrome://tracing open, and return where it is.
+
+        >>> Report("step").to_trace("trace.json")
+        Traceback (most recent call last):
+        crossfade.errors.CrossfadeError: found a report without a timeline...
+        """
+        from crossfade.report.trace import dump_trace
+
+        target = Path(path)
+        target.write_text(dump_trace(self), encoding="utf-8")
         return target
 
     def __str__(self) -> str:

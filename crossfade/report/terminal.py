@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from rich import box
@@ -11,6 +11,7 @@ from rich.table import Table as Grid
 from rich.text import Text
 
 from crossfade.graph.passes import Outcome, PassRecord
+from crossfade.report import timeline as lanes
 from crossfade.report.units import Cell, format_bytes, format_cell, format_seconds, is_numeric, plural
 
 if TYPE_CHECKING:
@@ -18,6 +19,9 @@ if TYPE_CHECKING:
 
 GROUP_LIMIT = 20
 """The terminal shows at most this many groups of verdicts, and says how many it cut; JSON and HTML have all."""
+
+LANE_CELLS = 64
+"""Characters of a lane."""
 
 _STYLES = {
     Outcome.INSERTED: "blue",
@@ -50,12 +54,49 @@ def show(report: Report, console: Console | None = None) -> None:
         console.print(_facts(report))
         console.print()
     console.print(Text(report.summary))
+    if pictures := list(_pictures(report)):
+        console.print()
+        for line in pictures:
+            console.print(line, no_wrap=True)
     for grid in _grids(report):
         console.print()
         console.print(grid)
 
 
+def _pictures(report: Report) -> Iterator[Text]:
+    """Two lines a timeline: what computation did, and below it communication. All on one axis."""
+    shown = lanes.timelines(report)
+    length = max((timeline.seconds for _, timeline in shown), default=0.0)
+    for title, timeline in shown if length else ():
+        busy = lanes.coverage(((one.start, one.finish) for one in timeline.computation), length, LANE_CELLS)
+        still = lanes.coverage((lanes.exposed_span(one) for one in timeline.communication), length, LANE_CELLS)
+        travel = lanes.coverage(((one.start, one.finish) for one in timeline.communication), length, LANE_CELLS)
+        yield Text(f"{title:<11}computation    ").append_text(_lane(busy, still, "█", "blue"))
+        yield Text(f"{'':<11}communication  ").append_text(_lane(travel, still, "▄", "cyan"))
+
+
+def _lane(filled: list[float], still: list[float], mark: str, style: str) -> Text:
+    """A cell has the mark if at least half full, and a shade where computation stood still for most of it."""
+    text = Text()
+    for part, exposed in zip(filled, still, strict=True):
+        if exposed >= 0.5:
+            text.append("░", "red")
+        else:
+            text.append(mark if part >= 0.5 else "·" if part > 0 else " ", style)
+    return text
+
+
+def _timelines(report: Report) -> Grid:
+    columns, rows = lanes.comparison(report)
+    grid = _grid("Timeline", columns, right=range(1, len(columns)))
+    for row in rows:
+        _row(grid, *(format_cell(cell) for cell in row))
+    return grid
+
+
 def _grids(report: Report) -> Iterable[Grid]:
+    if lanes.timelines(report):
+        yield _timelines(report)
     if report.collectives_before or report.collectives_after:
         yield _collectives(report)
     if report.verdict_groups:

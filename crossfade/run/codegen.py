@@ -62,7 +62,11 @@ def compile_program(program: Program) -> Compiled:
     >>> compiled.function([torch.ones(2)])
     (tensor([1., 1.]),)
     """
-    writer = _Writer(program)
+    return compile_written(Writer(program))
+
+
+def compile_written(writer: Writer) -> Compiled:
+    """Compile what a writer makes of its program; tracebacks show its lines."""
     source = writer.source()
     filename = f"<crossfade program {next(_numbers)}>"
     exec(compile(source, filename, "exec"), writer.names)
@@ -80,7 +84,9 @@ def native(target: Any) -> Callable[..., Any]:
     return getattr(torch, name, None) or getattr(torch.Tensor, name)
 
 
-class _Writer:
+class Writer:
+    """Writes a program as Python, one line a node; `names` are the objects its text refers to."""
+
     def __init__(self, program: Program) -> None:
         self.program = program
         self.names: dict[str, Any] = {}
@@ -89,16 +95,20 @@ class _Writer:
         self._taken = {node.name for node in program.graph.nodes}
 
     def source(self) -> str:
+        """The whole function; also notes in `node_at` which line is which node's."""
         last_use = self._last_uses()
         arguments = ", ".join(node.name for node in self.program.placeholders)
         lines = ["def run(inputs):", f"    [{arguments}] = inputs; inputs.clear()"]
         for node in self.program.graph.nodes:
             if node.op in ("call_function", "get_attr"):
-                freed = last_use.get(node, [])
-                lines.append(f"    {node.name} = {self._call(node)}" + (f"; del {', '.join(freed)}" if freed else ""))
+                lines.append("    " + "; ".join(self.statements(node, last_use.get(node, []))))
                 self.node_at[len(lines)] = node
         results = "".join(f"{self._value(value)}," for value in self.program.results)
         return "\n".join([*lines, f"    return ({results})"])
+
+    def statements(self, node: fx.Node, freed: list[str]) -> list[str]:
+        """What a node's line does, in order: call it, then let go of the values that nobody needs any more."""
+        return [f"{node.name} = {self._call(node)}", *([f"del {', '.join(freed)}"] if freed else [])]
 
     def _last_uses(self) -> dict[fx.Node, list[str]]:
         """For each node, the values that are not needed after it."""
@@ -118,11 +128,11 @@ class _Writer:
 
     def _call(self, node: fx.Node) -> str:
         if node.op == "get_attr":
-            return self._bind(self.program.constants[str(node.target)], "constant")
+            return self.bind(self.program.constants[str(node.target)], "constant")
         arguments = [self._value(argument) for argument in node.args]
         arguments += [f"{name}={self._value(value)}" for name, value in node.kwargs.items()]
         function = native(node.target)
-        return f"{self._bind(function, getattr(function, '__name__', 'call'))}({', '.join(arguments)})"
+        return f"{self.bind(function, getattr(function, '__name__', 'call'))}({', '.join(arguments)})"
 
     def _value(self, value: Any) -> str:
         if isinstance(value, fx.Node):
@@ -133,9 +143,9 @@ class _Writer:
         plain = (
             value is None or isinstance(value, (bool, int, str)) or (isinstance(value, float) and math.isfinite(value))
         )
-        return repr(value) if plain else self._bind(value, "constant")
+        return repr(value) if plain else self.bind(value, "constant")
 
-    def _bind(self, value: Any, hint: str) -> str:
+    def bind(self, value: Any, hint: str) -> str:
         """A global name for an object, as readable as it can be."""
         key = id(value)
         if key not in self._bound:

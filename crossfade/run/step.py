@@ -14,12 +14,14 @@ import torch
 from torch import Tensor, fx, nn
 from torch.optim import Optimizer
 
+from crossfade.cost.timeline import Timeline
 from crossfade.graph.private import group_named, mark_optimizer_stepped
 from crossfade.graph.program import InputKind, OutputKind, Program
 from crossfade.run import checkpoint
 from crossfade.run.executable import Executable
 from crossfade.run.members import Members
 from crossfade.run.shards import Shards
+from crossfade.run.stopwatch import Stopwatch
 
 log = logging.getLogger("crossfade")
 
@@ -116,13 +118,31 @@ class Step:
     def __call__(self, *batch: Any) -> Tensor:
         """Train on one batch and return its loss."""
         ready = self._last = self._prepared(batch)
-        self._create_state(ready)
+        values = self._taken(ready, batch)
+        del batch
+        return self._train(ready, ready.executable, values)
+
+    def profile(self, *batch: Any) -> Timeline:
+        """Train on one batch as a call does, and return what this rank did when; see `crossfade.run.stopwatch`.
+
+        The first step makes optimizer state and the memory of buckets: profile a later one, on every rank.
+        """
+        ready = self._last = self._prepared(batch)
+        values = self._taken(ready, batch)
+        del batch
+        stopwatch = Stopwatch(ready.executable)
+        self._train(ready, stopwatch, values)
+        return stopwatch.timeline
+
+    def _taken(self, ready: _Ready, batch: tuple[Any, ...]) -> dict[str, Tensor]:
+        """This rank's part of a batch, by the names of the program's inputs."""
         rank = self._members.rank if self._members else 0
-        tensors = ready.built.layout.take(batch, rank)
         names = [item.name for item in ready.built.program.inputs if item.kind is InputKind.INPUT]
-        values = dict(zip(names, tensors, strict=True))
-        del tensors, batch
-        results = self._run(ready.executable, [get(values) for get in ready.bind])
+        return dict(zip(names, ready.built.layout.take(batch, rank), strict=True))
+
+    def _train(self, ready: _Ready, executable: Executable, values: dict[str, Tensor]) -> Tensor:
+        self._create_state(ready)
+        results = self._run(executable, [get(values) for get in ready.bind])
         mark_optimizer_stepped(self.optimizer)
         self.steps += 1
         self.outputs = {

@@ -1,0 +1,103 @@
+"""Timelines in the trace event format, which Perfetto and chrome://tracing open.
+
+Each timeline is a process; its threads are the computing lane and one lane a group. Arrows lead from a launch to its
+travel. Times are whole nanoseconds, written in microseconds as the format asks, so that neighbours touch and never
+overlap.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from crossfade.cost.timeline import Timeline, Travelled
+from crossfade.errors import CrossfadeError
+from crossfade.report.timeline import exposed_span, placed, timelines
+
+if TYPE_CHECKING:
+    from crossfade.report.report import Report
+
+Event = dict[str, Any]
+
+_COMPUTATION = 0
+
+
+def dump_trace(report: Report) -> str:
+    """The report's timelines as JSON text, one event a line.
+
+    >>> from crossfade.cost.timeline import Computed
+    >>> from crossfade.report.report import Report
+    >>> print(dump_trace(Report("step", measured=Timeline((Computed("mm", 0.0, 2e-3),), (), 2e-3))))
+    {"displayTimeUnit": "ms", "traceEvents": [
+    {"ph": "M", "pid": 1, "tid": 0, "name": "process_name", "args": {"name": "measured"}},
+    {"ph": "M", "pid": 1, "tid": 0, "name": "process_sort_index", "args": {"sort_index": 1}},
+    {"ph": "M", "pid": 1, "tid": 0, "name": "thread_name", "args": {"name": "computation"}},
+    {"ph": "M", "pid": 1, "tid": 0, "name": "thread_sort_index", "args": {"sort_index": 0}},
+    {"ph": "X", "pid": 1, "tid": 0, "name": "mm", "cat": "computation", "ts": 0.0, "dur": 2000.0}
+    ]}
+    """
+    shown = timelines(report)
+    if not shown:
+        raise CrossfadeError(
+            "a report without a timeline",
+            expected="a predicted or a measured one",
+            remedy="add one with report.with_timelines(...), then write the trace",
+        )
+    processes = (_process(pid, title, timeline) for pid, (title, timeline) in enumerate(shown, 1))
+    events = [event for process in processes for event in process]
+    events += _memory(report, shown[0][1])
+    return '{"displayTimeUnit": "ms", "traceEvents": [\n' + ",\n".join(map(json.dumps, events)) + "\n]}\n"
+
+
+def _process(pid: int, title: str, timeline: Timeline) -> Iterator[Event]:
+    groups = dict.fromkeys(one.group for one in timeline.communication)
+    lanes = {group: tid for tid, group in enumerate(groups, 1)}
+    name = title if timeline.source in ("", title) else f"{title}: {timeline.source}"
+    yield from _labels("process", name, pid, _COMPUTATION, place=pid)
+    yield from _labels("thread", "computation", pid, _COMPUTATION, place=_COMPUTATION)
+    for group, tid in lanes.items():
+        yield from _labels("thread", f"communication {group}", pid, tid, place=tid)
+    for node in timeline.computation:
+        yield _slice(pid, _COMPUTATION, node.name, "computation", node.start, node.finish)
+    launched_at = {node.name: node.start for node in timeline.computation}
+    for number, one in enumerate(timeline.communication):
+        yield from _collective(pid, lanes[one.group], one)
+        if one.name in launched_at:
+            yield from _arrow(f"{pid}.{number}", pid, launched_at[one.name], lanes[one.group], one.start)
+
+
+def _labels(what: str, name: str, pid: int, tid: int, *, place: int) -> Iterator[Event]:
+    owner = {"ph": "M", "pid": pid, "tid": tid}
+    yield {**owner, "name": f"{what}_name", "args": {"name": name}}
+    yield {**owner, "name": f"{what}_sort_index", "args": {"sort_index": place}}
+
+
+def _collective(pid: int, tid: int, one: Travelled) -> Iterator[Event]:
+    about = {"kind": one.kind, "group": one.group, "bytes": one.bytes, "launch_us": _micros(one.launch),
+             "exposed_us": _micros(one.exposed)}  # fmt: skip
+    yield {**_slice(pid, tid, one.name, "communication", one.start, one.finish), "args": about}
+    if one.exposed > 0:
+        waiting = _slice(pid, _COMPUTATION, f"exposed: {one.name}", "exposed", *exposed_span(one))
+        yield {**waiting, "cname": "terrible", "args": about}
+
+
+def _slice(pid: int, tid: int, name: str, category: str, start: float, finish: float) -> Event:
+    nanos = round(finish * 1e9) - round(start * 1e9)
+    return {"ph": "X", "pid": pid, "tid": tid, "name": name, "cat": category, "ts": _micros(start), "dur": nanos / 1e3}
+
+
+def _arrow(number: str, pid: int, launched: float, tid: int, travels: float) -> Iterator[Event]:
+    """From the start of the launching slice: an arrow belongs to the slice that it begins in."""
+    about = {"pid": pid, "name": "launch", "cat": "launch", "id": number}
+    yield {"ph": "s", **about, "tid": _COMPUTATION, "ts": _micros(launched)}
+    yield {"ph": "f", **about, "tid": tid, "ts": _micros(travels), "bp": "e"}
+
+
+def _memory(report: Report, timeline: Timeline) -> Iterator[Event]:
+    for at, size in placed(report.memory, timeline):
+        yield {"ph": "C", "pid": 1, "tid": 0, "name": "memory", "ts": _micros(at), "args": {"bytes": size}}
+
+
+def _micros(seconds: float) -> float:
+    return round(seconds * 1e9) / 1e3
