@@ -10,10 +10,11 @@ step.report.show()
 from crossfade.errors import CrossfadeError
 from crossfade.graph.passes import Pass, PassResult, Verdict, run_passes
 from crossfade.graph.program import Program
-from crossfade.pipeline import Optimized, compile_step, optimize
+from crossfade.pipeline import Optimized, optimize
 from crossfade.report.report import Report
 from crossfade.run.ranks import Ranks
 from crossfade.run.step import Step
+from crossfade.training import compile_step
 
 __version__ = "0.1.0"
 

@@ -80,4 +80,6 @@ class MachineError(CrossfadeError):
 
 
 class MemoryLimitError(CrossfadeError):
-    """A program needs more memory than allowed, in whatever order it runs."""
+    """A program needs more memory than allowed, in whatever order it runs; `least` bytes would do."""
+
+    least = 0

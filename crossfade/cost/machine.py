@@ -6,7 +6,7 @@ import dataclasses
 import hashlib
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -108,7 +108,7 @@ class Machine:
         if found is None:
             raise MachineError(
                 f"no fabric for axis {axis!r} in {self.name}",
-                expected=f"one of {', '.join(self.fabrics)}, or one for every axis",
+                expected=f"one of {', '.join(self.fabrics) or 'none'}, or one for every axis",
                 remedy=f'add it under fabrics, or add one under "{ANY_AXIS}"',
             )
         return found
@@ -116,6 +116,22 @@ class Machine:
     def collective_seconds(self, kind: Kind, size: int, ranks: int, axis: str = ANY_AXIS) -> float:
         """Seconds that one collective takes alone, for the bytes of its larger side."""
         return self.fabric(axis).links[kind].seconds(kind, size, ranks)
+
+    def with_scatters_as_exchanges(self, axes: Collection[str]) -> Machine:
+        """This machine where reduce-scatters along some axes are carried out as all-to-alls, as programs on gloo do.
+
+        >>> link, slow = Link(1e-4, 1e9), Link(1e-4, 5e8)
+        >>> fabric = Fabric({**dict.fromkeys(Kind, link), Kind.REDUCE_SCATTER: slow})
+        >>> machine = Machine("two desktops", {"*": fabric}, {"float32": 5e10}, 1e10)
+        >>> machine.with_scatters_as_exchanges(["dp"]).fabric("dp").links[Kind.REDUCE_SCATTER] == link
+        True
+        """
+        changed = {}
+        for axis in axes:
+            fabric = self.fabric(axis)
+            links = {**fabric.links, Kind.REDUCE_SCATTER: fabric.links[Kind.ALL_TO_ALL]}
+            changed[axis] = dataclasses.replace(fabric, links=links)
+        return dataclasses.replace(self, fabrics={**self.fabrics, **changed})
 
     def to_json(self) -> str:
         """The machine as JSON."""
@@ -139,7 +155,8 @@ class Machine:
                 f"text that is not JSON ({error})", remedy="write it with Machine.save or crossfade calibrate"
             ) from error
         found = _record(cls, plain, "machine")
-        found["fabrics"] = {axis: _fabric(one, f"fabrics.{axis}") for axis, one in found["fabrics"].items()}
+        fabrics = _mapping(found["fabrics"], "fabrics")
+        found["fabrics"] = {axis: _fabric(one, f"fabrics.{axis}") for axis, one in fabrics.items()}
         return cls(**found)
 
     @classmethod
@@ -163,8 +180,8 @@ def _fabric(plain: Any, where: str) -> Fabric:
     return Fabric(**{**found, "links": links})
 
 
-def _mapping(plain: Any, where: str) -> dict[str, Any]:
-    if not isinstance(plain, dict):
+def _mapping(plain: Any, where: str) -> Mapping[str, Any]:
+    if not isinstance(plain, Mapping):
         raise MachineError(
             f"{where} = {plain!r}", expected="an object", remedy="see `crossfade calibrate` for an example"
         )
@@ -180,11 +197,11 @@ def _record(kind: Any, plain: Any, where: str) -> dict[str, Any]:
     for name, one in wanted.items():
         if name not in plain and one.default is dataclasses.MISSING:
             raise MachineError(f"no {where}.{name}", expected="every field", remedy="add it, or calibrate anew")
-    return plain
+    return dict(plain)
 
 
 def _check(machine: Machine) -> None:
-    """Every number of a machine is there and possible."""
+    """Everything a machine says is there and possible."""
     for axis, fabric in machine.fabrics.items():
         where = f"fabrics.{axis}"
         for kind in Kind:
@@ -197,7 +214,9 @@ def _check(machine: Machine) -> None:
             _number(link.bandwidth, f"{where}.links.{kind}.bandwidth")
         _number(fabric.launch, f"{where}.launch", least=0)
         _number(fabric.slows_compute, f"{where}.slows_compute", least=0)
-    for dtype, rate in machine.flops.items():
+    for where in ("name", "device", "source"):
+        _text(getattr(machine, where), where)
+    for dtype, rate in _mapping(machine.flops, "flops").items():
         _number(rate, f"flops.{dtype}")
     if "float32" not in machine.flops:
         raise MachineError("no flops.float32", expected="at least that dtype", remedy="add it, or calibrate anew")
@@ -205,6 +224,11 @@ def _check(machine: Machine) -> None:
     _number(machine.overhead, "overhead", least=0)
     if machine.memory is not None:
         _number(machine.memory, "memory")
+
+
+def _text(value: Any, where: str) -> None:
+    if not isinstance(value, str):
+        raise MachineError(f"{where} = {value!r}", expected="text", remedy="correct it, or calibrate anew")
 
 
 def _number(value: Any, where: str, least: float | None = None) -> None:

@@ -80,7 +80,8 @@ def simulate(program: Program, costs: Costs, source: str = "predicted") -> Timel
     """Run a program's nodes in their order on one computing lane and one link a group.
 
     Nodes compute one after another. A collective travels when it has been launched and its group's link is free; a
-    wait stands still until it has arrived; so does the end of the program for what nobody waited for.
+    wait stands still until it has arrived; so does the end of the program for what nobody waited for. Groups do not
+    slow each other down; computation is slowed down by all that travel, by the sum of their shares.
 
         >>> from crossfade.graph.text import parse
         >>> program = parse('''
@@ -139,25 +140,33 @@ class _Clock:
         self.now = max(self.now, travel.finish)
 
     def _computed_by(self, seconds: float) -> float:
-        """When work of so many seconds is done that starts now: slower while anything travels."""
+        """When work of so many seconds is done that starts now: slower while anything travels, by all that does."""
         slows = self.costs.slows_compute
-        until = [(at, slows[group]) for group, at in self.free_at.items() if at > self.now and slows.get(group)]
+        until = sorted((at, slows[group]) for group, at in self.free_at.items() if at > self.now and slows.get(group))
         now, left = self.now, seconds
-        for at, share in sorted(until):
-            work = (at - now) / (1 + share)
+        slower = 1 + sum(share for _, share in until)
+        for at, share in until:
+            work = (at - now) / slower
             if work >= left:
-                return now + left * (1 + share)
-            now, left = at, left - work
+                return now + left * slower
+            now, left, slower = at, left - work, slower - share
         return now + left
 
+    def _stand_still_for_the_rest(self) -> float:
+        """When everything has arrived, also what nobody waited for; no moment is anybody's twice."""
+        end = self.now
+        for travel in sorted(self.travels.values(), key=lambda one: one.finish):
+            if travel.needed is None:
+                travel.exposed = max(0.0, travel.finish - end)
+                end = max(end, travel.finish)
+        return end
+
     def timeline(self, source: str) -> Timeline:
-        end = max([self.now, *(travel.finish for travel in self.travels.values())])
+        end = self._stand_still_for_the_rest()
         spans = []
         for node, travel in self.travels.items():
             found = collectives.view(node)
             assert found is not None
-            if travel.needed is None:
-                travel.exposed = max(0.0, travel.finish - self.now)
             spans.append(
                 Travelled(
                     node.name, str(found.kind), travel.group, found.bytes, travel.launch, travel.start, travel.finish,

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from crossfade.demo.model import Size, batches, build, next_token_loss
-from crossfade.pipeline import compile_step
 from crossfade.run.step import Step
+from crossfade.training import compile_step
 
 TrainStep = Callable[[Tensor, Tensor], Tensor]
 

@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 
 from torch import fx
 
-from crossfade.errors import PassError
+from crossfade.errors import MemoryLimitError, PassError
 from crossfade.graph.program import Program, source_line
 from crossfade.graph.text import render, render_type
 from crossfade.graph.verify import verify
@@ -38,6 +38,8 @@ class Outcome(StrEnum):
     MOVED = "moved"
     REMOVED = "removed"
     REPLACED = "replaced"
+    HIDDEN = "hidden"
+    EXPOSED = "exposed"
     LEFT = "left alone"
 
 
@@ -218,6 +220,8 @@ def _run_one(program: Program, one: Pass, keep_text: bool | None) -> None:
     start = time.perf_counter()
     try:
         result = one.run(program)
+    except MemoryLimitError:  # the pass did its work: there is no such order
+        raise
     except Exception as error:
         raise _blame(one, "failed", error) from error
     seconds = time.perf_counter() - start

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import time
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -34,6 +34,7 @@ class Members:
     timeout: float
     alone: bool = False
     meetings: int = 0
+    shared: int = 0
 
     def agree(self, fingerprint: str, text: str) -> None:
         """Return when all members have brought the same fingerprint; otherwise raise, on every member.
@@ -51,8 +52,28 @@ class Members:
             self.store.set(f"{meeting}/word", json.dumps(self._judge(meeting, fingerprint, text)))
         self._hear(meeting)
 
+    def share(self, make: Callable[[], Any]) -> Any:
+        """What `make` returns on the first member, on every member; it must be expressible as JSON."""
+        if self.alone:
+            return make()
+        self.shared += 1
+        key = f"shared/{self.shared}"
+        if self.rank == 0:
+            made = make()
+            self.store.set(key, json.dumps({"made": made}))
+            return made
+        raw = self._peek(key, wait=self.timeout)
+        if raw is None:
+            raise self._failed(f"no word from rank {self.ranks[0]} within {self.timeout:g} s")
+        word = json.loads(raw)
+        if "failed" in word:
+            raise self._failed(f"rank {self.ranks[0]}: {word['failed']}")
+        return word["made"]
+
     def fail(self, what: str) -> None:
-        """Tell the others, who may be waiting in `agree`, that this member cannot go on."""
+        """Tell the others, who may be waiting in `agree` or `share`, that this member cannot go on."""
+        if self.rank == 0:
+            self.store.set(f"shared/{self.shared + 1}", json.dumps({"failed": what}))
         meeting = self._next_meeting()
         self.store.set(f"{meeting}/member/{self.rank}", json.dumps({"failed": what}))
         if self.rank == 0:

@@ -1,0 +1,393 @@
+"""Calibrate: a Machine measured on the ranks that will run the program, the same on all of them.
+
+What is measured, each time on all ranks at once and counted by the slowest:
+
+- Collectives, as programs run them: started by the asynchronous functional operators and waited for, one alone up to
+  the size of a piece (1 MB), larger ones as pieces of that size started together. Bandwidth and latency are fitted to
+  the medians so that no size is missed by a larger share than need be. A reduce-scatter is the backend's own.
+- Launch: the time in which a start of a small collective returns.
+- Arithmetic: square matrix products of growing size until one takes a few milliseconds.
+- Memory: additions of two tensors of 4 MB into a third, rotating through 64 MB and more.
+- Overhead: an addition of eight elements, with fresh memory for its result; on a GPU, behind other work.
+- What travelling costs computation: matrix products, alone and while collectives travel.
+
+Nothing here can hang: a rank that stays away lets the others' collectives fail at the timeout of their group.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import statistics
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from crossfade.cost.machine import Fabric, Link, Machine, bytes_sent
+from crossfade.errors import MachineError
+from crossfade.graph import collectives
+from crossfade.graph.collectives import Kind
+
+MB = 2**20
+SIZES = (2**12, 2**16, 2**18, MB, 4 * MB, 16 * MB)
+"""Bytes of the larger side of the collectives that are timed."""
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+_PIECE_BYTES = MB
+_LEAST_REPEATS, _MOST_REPEATS = 3, 50
+_PRODUCT_SECONDS = 5e-3
+
+
+def calibrate(
+    name: str,
+    axes: Mapping[str, Any],
+    *,
+    device: str = "cpu",
+    sizes: Sequence[int] = SIZES,
+    seconds: float = 10.0,
+    world: Any = None,
+) -> Machine:
+    """Measure a machine; every rank of the world calls this with its own group of each axis, and gets the same answer.
+
+    Args:
+        name: what the machine is to be called.
+        axes: the process group of this rank along each mesh axis; `"*"` stands for every axis not named.
+        device: type of device that computes and holds what travels.
+        sizes: bytes of the collectives to time, at least two different ones.
+        seconds: about how long to take; noisy machines deserve more.
+        world: the group of all ranks that call, by default torch's world.
+
+    Raises:
+        MachineError: there are no ranks, an axis has only one, or its backend cannot carry the device's tensors.
+    """
+    if not dist.is_initialized():
+        raise MachineError(
+            "no process group",
+            expected="every rank to be in one",
+            remedy="call torch.distributed.init_process_group first, or run crossfade calibrate",
+        )
+    for axis, group in axes.items():
+        _check(axis, group, device, sizes)
+    share = seconds / (len(axes) + 1)
+    return _Calibration(name, device, tuple(sizes), share, _Ranks.of(world)).machine(axes)
+
+
+def slowest(table: Mapping[str, float], group: Any = None) -> dict[str, float]:
+    """One table of seconds for all ranks of a group: under each key that all have, the largest of their numbers.
+
+    For `crossfade.cost.measure`, whose tables differ a little from rank to rank: ranks that decide by them need one.
+    """
+    tables: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(tables, dict(table), group=group)
+    shared = [key for key in tables[0] if all(key in one for one in tables)]
+    return {key: max(one[key] for one in tables) for key in shared}
+
+
+def rows(machine: Machine) -> list[tuple[str, str, str, str]]:
+    """What a machine says, as rows for a table: what, of which axis or dtype, and two figures.
+
+    >>> from crossfade.cost.presets import preset
+    >>> rows(preset("ethernet-1gbit"))[0]
+    ('all_reduce', '*', '300 us', '113.6 MB/s')
+    """
+    lines = []
+    for axis, fabric in machine.fabrics.items():
+        for kind, link in fabric.links.items():
+            lines.append((str(kind), axis, _microseconds(link.latency), _rate(link.bandwidth, "B/s")))
+        slower = f"computation {fabric.slows_compute:.0%} slower meanwhile"
+        lines.append(("launch", axis, _microseconds(fabric.launch), slower))
+    lines += [("matrix product", dtype, "", _rate(rate, "FLOP/s")) for dtype, rate in machine.flops.items()]
+    lines.append(("memory", machine.device, "", _rate(machine.memory_bandwidth, "B/s")))
+    lines.append(("operator", machine.device, _microseconds(machine.overhead), ""))
+    return lines
+
+
+def _microseconds(seconds: float) -> str:
+    return f"{seconds * 1e6:.3g} us"
+
+
+def _rate(value: float, unit: str) -> str:
+    for prefix, scale in (("T", 1e12), ("G", 1e9), ("M", 1e6)):
+        if value >= scale:
+            return f"{value / scale:.4g} {prefix}{unit}"
+    return f"{value:.4g} {unit}"
+
+
+def _check(axis: str, group: Any, device: str, sizes: Sequence[int]) -> None:
+    if dist.get_world_size(group) < 2:
+        raise MachineError(
+            f"axis {axis!r} of one rank",
+            expected="at least 2 to communicate",
+            remedy="leave it out, or start more ranks",
+        )
+    backend = dist.get_backend(group)
+    if device == "cuda" and backend == "gloo":
+        raise MachineError(
+            f"gloo for cuda tensors on axis {axis!r}",
+            expected="nccl (gloo's all-gather of cuda tensors crashes the process)",
+            remedy='init_process_group("nccl"), or calibrate with device="cpu"',
+        )
+    if len({size for size in sizes if size > 0}) < 2:
+        raise MachineError(
+            f"sizes {list(sizes)}", expected="at least two different ones", remedy="leave them at their default"
+        )
+
+
+@dataclass(frozen=True)
+class _Ranks:
+    """All ranks that calibrate, and the device their agreement travels on."""
+
+    group: Any
+    device: str
+
+    @classmethod
+    def of(cls, group: Any) -> _Ranks:
+        group = dist.group.WORLD if group is None else group
+        return cls(group, "cuda" if dist.get_backend(group) == "nccl" else "cpu")
+
+    def slowest(self, seconds: Iterable[float]) -> list[float]:
+        """The largest of all ranks' numbers, one by one."""
+        values = torch.tensor(list(seconds), dtype=torch.float64, device=self.device)
+        dist.all_reduce(values, dist.ReduceOp.MAX, group=self.group)
+        return values.tolist()
+
+    def word_of_the_first(self, text: str) -> str:
+        """What the group's first rank says."""
+        first = dist.get_process_group_ranks(self.group)[0]
+        said = [text]
+        dist.broadcast_object_list(said, src=first, group=self.group)
+        return said[0]
+
+
+@dataclass
+class _Calibration:
+    name: str
+    device: str
+    sizes: tuple[int, ...]
+    seconds: float
+    ranks: _Ranks
+
+    def machine(self, axes: Mapping[str, Any]) -> Machine:
+        found = Machine(
+            self.name,
+            {axis: self._fabric(group) for axis, group in axes.items()},
+            flops={str(dtype).removeprefix("torch."): self._flops(dtype) for dtype in DTYPES},
+            memory_bandwidth=self._memory_bandwidth(),
+            overhead=self._overhead(),
+            device=self.device,
+            memory=torch.cuda.get_device_properties(self.device).total_memory if self.device == "cuda" else None,
+            source=self._source(axes),
+        )
+        return Machine.from_json(self.ranks.word_of_the_first(found.to_json()))
+
+    def _source(self, axes: Mapping[str, Any]) -> str:
+        groups = [
+            f"{axis}: {dist.get_world_size(group)} ranks on {dist.get_backend(group)}" for axis, group in axes.items()
+        ]
+        threads = [f"{torch.get_num_threads()} threads a rank"] if self.device == "cpu" else []
+        when = f"measured by crossfade calibrate on {time.strftime('%Y-%m-%d')}, torch {torch.__version__}"
+        return "; ".join([when, *groups, *threads])
+
+    def _flops(self, dtype: torch.dtype) -> float:
+        """Operations a second of a matrix product that takes some milliseconds."""
+        size = 128
+        while True:
+            left = self.numbers(size).to(dtype)
+            product = functools.partial(torch.mm, left, left)
+            if self.agreed(product, 0.0) > _PRODUCT_SECONDS or size >= 8192:
+                return _rounded(2 * size**3 / self.agreed(product, self.seconds / len(DTYPES) / 2))
+            size *= 2
+
+    def numbers(self, size: int) -> Tensor:
+        """A square matrix of random numbers: a GPU multiplies numbers that are alike faster than a model's."""
+        generator = torch.Generator(self.device).manual_seed(0)  # the user's own draws go on as if nothing had been
+        return torch.randn(size, size, device=self.device, generator=generator)
+
+    def _memory_bandwidth(self) -> float:
+        elements = MB if self.device == "cpu" else 64 * MB
+        tensors = [torch.full((elements,), 0.5, device=self.device) for _ in range(18)]
+        turn = itertools.count()
+
+        def add() -> None:
+            start = 3 * (next(turn) % 6)
+            torch.add(tensors[start], tensors[start + 1], out=tensors[start + 2])
+
+        return _rounded(3 * 4 * elements / self.agreed(add, self.seconds / 8))
+
+    def _overhead(self) -> float:
+        left = torch.ones(8, device=self.device)
+
+        def adds() -> None:
+            for _ in range(100):
+                torch.add(left, left)
+
+        if self.device == "cuda":
+            return _rounded(self.ranks.slowest([statistics.median(self._behind(adds) for _ in range(9))])[0] / 100)
+        return _rounded(self.agreed(adds, self.seconds / 8) / 100)
+
+    def _behind(self, work: Callable[[], Any]) -> float:
+        """Seconds of kernels on a GPU that is still busy while they are launched: the host runs ahead, as in a step."""
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        busy = self.numbers(8192)
+        torch.mm(busy, busy)
+        start.record()
+        work()
+        end.record()
+        end.synchronize()
+        return start.elapsed_time(end) / 1e3
+
+    def agreed(self, work: Callable[[], Any], seconds: float) -> float:
+        """Median seconds of some computation on the slowest rank, repeated for about so many seconds."""
+        work()
+        once = self.ranks.slowest([self.timed(work)])[0]
+        repeats = _repeats(seconds, once)
+        return self.ranks.slowest([statistics.median(self.timed(work) for _ in range(repeats))])[0]
+
+    def timed(self, work: Callable[[], Any]) -> float:
+        """Seconds until some work is done."""
+        self.synchronize()
+        start = time.perf_counter()
+        work()
+        self.synchronize()
+        return time.perf_counter() - start
+
+    def synchronize(self) -> None:
+        """Wait for the computing stream only: what still travels has streams of its own."""
+        if self.device == "cuda":
+            torch.cuda.current_stream().synchronize()
+
+    def _fabric(self, group: Any) -> Fabric:
+        axis = _Axis(self, group)
+        links = {kind: axis.link(kind) for kind in Kind}
+        return Fabric(links, launch=axis.launch(), slows_compute=axis.slows_compute(links[Kind.ALL_REDUCE]))
+
+
+@dataclass(frozen=True)
+class _Axis:
+    """The collectives of one group, timed."""
+
+    calibration: _Calibration
+    group: Any
+
+    @property
+    def ranks(self) -> int:
+        return dist.get_world_size(self.group)
+
+    def link(self, kind: Kind) -> Link:
+        share = self.calibration.seconds / len(Kind) / len(self.calibration.sizes)
+        points = []
+        for wanted in self.calibration.sizes:
+            inputs = self._inputs(kind, wanted)
+            size = sum(self._larger_side(kind, one) for one in inputs)
+            points.append((len(inputs), bytes_sent(kind, size, self.ranks), self._travel(kind, inputs, share)))
+        hops = (self.ranks - 1).bit_length()  # the steps that Link counts a latency for
+        return fitted([(hops * count, sent, seconds) for count, sent, seconds in points])
+
+    def _inputs(self, kind: Kind, size: int) -> list[Tensor]:
+        """Tensors for a collective whose larger side has about `size` bytes, one for each piece."""
+        count = max(1, size // _PIECE_BYTES)
+        rows = max(1, size // count // 4 // self.ranks)
+        shape = (rows,) if kind is Kind.ALL_GATHER else (rows * self.ranks,)
+        return [torch.ones(shape, device=self.calibration.device) for _ in range(count)]
+
+    def _larger_side(self, kind: Kind, value: Tensor) -> int:
+        return value.nbytes * (self.ranks if kind is Kind.ALL_GATHER else 1)
+
+    def _travel(self, kind: Kind, inputs: list[Tensor], seconds: float) -> float:
+        """Median seconds until all pieces have arrived, on the slowest rank."""
+        once = max(self.calibration.ranks.slowest(self._once(kind, inputs) for _ in range(2)))
+        repeats = _repeats(seconds, once)
+        return statistics.median(self.calibration.ranks.slowest(self._once(kind, inputs) for _ in range(repeats)))
+
+    def _once(self, kind: Kind, inputs: list[Tensor]) -> float:
+        dist.barrier(self.group)
+        return self.calibration.timed(lambda: self._finish(self._start(kind, inputs)))
+
+    def _start(self, kind: Kind, inputs: list[Tensor]) -> list[Tensor]:
+        name, ranks = self.group.group_name, self.ranks
+        start: dict[Kind, Callable[[Tensor], Tensor]] = {
+            Kind.ALL_REDUCE: lambda value: collectives.all_reduce(value, "sum", name),
+            Kind.ALL_GATHER: lambda value: collectives.all_gather(value, ranks, name),
+            Kind.REDUCE_SCATTER: lambda value: collectives.reduce_scatter(value, "sum", ranks, name),
+            Kind.ALL_TO_ALL: lambda value: collectives.all_to_all(value, ranks, name),
+            Kind.BROADCAST: lambda value: collectives.broadcast(value, 0, name),
+        }
+        return [start[kind](value) for value in inputs]
+
+    def _finish(self, started: list[Tensor]) -> None:
+        for one in started:
+            collectives.wait(one)
+
+    def launch(self) -> float:
+        """Median seconds in which starting a small collective returns."""
+        inputs = self._inputs(Kind.ALL_REDUCE, 2**12) * 8
+        samples = []
+        for _ in range(8):
+            dist.barrier(self.group)
+            start = time.perf_counter()
+            started = self._start(Kind.ALL_REDUCE, inputs)
+            samples.append((time.perf_counter() - start) / len(inputs))
+            self._finish(started)
+        return _rounded(self.calibration.ranks.slowest([statistics.median(samples)])[0])
+
+    def slows_compute(self, link: Link) -> float:
+        """By which share matrix products take longer while all-reduces travel."""
+        size = 256 if self.calibration.device == "cpu" else 2048
+        left = self.calibration.numbers(size)
+        product = functools.partial(torch.mm, left, left)
+        alone = self.calibration.agreed(product, self.calibration.seconds / 8)
+        window = max(0.05, 20 * alone)
+        inputs = self._inputs(Kind.ALL_REDUCE, max(MB, int(window * link.bandwidth)))
+        shares = []
+        for _ in range(5):
+            dist.barrier(self.group)
+            started = self._start(Kind.ALL_REDUCE, inputs)
+            shares.append(self._during(product, window / 2) / alone - 1)
+            self._finish(started)
+        return _rounded(max(0.0, self.calibration.ranks.slowest([statistics.median(shares)])[0]))
+
+    def _during(self, product: Callable[[], Any], window: float) -> float:
+        """Mean seconds of a product for half of the time that the collectives take alone: they travel all the while."""
+        start, count = time.perf_counter(), 0
+        while time.perf_counter() - start < window or not count:
+            product()
+            self.calibration.synchronize()
+            count += 1
+        return (time.perf_counter() - start) / count
+
+
+def _repeats(seconds: float, once: float) -> int:
+    """How often to repeat what takes `once` on the slowest rank, which all ranks know: the same number on all."""
+    return max(_LEAST_REPEATS, min(_MOST_REPEATS, int(seconds / max(once, 1e-9))))
+
+
+def fitted(points: Sequence[tuple[float, float, float]]) -> Link:
+    """The link that explains points of (latencies, bytes sent, seconds) with the least relative error squared.
+
+    Neither number can be negative: a fit that wants it so is made without the latency, or by the slowest bytes alone.
+
+    >>> fitted([(1, 1000, 0.002), (1, 10_000, 0.011), (4, 400_000, 0.404)])
+    Link(latency=0.001, bandwidth=1000000.0)
+    """
+    rows = [(count / seconds, sent / seconds) for count, sent, seconds in points]
+    aa, ab, bb = (sum(x[i] * x[j] for x in rows) for i, j in ((0, 0), (0, 1), (1, 1)))
+    a, b = sum(x[0] for x in rows), sum(x[1] for x in rows)
+    determinant = aa * bb - ab * ab
+    latency = (a * bb - b * ab) / determinant if determinant else 0.0
+    inverse = (b * aa - a * ab) / determinant if determinant else b / bb
+    if latency < 0:
+        latency, inverse = 0.0, b / bb
+    if inverse <= 0:
+        _, sent, seconds = max(points, key=lambda point: point[1])
+        return Link(min(seconds / count for count, _, seconds in points), sent / seconds)
+    return Link(_rounded(latency), _rounded(1 / inverse))
+
+
+def _rounded(value: float) -> float:
+    """Five digits: more are noise."""
+    return float(f"{value:.5g}")

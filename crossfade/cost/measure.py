@@ -1,0 +1,261 @@
+"""Measure: what the operators of a program really take on this machine, each distinct one run by itself.
+
+An operator takes longer in a step than when it is called again and again: its code and its arguments have left the
+caches meanwhile, and memory for its result must be found. So the operators are called in turn, in the order of the
+program, at most four of those that are alike, and a few rounds of that. What the program touched just before an
+operator is brought back into the cache before it, every other argument lies elsewhere each time; results that last in
+the program last until the end of the round.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import fx
+
+from crossfade.cost.estimate import Estimator, computes
+from crossfade.cost.keys import Keys, device_of
+from crossfade.cost.presets import preset
+from crossfade.cost.sample import Call, Memory
+from crossfade.errors import MachineError
+from crossfade.graph.effects import alias_roots
+from crossfade.graph.private import unwrapped_operator
+from crossfade.graph.program import Program
+
+_NEAR_BYTES = 2**20
+"""What was touched less than so many bytes ago is taken to be in the cache still: a common second-level cache."""
+
+_LEAST_FAR, _MOST_FAR = 2**22, 2**27
+_MOST_ALIKE, _MOST_ROUNDS = 4, 10
+
+
+class Measurements(dict[str, float]):
+    """Seconds by key, as `crossfade.cost.estimate` takes them.
+
+    `left_out` are the keys for which the time did not suffice, `unmeasurable` those that cannot run alone, with the
+    reason; both stay analytic.
+
+        >>> table = Measurements({"aten.neg.default(f32[4]) cpu x1": 2e-6}, left_out=["aten.mm.default(...) cpu x1"])
+        >>> table
+        1 measured, 1 left out, 0 unmeasurable
+        >>> Measurements.from_json(table.to_json()) == table
+        True
+    """
+
+    def __init__(
+        self,
+        seconds: Mapping[str, float] | None = None,
+        *,
+        left_out: list[str] | None = None,
+        unmeasurable: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(seconds or {})
+        self.left_out = list(left_out or [])
+        self.unmeasurable = dict(unmeasurable or {})
+
+    def __repr__(self) -> str:
+        return f"{len(self)} measured, {len(self.left_out)} left out, {len(self.unmeasurable)} unmeasurable"
+
+    def to_json(self) -> str:
+        """The table as JSON."""
+        plain = {"seconds": dict(self), "left_out": self.left_out, "unmeasurable": self.unmeasurable}
+        return json.dumps(plain, indent=2)
+
+    @classmethod
+    def from_json(cls, text: str) -> Measurements:
+        """A table from its JSON."""
+        try:
+            plain = json.loads(text)
+            seconds = {str(key): float(value) for key, value in plain["seconds"].items()}
+            return cls(seconds, left_out=plain["left_out"], unmeasurable=plain["unmeasurable"])
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise MachineError(
+                f"text that is no table of measurements ({type(error).__name__}: {error})",
+                remedy="write it with Measurements.save",
+            ) from error
+
+    def save(self, path: str | Path) -> Path:
+        """Write the table as a JSON file."""
+        path = Path(path)
+        path.write_text(self.to_json() + "\n")
+        return path
+
+    @classmethod
+    def load(cls, path: str | Path) -> Measurements:
+        """A table from a JSON file."""
+        path = Path(path)
+        if not path.exists():
+            raise MachineError(f"no file {path}", remedy="measure first, and save with Measurements.save")
+        return cls.from_json(path.read_text())
+
+
+def measure(
+    program: Program,
+    *,
+    threads: int | None = None,
+    seconds: float = 2.0,
+    known: Mapping[str, float] | None = None,
+    progress: Callable[[int, int], None] | None = None,
+    binding: Callable[[Any], Callable[..., Any]] = unwrapped_operator,
+) -> Measurements:
+    """Run each distinct operator of a program alone, on made-up tensors, and return the median seconds by key.
+
+    Those that the program spends most on, by arithmetic, come first; when `seconds` are over, what is left stays
+    analytic and is counted. What raises is noted with its reason. Keys in `known` are taken over and not run. Torch
+    computes with `threads` threads meanwhile, by default with as many as now. Its random state is left as it was.
+
+    `binding` gives what to call for an operator: give what the program will be run with, where that differs.
+    `progress` is called with the number of keys done and of all. Ranks that must decide alike need one table: measure
+    on all of them at once, as they compute at once in a step, then `crossfade.cost.calibrate.slowest` it.
+
+        >>> from crossfade.graph.text import parse
+        >>> program = parse('''
+        ... x: f32[8, 8] = input("x")
+        ... y: f32[8, 8] = aten.mm(x, x)
+        ... return output("y", y)
+        ... ''')
+        >>> measure(program, threads=1)
+        1 measured, 0 left out, 0 unmeasurable
+    """
+    with _as_in_a_step(threads, program):
+        return _Measure(program, Keys(threads), known or {}, binding).run(seconds, progress)
+
+
+@contextmanager
+def _as_in_a_step(threads: int | None, program: Program) -> Iterator[None]:
+    """Torch as a running step sees it: no gradients recorded, this many threads; put back afterwards."""
+    before = torch.get_num_threads()
+    device = next((device_of(node) for node in program.graph.nodes if computes(node)), "cpu")
+    with torch.random.fork_rng(_cuda_devices(device)), torch.no_grad(), torch.autocast(device, enabled=False):
+        torch.set_num_threads(threads or before)
+        try:
+            yield
+        finally:
+            torch.set_num_threads(before)
+
+
+def _cuda_devices(device: str) -> list[int]:
+    return [torch.cuda.current_device()] if device == "cuda" and torch.cuda.is_available() else []
+
+
+class _Measure:
+    def __init__(
+        self, program: Program, keys: Keys, known: Mapping[str, float], binding: Callable[[Any], Callable[..., Any]]
+    ) -> None:
+        self.program, self.keys, self.known, self.binding = program, keys, known, binding
+        self.found = Measurements()
+        self.memory = Memory(_far_bytes(program, keys))
+        self.distances = _Distances.of(program, keys)
+
+    def run(self, seconds: float, progress: Callable[[int, int], None] | None) -> Measurements:
+        """Each once, the dearest first, for half of the time at most; then all of these in rounds."""
+        start = time.perf_counter()
+        wanted = self._wanted()
+        calls: dict[str, list[Call]] = {}
+        for done, (key, nodes) in enumerate(wanted.items()):
+            if key in self.known:
+                self.found[key] = self.known[key]
+            elif time.perf_counter() - start > seconds / 2:
+                self.found.left_out.append(key)
+            elif alike := self._calls(key, nodes):
+                calls[key] = alike
+            if progress is not None:
+                progress(done + 1, len(wanted))
+        self._rounds([call for alike in calls.values() for call in alike], start + seconds)
+        for key, alike in calls.items():
+            self.found[key] = statistics.median(sample for call in alike for sample in call.samples)
+        return self.found
+
+    def _calls(self, key: str, nodes: list[fx.Node]) -> list[Call]:
+        """Calls that work, one sample taken; none, and the reason noted, of an operator that does not."""
+        if (device := device_of(nodes[0])) != "cpu" and not _is_here(device):
+            self.found.unmeasurable[key] = f"no {device} device here"
+            return []
+        try:
+            function = self.binding(nodes[0].target)
+            near, lasting = self.distances.near, self.distances.lasting
+            alike = [Call(node, function, device, near[node], node in lasting) for node in nodes]
+            call = alike[0]
+            call.sample(call.arguments(self.memory))
+            call.samples.clear()  # what is set up at the first call is not for every one to pay
+            call.sample(call.arguments(self.memory))
+        except Exception as error:  # whatever an operator raises on made-up data is its own affair, and is told
+            self.found.unmeasurable[key] = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+            return []
+        return alike
+
+    def _rounds(self, calls: list[Call], deadline: float) -> None:
+        """Call all in turn, in the order of the program, as often as there is time."""
+        in_order = sorted(calls, key=lambda call: call.node)
+        for _ in range(_MOST_ROUNDS):
+            prepared = [call.arguments(self.memory) for call in in_order]
+            for call, sets in zip(in_order, prepared, strict=True):
+                if time.perf_counter() > deadline:
+                    return
+                call.sample(sets)
+            for call in in_order:
+                call.kept.clear()
+
+    def _wanted(self) -> dict[str, list[fx.Node]]:
+        """A few nodes for each key, those first on which the program spends most."""
+        arithmetic = Estimator(self.program, preset("loopback-gloo"), {}, self.keys)
+        alike: dict[str, list[fx.Node]] = {}
+        spent: Counter[str] = Counter()
+        for node in self.program.graph.nodes:
+            if computes(node):
+                key = self.keys.of(node)
+                if len(some := alike.setdefault(key, [])) < _MOST_ALIKE:
+                    some.append(node)
+                spent[key] += arithmetic.compute_seconds(node)  # type: ignore[assignment]
+        return {key: alike[key] for key, _ in spent.most_common()}
+
+
+def _far_bytes(program: Program, keys: Keys) -> int:
+    """Through how much memory arguments rotate: as much as the program comes back to at each run, its inputs."""
+    held = sum(tensor.bytes for node in program.placeholders for tensor in keys.tensors(node))
+    return min(max(held, _LEAST_FAR), _MOST_FAR)
+
+
+def _is_here(device: str) -> bool:
+    return device == "cuda" and torch.cuda.is_available()
+
+
+@dataclass(frozen=True)
+class _Distances:
+    """How far apart a program touches the same memory, in bytes touched in between.
+
+    `near` has for each node the arguments that were touched less than `_NEAR_BYTES` before it, `lasting` the nodes
+    whose result is still used `_NEAR_BYTES` after they made it.
+    """
+
+    near: dict[fx.Node, frozenset[fx.Node]]
+    lasting: set[fx.Node]
+
+    @classmethod
+    def of(cls, program: Program, keys: Keys) -> _Distances:
+        roots = alias_roots(program.graph.nodes)
+        made_at: dict[fx.Node, int] = {}
+        touched_at: dict[fx.Node, int] = {}
+        found = cls({}, set())
+        now = 0
+        for node in program.graph.nodes:
+            inputs = node.all_input_nodes
+            found.near[node] = frozenset(
+                one for one in inputs if now - touched_at.get(roots[one], -_NEAR_BYTES) < _NEAR_BYTES
+            )
+            found.lasting.update(roots[one] for one in inputs if now - made_at.get(roots[one], now) > _NEAR_BYTES)
+            if computes(node):
+                made_at.setdefault(roots[node], now)
+                for one in (*inputs, node):
+                    now += sum(tensor.bytes for tensor in keys.tensors(one))
+                    touched_at[roots[one]] = now
+        return found

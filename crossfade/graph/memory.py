@@ -1,0 +1,313 @@
+"""Memory: how many bytes a program has made and still holds, node by node, as the code that runs it frees values.
+
+What counts are storages, not nodes. A storage begins with the node that makes it and ends with the last use of any
+value that lives in it; views, waits and in-place results make none. A collective that reads its input while it
+travels keeps it until its wait; a coalesced one keeps all its results until the last. Inputs and constants are the
+caller's and are told apart, as `held`. Results stay. What an operator allocates and frees inside itself is not seen,
+nor is an allocator's rounding.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from crossfade.graph import collectives
+from crossfade.graph.collectives import Kind
+from crossfade.graph.operators import remembered
+from crossfade.graph.order import alias_roots
+from crossfade.graph.program import Program, size_hint
+
+# fmt: off
+_SOMETIMES_COPY = frozenset({
+    "alpha_dropout", "conj_physical", "contiguous", "dropout", "einsum", "feature_alpha_dropout", "feature_dropout",
+    "flatten", "ravel", "reshape", "reshape_as", "sum_to_size", "to", "type_as",
+})
+# fmt: on
+"""ATen ops that share their argument's memory only for some arguments: asked on tensors without data."""
+
+
+@dataclass(frozen=True)
+class Curve:
+    """Live bytes of a program: `during` each node, when what it makes is there and nothing is freed yet, and `after`.
+
+    Both run parallel to the graph's nodes. `peak` is the most at any time, first reached during the node `at`; `held`
+    is what inputs and constants take beside that.
+    """
+
+    during: tuple[int, ...]
+    after: tuple[int, ...]
+    peak: int
+    at: str
+    held: int
+
+    def __str__(self) -> str:
+        return f"{self.peak:,} bytes at {self.at or 'no node'}, beside {self.held:,} of inputs and constants"
+
+
+def memory_curve(program: Program, order: Sequence[fx.Node] | None = None) -> Curve:
+    """The live bytes of a program in the order of its nodes, or in another order of them.
+
+    >>> from crossfade.graph.text import parse
+    >>> program = parse('''
+    ... x: f32[4] = input("x")
+    ... a: f32[4] = aten.neg(x)
+    ... v: f32[2, 2] = aten.view(a, [2, 2])
+    ... b: f32[2, 2] = aten.exp(v)
+    ... c: f32[] = aten.sum(b)
+    ... return output("c", c)
+    ... ''')
+    >>> curve = memory_curve(program)
+    >>> curve.during, curve.after
+    ((0, 16, 16, 32, 20, 4), (0, 16, 16, 16, 4, 4))
+    >>> print(curve)
+    32 bytes at b, beside 16 of inputs and constants
+    """
+    nodes = list(order if order is not None else program.graph.nodes)
+    storages = Storages(program.graph.nodes)
+    meter = Meter(storages)
+    pairs = [meter.run(node) for node in nodes]
+    during, after = tuple(pair[0] for pair in pairs), tuple(pair[1] for pair in pairs)
+    peak = max(during, default=0)
+    at = nodes[during.index(peak)].name if peak else ""
+    return Curve(during, after, peak, at, storages.held)
+
+
+class Storages:
+    """Which memory each node of a graph makes and uses, whatever order the nodes run in.
+
+    Memory is counted in cells. A cell begins with the first node that touches it, which makes it, and ends with the
+    last; then it lets go of the cells in `then`, which it had kept. Most cells are storages. Those of no size stand
+    for a list of tensors, or for a collective in flight: they keep one use of many storages at once, so that taking a
+    list of a thousand apart does not touch a million.
+    """
+
+    def __init__(self, nodes: Iterable[fx.Node]) -> None:
+        self.nodes = list(nodes)
+        self.size: list[int] = []
+        self.uses: list[int] = []
+        """How often a cell is touched, by nodes and by cells that keep it, until it ends."""
+        self.then: list[tuple[int, ...]] = []
+        self.touches: dict[fx.Node, list[int]] = {}
+        self.held = 0
+        self._roots = alias_roots(self.nodes)
+        self._cells: dict[fx.Node, tuple[int, ...]] = {}
+        """The cells that a value keeps alive as long as its name is known."""
+        self._elements: dict[fx.Node, dict[int, tuple[int, ...]]] = {}
+        self._flights: dict[fx.Node, int] = {}
+        self._constants: set[Any] = set()
+        for node in self.nodes:
+            self._walk(node)
+        self._finish()
+
+    def makes_nothing(self, node: fx.Node) -> bool:
+        """Whether a node only names memory that was there before: a view, a wait, an element, a write in place."""
+        inherited = {cell for source in node.all_input_nodes for cell in self._cells.get(source, ())}
+        return all(cell in inherited or not self.size[cell] for cell in self._cells.get(node, ()))
+
+    def _walk(self, node: fx.Node) -> None:
+        if node.op in ("placeholder", "get_attr"):
+            self._hold(node)
+            return
+        touched = [cell for source in node.all_input_nodes for cell in self._cells_read(node, source)]
+        if node.op == "call_function":
+            is_element = node.target is operator.getitem
+            self._cells[node] = self._element(node) if is_element else self._made_by(node)
+            touched += [*self._cells[node], *self._flight_of(node)]
+        self.touches[node] = list(dict.fromkeys(touched))
+        for cell in self.touches[node]:
+            self.uses[cell] += 1
+
+    def _cells_read(self, node: fx.Node, source: fx.Node) -> tuple[int, ...]:
+        """The cells that a node touches by naming a source; taking one element of a list does not touch the others."""
+        cells = self._cells[source]
+        return cells[:1] if source in self._elements and node.target is operator.getitem else cells
+
+    def _hold(self, node: fx.Node) -> None:
+        self._cells[node], self.touches[node] = (), []
+        if node.op == "placeholder" or node.target not in self._constants:
+            self.held += sum(_storage_bytes(one) for one in _tensors(node.meta.get("val")))
+        if node.op == "get_attr":
+            self._constants.add(node.target)
+
+    def _cell(self, size: int, then: Iterable[int] = ()) -> int:
+        """A new cell; it uses each of those that it keeps once."""
+        kept = tuple(dict.fromkeys(then))
+        self.size.append(size)
+        self.uses.append(0)
+        self.then.append(kept)
+        for cell in kept:
+            self.uses[cell] += 1
+        return len(self.size) - 1
+
+    def _made_by(self, node: fx.Node) -> tuple[int, ...]:
+        value = node.meta.get("val")
+        if isinstance(value, (tuple, list)):
+            return self._list_of(node, value)
+        if not isinstance(value, torch.Tensor):
+            return ()
+        shared = self._shared_cells(node)
+        if shared is None or not _is_known(node.target):  # what an unknown op returns may be either: both are kept
+            return (self._cell(_storage_bytes(value)), *(shared or ()))
+        return shared
+
+    def _shared_cells(self, node: fx.Node) -> tuple[int, ...] | None:
+        """The cells of the argument whose memory a node's result lies in; None if it lies in memory of its own."""
+        root = self._roots[node]
+        source = next((one for one in node.all_input_nodes if self._roots[one] is root), None)
+        if root is node or source is None or (_may_copy(node.target) and _copies(node)):
+            return None
+        return self._cells[source]
+
+    def _list_of(self, node: fx.Node, values: Sequence[Any]) -> tuple[int, ...]:
+        if self._roots[node] is not node and _is_known(node.target):  # a list of views
+            return self._shared_cells(node) or ()
+        taken = {user.args[1]: user for user in node.users if user.target is operator.getitem}
+        elements: dict[int, tuple[int, ...]] = {}
+        for index, value in enumerate(values):
+            shared = self._cells_of_element(node, index, taken.get(index, taken.get(index - len(values))))
+            fresh = [self._cell(_storage_bytes(one)) for one in _tensors(value)] if shared is None else []
+            elements[index] = tuple(fresh) if shared is None else shared
+        self._elements[node] = elements
+        inside = [cell for cells in elements.values() for cell in cells]
+        own = [cell for cell in inside if not self.uses[cell]]
+        return (self._cell(0, inside), *own) if inside else ()
+
+    def _cells_of_element(self, node: fx.Node, index: int, taker: fx.Node | None) -> tuple[int, ...] | None:
+        """The cells of the argument that one element of a result shares; None if it has memory of its own."""
+        if taker is None:
+            return () if _shares(node.target, index) else None
+        root = self._roots[taker]
+        source = next((one for one in node.all_input_nodes if self._roots[one] is root), None)
+        return self._cells[source] if source is not None else None
+
+    def _element(self, node: fx.Node) -> tuple[int, ...]:
+        source: Any = node.args[0]
+        index: Any = node.args[1]
+        elements = self._elements.get(source)
+        if elements is None or not isinstance(index, int):
+            return self._cells[source]
+        return elements.get(index + len(elements) if index < 0 else index, ())
+
+    def _flight_of(self, node: fx.Node) -> tuple[int, ...]:
+        """The cell of the flight that a node begins or ends, if that keeps anything."""
+        if collectives.is_wait(node):
+            start = collectives.started_by(node)
+            return (self._flights[start],) if start in self._flights else ()
+        started = collectives.view(node)
+        kept = [cell for one in self._kept_in_flight(started) for cell in self._cells[one]] if started else []
+        if not kept:
+            return ()
+        self._flights[node] = self._cell(0, kept)
+        return (self._flights[node],)
+
+    def _kept_in_flight(self, started: collectives.Collective) -> list[fx.Node]:
+        """What a collective keeps until its last wait: what it still reads, and if it is coalesced, all its results."""
+        sends_a_copy = started.kind in (Kind.ALL_REDUCE, Kind.BROADCAST)
+        inputs = [] if sends_a_copy else list(started.inputs)
+        return [*inputs, started.node] if started.coalesced else inputs
+
+    def _finish(self) -> None:
+        """What the output uses stays: it is touched once more than anything runs."""
+        for node in self.nodes:
+            if node.op == "output":
+                for cell in self.touches[node]:
+                    self.uses[cell] += 1
+
+
+class Meter:
+    """The moving account of live bytes while nodes run in some order."""
+
+    def __init__(self, storages: Storages) -> None:
+        self.storages = storages
+        self.live = 0
+        self._uses = list(storages.uses)
+        self._begun = bytearray(len(storages.size))
+
+    def run(self, node: fx.Node) -> tuple[int, int]:
+        """Run one node: the live bytes during it, and after what it was the last to use is freed."""
+        touched = self.storages.touches[node]
+        size, begun = self.storages.size, self._begun
+        for cell in touched:
+            if not begun[cell]:
+                begun[cell] = 1
+                self.live += size[cell]
+        during = self.live
+        for cell in touched:
+            self._release(cell)
+        return during, self.live
+
+    def _release(self, cell: int) -> None:
+        waiting = [cell]
+        while waiting:
+            one = waiting.pop()
+            self._uses[one] -= 1
+            if not self._uses[one]:
+                self.live -= self.storages.size[one]
+                waiting += self.storages.then[one]
+
+
+def _tensors(value: Any) -> list[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        return [value]
+    return [one for item in value for one in _tensors(item)] if isinstance(value, (tuple, list)) else []
+
+
+def _storage_bytes(value: torch.Tensor) -> int:
+    """The bytes from a tensor's first element to its last; symbolic sizes count by their hint."""
+    sizes = [size_hint(size) for size in value.shape]
+    if 0 in sizes:
+        return 0
+    if value.layout is not torch.strided:
+        return size_hint(value.numel()) * value.element_size()
+    strides = [size_hint(stride) for stride in value.stride()]
+    return (1 + sum((size - 1) * stride for size, stride in zip(sizes, strides, strict=True))) * value.element_size()
+
+
+def _is_known(target: Any) -> bool:
+    return hasattr(target, "_schema")
+
+
+@remembered
+def _may_copy(target: Any) -> bool:
+    namespace, _, name = target._schema.name.partition("::") if _is_known(target) else ("", "", "")
+    return namespace == "aten" and name in _SOMETIMES_COPY
+
+
+def _copies(node: fx.Node) -> bool:
+    """Whether an op that only sometimes shares memory has made a copy: asked on tensors without data."""
+    if node.all_input_nodes[0].meta["val"].device != node.meta["val"].device:
+        return True
+    args, kwargs = fx.map_arg((node.args, node.kwargs), lambda one: _without_data(one.meta.get("val")))
+    args, kwargs = fx.node.map_aggregate((args, kwargs), _without_data)  # type: ignore[misc,arg-type]
+    given = {one.untyped_storage()._cdata for one in _tensors([*args, *kwargs.values()])}
+    return any(one.untyped_storage()._cdata not in given for one in _tensors(node.target(*args, **kwargs)))  # type: ignore[operator]
+
+
+def _without_data(value: Any) -> Any:
+    """An argument on the meta device, its symbols by their hints."""
+    if isinstance(value, torch.Tensor) and value.device.type != "meta":
+        sizes, strides = ([size_hint(one) for one in found] for found in (value.shape, value.stride()))
+        return torch.empty_strided(sizes, strides, dtype=value.dtype, device="meta")
+    if isinstance(value, torch.device):
+        return torch.device("meta")
+    return size_hint(value) if isinstance(value, torch.SymInt) else value
+
+
+@remembered
+def _annotated(target: Any) -> tuple[bool, ...]:
+    schema = getattr(target, "_schema", None)
+    return tuple(item.alias_info is not None for item in schema.returns) if schema is not None else ()
+
+
+def _shares(target: Any, index: int) -> bool:
+    """Whether an operator's schema says that a result shares an argument's memory."""
+    annotated = _annotated(target)
+    if len(annotated) == 1:  # one list of tensors
+        return annotated[0]
+    return index < len(annotated) and annotated[index]

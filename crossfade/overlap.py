@@ -1,0 +1,81 @@
+"""Buckets and order chosen together: some bucket sizes are tried, each scheduled and predicted, the best taken."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from crossfade.cost.estimate import estimate
+from crossfade.cost.machine import Machine
+from crossfade.cost.timeline import simulate
+from crossfade.errors import MemoryLimitError
+from crossfade.graph.collectives import Kind
+from crossfade.graph.passes import run_passes
+from crossfade.graph.program import Program
+from crossfade.pipeline import overlap
+from crossfade.schedule.bucket_sizes import SWEEP_LIMIT, choose_caps
+
+_SCALES = (1.0, 0.5, 2.0)
+"""Bucket sizes to try, as shares of those that arithmetic gives."""
+_SMALLEST = 1 / 16
+"""The share to try where nothing larger fits the memory limit."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The program with its buckets, in the order to run it; the buckets' sizes in MB, and the seconds predicted."""
+
+    program: Program
+    caps: Mapping[Kind, float]
+    seconds: float
+
+
+def plan_overlap(
+    program: Program, machine: Machine, measured: Mapping[str, float] | None = None, memory_limit: int | None = None
+) -> Plan:
+    """The plan of the least predicted time among a few bucket sizes, within the memory limit. The same on all ranks.
+
+    Raises `MemoryLimitError`, which names the least limit that works, if none fits.
+
+        >>> from crossfade.cost.presets import preset
+        >>> from crossfade.graph.text import parse
+        >>> program = parse('''
+        ... x: f32[64] = input("x")
+        ... a: f32[64] = c10d.all_reduce(x, "sum", "dp")
+        ... wait_a: f32[64] = c10d.wait_tensor(a)
+        ... neg: f32[64] = aten.neg(x)
+        ... b: f32[64] = c10d.all_reduce(neg, "sum", "dp")
+        ... wait_b: f32[64] = c10d.wait_tensor(b)
+        ... return output("a", wait_a), output("b", wait_b)
+        ... ''', groups={"dp": 2})
+        >>> plan = plan_overlap(program, preset("ethernet-1gbit"))
+        >>> plan.seconds < 0.01
+        True
+    """
+    caps = choose_caps(program, machine, measured)
+    scales = _SCALES if len(program.graph.nodes) <= SWEEP_LIMIT else _SCALES[:1]
+    plans: list[Plan] = []
+    refusals: list[MemoryLimitError] = []
+    for scale in (*scales, _SMALLEST):
+        if plans and scale == _SMALLEST:
+            break
+        try:
+            plans.append(_planned(program, machine, measured, memory_limit, caps, scale))
+        except MemoryLimitError as refused:
+            refusals.append(refused)
+    if not plans:
+        raise min(refusals, key=lambda one: one.least)
+    return min(plans, key=lambda one: one.seconds)
+
+
+def _planned(
+    program: Program,
+    machine: Machine,
+    measured: Mapping[str, float] | None,
+    memory_limit: int | None,
+    caps: Mapping[Kind, float],
+    scale: float,
+) -> Plan:
+    scaled = {kind: cap * scale for kind, cap in caps.items()}
+    built = run_passes(program, overlap(machine, scaled, memory_limit, measured))
+    return Plan(built, scaled, simulate(built, estimate(built, machine, measured)).seconds)

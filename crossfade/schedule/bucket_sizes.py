@@ -1,0 +1,169 @@
+"""How large buckets should be on a machine: few enough that latency is small, small enough to start early and end soon.
+
+Of `size` bytes that become ready evenly during `hides` seconds of computation, in buckets of `cap` bytes, the first
+starts when it is full, each takes the link for its latency and its bytes, and the last travels when nothing is left to
+hide it under:
+
+    number  = size / cap
+    queued  = hides / number + number * latency + size * seconds_a_byte - hides
+    tail    = latency + cap * seconds_a_byte
+    exposed = max(queued, tail) + number * launch
+
+`choose_caps` takes the cap of the least `exposed`, among those whose latency is at most a fifth of their travel.
+`sweep` builds the program for each of a few caps instead, and compares what is predicted of the whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from crossfade.cost.estimate import estimate
+from crossfade.cost.machine import Machine
+from crossfade.cost.timeline import Costs, simulate
+from crossfade.errors import MachineError
+from crossfade.graph import collectives
+from crossfade.graph.collectives import Collective, Kind
+from crossfade.graph.program import Program
+
+MB = 2**20
+LATENCY_SHARE = 0.2
+"""The most of a bucket's travel that may be latency, as long as there is more than one bucket to make."""
+SWEEP_LIMIT = 20_000
+"""Nodes up to which building a program for each cap takes seconds, not minutes."""
+_STEPS_PER_DOUBLING = 4
+
+
+@dataclass(frozen=True)
+class Load:
+    """All collectives of one kind on one group: their bytes, what each takes beside its bytes, and what hides them.
+
+    `latency` and `launch` are the seconds of one collective on the link and on the computing lane, `seconds_a_byte`
+    those of a byte of its larger side, and `hides` the seconds of computation that they can travel under.
+    """
+
+    kind: Kind
+    group: str
+    number: int
+    bytes: int
+    latency: float
+    seconds_a_byte: float
+    launch: float
+    hides: float
+
+    def exposed(self, cap: float) -> float:
+        """Predicted seconds of exposed communication in buckets of `cap` bytes.
+
+        >>> load = Load(Kind.ALL_REDUCE, "dp", 100, 10**6, 1e-3, 1e-6, 0.0, hides=2.0)
+        >>> [round(load.exposed(cap), 3) for cap in (10**3, 10**4, 10**5, 10**6)]
+        [0.002, 0.011, 0.101, 1.001]
+        """
+        buckets = self.bytes / cap
+        queued = self.hides / buckets + buckets * self.latency + self.bytes * self.seconds_a_byte - self.hides
+        return max(queued, self.latency + cap * self.seconds_a_byte) + buckets * self.launch
+
+    def best_cap(self) -> float:
+        """The bytes of a bucket that leave the least exposed; the larger of equals."""
+        share = self.latency / LATENCY_SHARE - self.latency
+        least = min(float(self.bytes), share / self.seconds_a_byte if self.seconds_a_byte else float(self.bytes))
+        caps = [float(self.bytes)]
+        while caps[-1] > max(least, 1.0):
+            caps.append(max(least, caps[-1] * 2 ** (-1 / _STEPS_PER_DOUBLING)))
+        return min(caps, key=self.exposed)
+
+
+def choose_caps(program: Program, machine: Machine, measured: Mapping[str, float] | None = None) -> dict[Kind, float]:
+    """The cap of buckets in MB for each kind of collective in a program; that of the group that travels longest.
+
+    It follows from the program's collectives, their order and costs: the same on all ranks.
+
+        >>> from crossfade.cost.presets import preset
+        >>> from crossfade.graph.text import parse
+        >>> lines = ['x: f32[65536] = input("x")']
+        >>> for i in range(40):
+        ...     lines.append(f"g{i}: f32[65536] = aten.exp(x)")
+        ...     lines.append(f's{i}: f32[65536] = c10d.all_reduce(g{i}, "sum", "dp")')
+        ...     lines.append(f"w{i}: f32[65536] = c10d.wait_tensor(s{i})")
+        >>> lines.append("return " + ", ".join(f'output("{i}", w{i})' for i in range(40)))
+        >>> program = parse("\\n".join(lines), groups={"dp": 2})
+        >>> {kind.value: round(cap, 2) for kind, cap in choose_caps(program, preset("ethernet-1gbit")).items()}
+        {'all_reduce': ...}
+    """
+    longest: dict[Kind, Load] = {}
+    for load in loads_of(program, machine, estimate(program, machine, measured)):
+        known = longest.get(load.kind)
+        if known is None or _travel(load) > _travel(known):
+            longest[load.kind] = load
+    return {kind: load.best_cap() / MB for kind, load in longest.items()}
+
+
+def loads_of(program: Program, machine: Machine, costs: Costs) -> list[Load]:
+    """The collectives of a program by kind and group, in the order of their first."""
+    found: dict[tuple[Kind, str], list[Collective]] = {}
+    for one in collectives.find(program.graph):
+        found.setdefault((one.kind, one.group), []).append(one)
+    progress = _progress(program, costs)
+    return [_load(program, machine, costs, members, progress) for members in found.values()]
+
+
+def _load(
+    program: Program, machine: Machine, costs: Costs, members: Sequence[Collective], progress: Mapping[str, float]
+) -> Load:
+    first = members[0]
+    ranks = program.groups.get(first.group) or first.group_size or 0
+    latency = machine.collective_seconds(first.kind, 0, ranks, first.group)
+    size = sum(one.bytes for one in members)
+    travel = sum(costs.travel[one.node] for one in members) - latency * len(members)
+    end = max(progress.values(), default=0.0)
+    if first.kind is Kind.ALL_GATHER:  # gathered from the beginning, until the last is needed
+        hides = max(progress[wait.name] for one in members for wait in one.waits or (one.node,))
+    else:
+        hides = end - min(progress[one.node.name] for one in members)
+    launch = costs.compute.get(first.node, 0.0)
+    return Load(first.kind, first.group, len(members), size, latency, max(0.0, travel) / max(1, size), launch, hides)
+
+
+def _progress(program: Program, costs: Costs) -> dict[str, float]:
+    """Seconds of computation before each node."""
+    done, progress = 0.0, {}
+    for node in program.graph.nodes:
+        progress[node.name] = done
+        done += costs.compute.get(node, 0.0)
+    return progress
+
+
+def _travel(load: Load) -> float:
+    return load.number * load.latency + load.bytes * load.seconds_a_byte
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """What was predicted for each cap in MB, and the fastest; of equals, the first tried."""
+
+    cap: float
+    seconds: tuple[tuple[float, float], ...]
+
+    def __str__(self) -> str:
+        return (
+            ", ".join(f"{cap:g} MB: {1e3 * seconds:.3f} ms" for cap, seconds in self.seconds) + f" -> {self.cap:g} MB"
+        )
+
+
+def sweep(
+    program: Program,
+    candidates: Sequence[float],
+    build: Callable[[Program, float], Program],
+    machine: Machine,
+    measured: Mapping[str, float] | None = None,
+) -> Sweep:
+    """Try caps in MB: `build` makes the program with such buckets, and schedules it; the fastest prediction wins.
+
+    Building takes as long as the passes in it: meant for programs of up to `SWEEP_LIMIT` nodes.
+    """
+    if not candidates:
+        raise MachineError("no caps to try", expected="at least one", remedy="name some, in MB")
+    found = []
+    for cap in candidates:
+        built = build(program, cap)
+        found.append((cap, simulate(built, estimate(built, machine, measured)).seconds))
+    return Sweep(min(found, key=lambda one: one[1])[0], tuple(found))

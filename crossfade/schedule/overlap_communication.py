@@ -1,0 +1,72 @@
+"""Communication under computation: nodes put in the order that is predicted to be fastest."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from crossfade.cost.estimate import estimate
+from crossfade.cost.machine import Machine
+from crossfade.cost.presets import preset
+from crossfade.graph import collectives
+from crossfade.graph.passes import Numerics, Outcome, Pass, PassResult, Verdict
+from crossfade.graph.program import Program
+from crossfade.schedule.plan import HIDDEN, MEMORY, Outlook, apply_schedule, plan_schedule
+
+
+@dataclass(frozen=True)
+class OverlapCommunication(Pass):
+    """Put all nodes in the order that is predicted to be fastest on a machine: launches as early and waits as late as
+    pays, first what others wait for, and independent computation where communication would stand exposed.
+
+    What is gathered is launched just early enough to be hidden. With `memory_limit`, live bytes beside inputs and
+    constants stay within it, or the pass refuses and says how much it needs. Data, random numbers, writes to memory
+    and the meaning of the program stay; collectives of one group may change places, in the same way on every rank
+    that has the same program, machine and measured times. `machine` should be the one the program runs on: measured,
+    or a preset. `measured` has the seconds of single nodes by key (`crossfade.cost.keys`), as pairs.
+
+    Before:
+        x: f32[512, 512] = input("x")
+        w: f32[512, 512] = parameter("w")
+        mm: f32[512, 512] = aten.mm(x, w)
+        s: f32[512, 512] = c10d.all_reduce(mm, "sum", "dp")
+        d: f32[512, 512] = c10d.wait_tensor(s)
+        relu: f32[512, 512] = aten.relu(d)
+        mm_1: f32[512, 512] = aten.mm(w, x)
+        return output("y", relu), output("z", mm_1)
+
+    After:
+        x: f32[512, 512] = input("x")
+        w: f32[512, 512] = parameter("w")
+        mm: f32[512, 512] = aten.mm(x, w)
+        s: f32[512, 512] = c10d.all_reduce(mm, "sum", "dp")
+        mm_1: f32[512, 512] = aten.mm(w, x)
+        d: f32[512, 512] = c10d.wait_tensor(s)
+        relu: f32[512, 512] = aten.relu(d)
+        return output("y", relu), output("z", mm_1)
+    """
+
+    name = "overlap-communication"
+    numerics = Numerics.BITWISE
+
+    machine: Machine = preset("ethernet-1gbit")  # noqa: RUF009 (a machine is frozen)
+    memory_limit: int | None = None
+    measured: tuple[tuple[str, float], ...] = ()
+
+    def run(self, program: Program) -> PassResult:
+        """Estimate, plan, apply; a verdict for each collective."""
+        costs = estimate(program, self.machine, dict(self.measured))
+        schedule = plan_schedule(program, costs, self.memory_limit)
+        found = {one.node.name: one for one in collectives.find(program.graph)}
+        changed = apply_schedule(program, schedule)
+        verdicts = tuple(_verdict(found[one.name], one) for one in schedule.collectives)
+        hidden = sum(verdict.outcome is Outcome.HIDDEN for verdict in verdicts)
+        return PassResult(changed, {"hidden": hidden, "exposed": len(verdicts) - hidden}, verdicts)
+
+
+def _verdict(one: collectives.Collective, outlook: Outlook) -> Verdict:
+    travels = f"travels {1e3 * outlook.travel:.3f} ms"
+    if outlook.reason == HIDDEN:
+        return Verdict.of(one.node, Outcome.HIDDEN, HIDDEN, detail=travels, bytes=one.bytes)
+    detail = f"{travels}, exposed {1e3 * outlook.exposed:.3f} ms"
+    remedy = "raise memory_limit" if outlook.reason == MEMORY else ""
+    return Verdict.of(one.node, Outcome.EXPOSED, outlook.reason, detail=detail, remedy=remedy, bytes=one.bytes)

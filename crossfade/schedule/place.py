@@ -1,0 +1,307 @@
+"""Where launches and waits stand in a given order of computation.
+
+- What grows memory (gathers) is launched just early enough to be hidden: at the latest start that lets it, and all that
+  is needed after it on the same link, arrive in time; and while its link would otherwise fall idle.
+- Everything else is launched when it is ready, unless it would keep the link from something more urgent.
+- Waits stand before the first use; those that let go of memory as soon as their collective has arrived.
+"""
+
+from __future__ import annotations
+
+import bisect
+import heapq
+from collections.abc import Sequence
+
+from crossfade.schedule.headroom import Headroom
+from crossfade.schedule.problem import NONE, Flight, Problem
+
+SAFETY = 0.25
+"""How much longer than predicted a collective may travel and still be counted on: links are not clocks."""
+_LOOK_AHEAD = 16
+"""How many launches ahead are looked through for a more urgent one."""
+
+
+def lane_of(problem: Problem, order: Sequence[int]) -> list[int]:
+    """The computation of an order: what is neither launched nor waited for, nor only takes such a thing apart.
+
+    A launch that needs another collective's result stays: to have it started, it may pay to stand still for that.
+    """
+    elements = {one for flight in problem.flights.values() for one in flight.elements}
+    follows = [problem.flight_at[node] != NONE or problem.loose[node] for node in range(len(problem.nodes))]
+    return [
+        node
+        for node in order
+        if not follows[node]
+        and node not in elements
+        and (node not in problem.flights or any(follows[one] for one in problem.before[node]))
+    ]
+
+
+class Placing:
+    """Puts launches and waits between the nodes of a lane. `order` is the result.
+
+    With `prefetch`, gathers are launched ahead of their use, as far as `headroom` allows (None: no limit); without,
+    just before it. `held_back` are the starts that memory kept from being launched in time.
+    """
+
+    def __init__(
+        self, problem: Problem, lane: Sequence[int], *, prefetch: bool = True, headroom: Headroom | None = None
+    ) -> None:
+        self.problem, self.lane, self.tails = problem, lane, problem.tails
+        self.prefetch, self.headroom = prefetch, headroom
+        self.held_back: set[int] = set()
+        self.order: list[int] = []
+        self.now = 0.0
+        self.free = [0.0] * len(problem.links)
+        self.arrives: dict[int, float] = {}
+        self._emitted = bytearray(len(problem.nodes))
+        self._place = [NONE] * len(problem.nodes)
+        for index, node in enumerate(lane):
+            self._place[node] = index
+        self._progress = _running_sum(problem.cost[node] for node in lane)
+        self._upstream = self._flights_needed()
+        self._ready_at = self._places_of_readiness()
+        self._needed_at = self._places_of_need()
+        self._latest = self._latest_starts()
+        self._hungry: list[list[tuple[float, int]]] = [[] for _ in problem.links]
+        self._eager: list[list[tuple[float, int]]] = [[] for _ in problem.links]
+        self._chained: list[tuple[float, int]] = []
+        self._arriving: list[tuple[float, int]] = []
+        self._coming = self._eager_by_readiness()
+        self._missing, self._waiting_for = self._what_launches_wait_for()
+
+    def run(self) -> list[int]:
+        """Walk the lane once."""
+        for start in self.problem.flights:
+            if not self._missing[start]:
+                self._enable(start)
+        for place, node in enumerate(self.lane):
+            needed = self._upstream.get(node, ())
+            for start in needed:
+                self._launch(start)
+            begins = max([self.now, *(self.arrives[start] for start in needed)])
+            self._take_what_arrived()
+            self._launch_what_pays(place, begins + self.problem.cost[node])
+            if begins > self.now:  # standing still for what it needs, which others may need too
+                self._emit_what_it_needs(node)
+                self._launch_what_pays(place, self.now + self.problem.cost[node])
+            self._emit(node)
+            if node not in self.problem.flights:
+                self._satisfied_by(node)
+        for start in self.problem.flights:
+            self._launch(start)
+        for node in self.problem.movable:
+            self._emit(node)
+        return self.order
+
+    # what is known of a lane before walking it
+
+    def _flights_needed(self) -> dict[int, tuple[int, ...]]:
+        """For each node, the flights it needs directly: through waits, elements and what takes results apart."""
+        problem = self.problem
+        found: dict[int, tuple[int, ...]] = {}
+        for node in problem.movable:
+            needed: dict[int, None] = {}
+            if problem.flight_at[node] != NONE:
+                needed[problem.flight_at[node]] = None
+            for one in problem.before[node]:
+                if one in problem.flights:
+                    needed[one] = None
+                elif self._place[one] == NONE:
+                    needed.update(dict.fromkeys(found.get(one, ())))
+            if needed:
+                found[node] = tuple(needed)
+        return found
+
+    def _places_of_readiness(self) -> dict[int, int]:
+        """For each flight, the first place in the lane at which it could be launched."""
+        ready: dict[int, int] = {}
+        for start in self.problem.flights:
+            behind = [self._place[one] + 1 for one in self.problem.before[start] if self._place[one] != NONE]
+            ready[start] = max([0, *behind, *(ready[one] for one in self._upstream.get(start, ()) if one in ready)])
+        return ready
+
+    def _places_of_need(self) -> dict[int, int]:
+        """For each flight, the place in the lane at which something first needs it, also through another flight."""
+        needed = dict.fromkeys(self.problem.flights, len(self.lane))
+        for place in range(len(self.lane) - 1, -1, -1):
+            for start in self._upstream.get(self.lane[place], ()):
+                needed[start] = place
+        for start in reversed(list(self.problem.flights)):
+            for one in self._upstream.get(start, ()):
+                needed[one] = min(needed[one], needed[start])
+        return needed
+
+    def _latest_starts(self) -> dict[int, float]:
+        """For each flight, the seconds of computation done by when it must start, so that it and all that is needed
+        after it on its link arrive in time."""
+        latest: dict[int, float] = {}
+        link_until = [self._progress[-1]] * len(self.problem.links)
+        flights = self.problem.flights
+        for start in sorted(flights, key=lambda one: (self._needed_at[one], one), reverse=True):
+            flight = flights[start]
+            arrive_by = min(link_until[flight.link], self._progress[self._needed_at[start]])
+            latest[start] = link_until[flight.link] = arrive_by - flight.travel * (1 + SAFETY)
+        return latest
+
+    def _eager_by_readiness(self) -> list[list[tuple[int, int]]]:
+        coming: list[list[tuple[int, int]]] = [[] for _ in self.problem.links]
+        for start, flight in self.problem.flights.items():
+            if not flight.grows:
+                coming[flight.link].append((self._ready_at[start], start))
+        return [sorted(one) for one in coming]
+
+    def _what_launches_wait_for(self) -> tuple[dict[int, int], dict[int, list[int]]]:
+        """For each flight how many nodes of the lane and other flights it needs, and who needs each of those."""
+        missing: dict[int, int] = {}
+        waiting: dict[int, list[int]] = {}
+        for start in self.problem.flights:
+            needed = {one for one in self.problem.before[start] if self._place[one] != NONE}
+            needed |= self._behind_loose(start) | set(self._upstream.get(start, ()))
+            missing[start] = len(needed)
+            for one in needed:
+                waiting.setdefault(one, []).append(start)
+        return missing, waiting
+
+    def _behind_loose(self, start: int) -> set[int]:
+        """Nodes of the lane that a launch needs through something that stands nowhere in it."""
+        found: set[int] = set()
+        pending = [one for one in self.problem.before[start] if self._place[one] == NONE]
+        seen = set(pending)
+        while pending:
+            for one in self.problem.before[pending.pop()]:
+                if self._place[one] != NONE:
+                    found.add(one)
+                elif one not in seen and one not in self.problem.flights:
+                    seen.add(one)
+                    pending.append(one)
+        return found
+
+    # walking it
+
+    def _emit(self, node: int) -> None:
+        """Put a node at the end, and before it what it needs of waits, elements and launches."""
+        if self._emitted[node]:
+            return
+        pending = [node]
+        while pending:
+            one = pending[-1]
+            if self._emitted[one]:
+                pending.pop()
+                continue
+            missing = [other for other in self.problem.before[one] if not self._emitted[other]]
+            if missing:
+                pending += reversed(missing)
+                continue
+            pending.pop()
+            self._put(one)
+
+    def _emit_what_it_needs(self, node: int) -> None:
+        for one in self.problem.before[node]:
+            self._emit(one)
+
+    def _put(self, node: int) -> None:
+        self._emitted[node] = 1
+        self.order.append(node)
+        problem = self.problem
+        start = problem.flight_at[node]
+        if start != NONE:
+            self.now = max(self.now, self.arrives[start])
+        self.now += problem.cost[node]
+        if node in problem.flights:
+            self._took_off(problem.flights[node])
+
+    def _took_off(self, flight: Flight) -> None:
+        self.free[flight.link] = max(self.now, self.free[flight.link]) + flight.travel
+        self.arrives[flight.start] = self.free[flight.link]
+        for element in flight.elements:
+            self._emit(element)
+        if flight.shrinks:
+            safely = self.arrives[flight.start] + SAFETY * flight.travel
+            heapq.heappush(self._arriving, (safely, flight.start))
+        self._satisfied_by(flight.start)
+
+    def _launch(self, start: int) -> None:
+        self._emit(start)
+
+    def _satisfied_by(self, node: int) -> None:
+        for start in self._waiting_for.get(node, ()):
+            self._missing[start] -= 1
+            if not self._missing[start] and not self._emitted[start]:
+                self._enable(start)
+
+    def _enable(self, start: int) -> None:
+        """A launch may happen now, or when the flights that it needs have arrived."""
+        at = max((self.arrives[one] for one in self._upstream.get(start, ())), default=0.0)
+        if at > self.now:
+            heapq.heappush(self._chained, (at, start))
+            return
+        flight = self.problem.flights[start]
+        if not flight.grows:
+            heapq.heappush(self._eager[flight.link], (-self.tails[start], start))
+        elif self.prefetch:
+            heapq.heappush(self._hungry[flight.link], (self._latest[start], start))
+
+    def _launch_what_pays(self, place: int, lane_free: float) -> None:
+        """Launch what is worth launching before the next node, which keeps the lane until `lane_free`."""
+        while self._chained and self._chained[0][0] <= self.now:
+            self._enable(heapq.heappop(self._chained)[1])
+        for link in range(len(self.free)):
+            while (start := self._best(link, place, lane_free)) is not None:
+                self._launch(start)
+
+    def _best(self, link: int, place: int, lane_free: float) -> int | None:
+        gather, reduction = self._first(self._hungry[link]), self._first(self._eager[link])
+        would_idle = self.free[link] <= lane_free
+        done = self._progress[place]
+        due = gather is not None and self._latest[gather] < self._progress[place + 1]  # after the next node is too late
+        if gather is not None and due and would_idle and self._fits(gather, place):
+            return gather
+        if reduction is None or not (would_idle or not self._in_the_way(reduction, place)):
+            return None
+        through = done + max(0.0, self.free[link] - self.now) + self.problem.flights[reduction].travel
+        if gather is not None and self._latest[gather] < through and self._fits(gather, place):
+            return gather
+        return reduction
+
+    def _first(self, waiting: list[tuple[float, int]]) -> int | None:
+        while waiting and self._emitted[waiting[0][1]]:
+            heapq.heappop(waiting)
+        return waiting[0][1] if waiting else None
+
+    def _fits(self, start: int, place: int) -> bool:
+        """Whether memory allows a gather this early; then it is taken into account."""
+        if self.headroom is None or self.headroom.take(place, self._needed_at[start], self.problem.flights[start].made):
+            return True
+        self.held_back.add(start)
+        return False
+
+    def _in_the_way(self, start: int, place: int) -> bool:
+        """Whether something more urgent becomes ready before this would be through."""
+        flight = self.problem.flights[start]
+        through = self._progress[place] + max(0.0, self.free[flight.link] - self.now) + flight.travel
+        coming = self._coming[flight.link]
+        first = bisect.bisect_right(coming, (place, len(self.problem.nodes)))
+        for ready, other in coming[first : first + _LOOK_AHEAD]:
+            if self._progress[ready] >= through:
+                return False
+            if self.tails[other] > self.tails[start]:
+                return True
+        return False
+
+    def _take_what_arrived(self) -> None:
+        while self._arriving and self._arriving[0][0] <= self.now:
+            for wait in self.problem.flights[heapq.heappop(self._arriving)[1]].waits:
+                if self._has_what_it_needs(wait):
+                    self._emit(wait)
+
+    def _has_what_it_needs(self, wait: int) -> bool:
+        return all(self._emitted[one] for one in self.problem.before[wait])
+
+
+def _running_sum(values: object) -> list[float]:
+    total, result = 0.0, [0.0]
+    for value in values:  # type: ignore[attr-defined]
+        total += value
+        result.append(total)
+    return result

@@ -1,0 +1,119 @@
+"""What an order of nodes would do: its seconds, what stands still for what, and its memory. `simulate` on numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from crossfade.schedule.problem import NONE, Problem
+
+
+@dataclass(frozen=True, slots=True)
+class Travel:
+    """When a collective was launched, began to travel, arrived and was first asked for, and what it held up."""
+
+    launch: float
+    start: float
+    finish: float
+    needed: float
+    exposed: float
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What an order would do; `travels` by the number of each collective's start."""
+
+    seconds: float
+    exposed: float
+    peak: int
+    travels: dict[int, Travel]
+
+
+def predict(problem: Problem, order: Sequence[int]) -> Prediction:
+    """Run an order on one computing lane and one link a group, as `crossfade.cost.timeline.simulate` does."""
+    now, free = 0.0, [0.0] * len(problem.links)
+    cost, flight_at, flights = problem.cost, problem.flight_at, problem.flights
+    slowed = any(problem.slows)
+    begun: dict[int, tuple[float, float, float]] = {}
+    needed: dict[int, float] = {}
+    exposed: dict[int, float] = {}
+    for node in order:
+        start = flight_at[node]
+        if start != NONE:
+            arrives = begun[start][2]
+            needed.setdefault(start, now)
+            if arrives > now:
+                exposed[start] = exposed.get(start, 0.0) + arrives - now
+                now = arrives
+        if cost[node]:
+            now = _computed_by(now, cost[node], free, problem.slows) if slowed else now + cost[node]
+        if node in flights:
+            link, travel = flights[node].link, flights[node].travel
+            begins = max(now, free[link])
+            free[link] = begins + travel
+            begun[node] = now, begins, free[link]
+    end = _stand_still_for_the_rest(begun, needed, exposed, now)
+    travels = {start: Travel(*times, needed.get(start, now), exposed.get(start, 0.0)) for start, times in begun.items()}
+    return Prediction(end, sum(exposed.values()), peak_of(problem, order), travels)
+
+
+def _stand_still_for_the_rest(
+    begun: dict[int, tuple[float, float, float]], needed: dict[int, float], exposed: dict[int, float], end: float
+) -> float:
+    """When everything has arrived, also what nobody waited for."""
+    unasked = [start for start in begun if start not in needed]
+    for start in sorted(unasked, key=lambda one: begun[one][2]):
+        exposed[start] = max(0.0, begun[start][2] - end)
+        end = max(end, begun[start][2])
+    return end
+
+
+def _computed_by(now: float, left: float, free: Sequence[float], slows: Sequence[float]) -> float:
+    """When work of so many seconds is done that starts now: slower while anything travels, by all that does."""
+    until = sorted((at, share) for at, share in zip(free, slows, strict=True) if at > now and share)
+    slower = 1 + sum(share for _, share in until)
+    for at, share in until:
+        work = (at - now) / slower
+        if work >= left:
+            return now + left * slower
+        now, left, slower = at, left - work, slower - share
+    return now + left
+
+
+def peak_of(problem: Problem, order: Sequence[int]) -> int:
+    """The most live bytes at any time."""
+    return max(live_bytes(problem, order), default=0)
+
+
+def live_bytes(problem: Problem, order: Sequence[int]) -> list[int]:
+    """The live bytes during each node of an order."""
+    storages = problem.storages
+    size, then, touches = storages.size, storages.then, problem.touches
+    uses = list(storages.uses)
+    begun = bytearray(len(size))
+    live, result = 0, []
+    for node in order:
+        for cell in touches[node]:
+            if not begun[cell]:
+                begun[cell] = 1
+                live += size[cell]
+        result.append(live)
+        for cell in touches[node]:
+            uses[cell] -= 1
+            if not uses[cell]:
+                live -= size[cell]
+                if then[cell]:
+                    live -= _let_go(then[cell], size, then, uses)
+    return result
+
+
+def _let_go(cells: tuple[int, ...], size: list[int], then: list[tuple[int, ...]], uses: list[int]) -> int:
+    """Release what an ended cell kept; the bytes that end with it."""
+    ended, waiting = 0, list(cells)
+    while waiting:
+        one = waiting.pop()
+        uses[one] -= 1
+        if not uses[one]:
+            ended += size[one]
+            waiting += then[one]
+    return ended

@@ -1,0 +1,391 @@
+"""A training step, compiled: from a model and a batch to a program that all ranks agree on."""
+
+from __future__ import annotations
+
+import time
+import zlib
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, get_args
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from crossfade.capture.accumulate import accumulate as run_on_micro_batches
+from crossfade.capture.batch import BatchIs, BatchLayout, batch_key
+from crossfade.capture.optimizer import append_optimizer, check_optimizer, initial_state, options_key, parameter_names
+from crossfade.capture.training import LossFunction, capture_forward_backward, check_model
+from crossfade.cost.calibrate import calibrate
+from crossfade.cost.estimate import estimate
+from crossfade.cost.machine import Machine
+from crossfade.cost.measure import measure
+from crossfade.cost.presets import preset
+from crossfade.cost.timeline import Timeline, simulate
+from crossfade.errors import CrossfadeError
+from crossfade.graph.effects import is_random
+from crossfade.graph.memory import memory_curve
+from crossfade.graph.passes import Pass, fingerprint, run_passes
+from crossfade.graph.private import group_named
+from crossfade.graph.program import OutputKind, Program
+from crossfade.overlap import plan_overlap
+from crossfade.pipeline import (
+    DataParallelMode,
+    LossIs,
+    Semantics,
+    batch_parallelism,
+    communication,
+    copy_kernel,
+    gradient_exchange,
+    lowering,
+    parameter_sharding,
+    simplification,
+    updates_gathered,
+)
+from crossfade.report.report import Report
+from crossfade.run.members import Members
+from crossfade.run.mesh import DataParallel, MeshLike, backend_on, data_parallel_axes
+from crossfade.run.pack_in_place import PackInPlace
+from crossfade.run.shards import Shards
+from crossfade.run.step import Built, Step
+from crossfade.run.update_in_place import UpdateInPlace
+from crossfade.shard.batch_dims import mark_batch_dims, needs_batch_dims
+
+
+def compile_step(
+    model: nn.Module,
+    loss_fn: LossFunction | None,
+    optimizer: Optimizer,
+    mesh: MeshLike = None,
+    *,
+    data_parallel: DataParallelMode = "replicate",
+    batch: BatchIs = "global",
+    accumulate: int = 1,
+    clip_grad_norm: float | None = None,
+    semantics: Semantics = "global",
+    loss_is: LossIs = "mean",
+    machine: Machine | str | None = None,
+    memory_limit: int | None = None,
+    passes: Sequence[Pass] | None = None,
+    timeout: float = 60.0,
+) -> Step:
+    """One training step of a plain single-device model as one graph, data-parallel over a mesh.
+
+    Args:
+        model: any module; it is trained in place and stays usable for evaluation and checkpoints.
+        loss_fn: called as `loss_fn(model(inputs), *rest)` for `step(inputs, *rest)`; `inputs` may be a tensor, or a
+            tuple or dict of arguments. With None the model is called on the whole batch and returns the loss itself.
+        optimizer: SGD, Adam or AdamW over the model's parameters. Change its learning rates freely, e.g. by a
+            scheduler.
+        mesh: a `DeviceMesh` with an axis `dp` (or only one), a mapping like `{"dp": 4}`, or None for one device. Axes
+            `dp_replicate` and `dp_shard` split the batch over both, and what is sharded over the second only.
+        data_parallel: `"replicate"`: every rank holds all parameters. `"zero1"`: each rank holds and updates the
+            optimizer's state of its rows of every parameter. `"zero2"`: parameters are split too, gathered for the
+            forward and kept for the backward. `"zero3"`: gathered again for the backward instead. The model's
+            parameters and the optimizer's state become DTensors; `step.gathered()` gives the whole model back for a
+            while, `step.state_dict()` is for `torch.distributed.checkpoint`.
+        batch: `"global"` if every rank passes the whole batch (each computes its part), `"local"` if each passes its
+            own part, as under a distributed sampler.
+        accumulate: number of micro-batches whose gradients are averaged before they are exchanged.
+        clip_grad_norm: scale gradients down to this total norm; the norm itself is in `step.outputs["grad_norm"]`.
+        semantics: `"global"`: the step computes what one device would on the whole batch; batch statistics span all
+            ranks and dropout masks are those of the whole batch (all ranks need the same seed). `"per-rank"`: each
+            rank normalises and draws for its own samples, as under torch's DDP.
+        loss_is: whether the loss is a mean over samples or a sum: how parts of a batch are put together.
+        machine: what communication and computation cost, for planning: a `Machine`, a preset's name, or `"calibrate"`
+            to measure it now, which takes some seconds. The sizes of buckets, what is gathered how early, and the
+            order of everything follow from it. None plans without, with buckets of fixed sizes; for the modes that
+            gather parameters, a preset is taken.
+        memory_limit: bytes that may be alive beside inputs, parameters and optimizer state; with a machine only.
+        passes: communication passes to use instead of `crossfade.pipeline.communication()`.
+        timeout: seconds after which a collective, or the check that all ranks run the same program, fails.
+
+    Returns:
+        A callable `step(*batch) -> loss`. The first call on each shape of batch captures and compiles.
+
+        >>> model = nn.Linear(2, 1)
+        >>> step = compile_step(model, nn.functional.mse_loss, torch.optim.SGD(model.parameters(), lr=0.1))
+        >>> losses = [float(step(torch.ones(4, 2), torch.zeros(4, 1))) for _ in range(5)]
+        >>> losses[-1] < losses[0]
+        True
+    """
+    _check_options(data_parallel=(data_parallel, DataParallelMode))
+    _check_options(batch=(batch, BatchIs), semantics=(semantics, Semantics), loss_is=(loss_is, LossIs))
+    _check_numbers(accumulate, clip_grad_norm, timeout)
+    names = parameter_names(model)
+    check_model(model)
+    check_optimizer(optimizer, names)
+    axes = data_parallel_axes(mesh)
+    mode: DataParallelMode = data_parallel if axes is not None else "replicate"
+    members, groups = _open(axes, mode, timeout) if axes is not None else (None, {})
+    shards = _sharded(model, optimizer, axes, mode, members) if axes is not None and members is not None else None
+    planned_for = _machine(machine, mode, axes, groups, model) if axes is not None and passes is None else None
+    if memory_limit is not None and planned_for is None:
+        raise CrossfadeError(
+            f"memory_limit={memory_limit} without a machine to plan for",
+            expected="machine= too, a mesh, and no passes of one's own",
+            remedy='pass machine="calibrate", or the name of a preset',
+        )
+    compiler = _StepCompiler(
+        model, tuple(model.modules()), loss_fn, optimizer, axes, mode, shards, batch, accumulate, clip_grad_norm,
+        semantics, loss_is, None if passes is None else tuple(passes), planned_for, memory_limit,
+    )  # fmt: skip
+    return Step(
+        model, optimizer, lambda b: compiler.build(b, members), compiler.key, members, groups, shards,
+        compiler.initial_state, shares_random_numbers=axes is None or semantics == "global",
+    )  # fmt: skip
+
+
+def _machine(
+    given: Machine | str | None, mode: DataParallelMode, axes: DataParallel, groups: Mapping[str, str], model: nn.Module
+) -> Machine | None:
+    """The machine to plan for; measured on the ranks if asked for, the nearest preset where a plan is needed."""
+    device = next(model.parameters()).device.type
+    if given == "calibrate":
+        named = {axis: group_named(group) for axis, group in groups.items()}
+        return calibrate("calibrated", named, device=device, world=named[axes.whole.name])
+    if given is None and mode in ("zero2", "zero3"):
+        given = "loopback-gloo" if backend_on(device, axes.whole.backend) == "gloo" else "h100-nvlink-node"
+    return preset(given) if isinstance(given, str) else given
+
+
+def _open(axes: DataParallel, mode: DataParallelMode, timeout: float) -> tuple[Members, dict[str, str]]:
+    """Process groups of our own for each axis that the mode communicates along, by the axis's name."""
+    members, group = axes.whole.open(timeout)
+    groups = {axes.whole.name: group}
+    if mode != "replicate" and axes.copies is not None:
+        groups |= {axis.name: axis.open(timeout)[1] for axis in (axes.split, axes.copies)}
+    return members, groups
+
+
+def _sharded(
+    model: nn.Module, optimizer: Optimizer, axes: DataParallel, mode: DataParallelMode, members: Members
+) -> Shards | None:
+    """The parts that this rank keeps, each of its own model: so all ranks must have built the same one."""
+    if mode == "replicate":
+        return None
+    lines = _checksums(model, optimizer)
+    members.agree(" ".join(lines), "\n".join(lines))
+    device = next(model.parameters()).device.type
+    return Shards(model, optimizer, axes.device_mesh(device), parameters=mode != "zero1")
+
+
+def _check_options(**given: tuple[str, Any]) -> None:
+    for name, (value, kind) in given.items():
+        if value not in get_args(kind):
+            expected = " or ".join(repr(one) for one in get_args(kind))
+            raise CrossfadeError(f"{name}={value!r}", expected=expected, remedy="pass one of those")
+
+
+def _check_numbers(accumulate: int, clip_grad_norm: float | None, timeout: float) -> None:
+    if accumulate < 1:
+        raise CrossfadeError(
+            f"accumulate={accumulate}", expected="at least 1", remedy="pass the number of micro-batches"
+        )
+    if clip_grad_norm is not None and not clip_grad_norm > 0:
+        raise CrossfadeError(
+            f"clip_grad_norm={clip_grad_norm}", expected="more than 0", remedy="pass None for no clipping"
+        )
+    if not timeout > 0:
+        raise CrossfadeError(f"timeout={timeout}", expected="seconds, more than 0", remedy="pass how long to wait")
+
+
+def _baked_in(module: nn.Module) -> tuple[Any, ...]:
+    """What a module's forward bakes into a graph: its own numbers, words and switches (dropout's p, training), which
+    parameters it has, and the shapes of its buffers. Asked at every step, so without walking the tree of modules."""
+    plain = [item for item in vars(module).items() if type(item[1]) in _PLAIN]
+    parameters = [(id(p), p.requires_grad, p.dtype) for p in module._parameters.values() if p is not None]
+    buffers = [(b.shape, b.dtype) for b in module._buffers.values() if b is not None]
+    return tuple(plain), tuple(parameters), tuple(buffers)
+
+
+_PLAIN = (bool, int, float, str)
+
+
+def _ambient() -> tuple[Any, ...]:
+    """What torch itself bakes in: autocast and the default dtype."""
+    autocast = [(torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in ("cpu", "cuda")]
+    return (*autocast, torch.get_default_dtype())
+
+
+def _checksums(model: nn.Module, optimizer: Optimizer) -> list[str]:
+    """A line for every tensor that all ranks hold whole: parameters, buffers, optimizer state."""
+    tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    for parameter, name in parameter_names(model).items():
+        entries = optimizer.state.get(parameter, {})
+        tensors |= {f"{name}:{k}": v for k, v in entries.items() if isinstance(v, torch.Tensor)}
+    whole = {name: tensor for name, tensor in tensors.items() if not hasattr(tensor, "placements")}
+    return [f"{name} with checksum {_checksum(tensor):08x}" for name, tensor in whole.items()]
+
+
+def _checksum(tensor: torch.Tensor) -> int:
+    return zlib.crc32(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+
+
+@dataclass(frozen=True)
+class _StepCompiler:
+    """The settings of one `compile_step`, and the way from a batch to a program."""
+
+    model: nn.Module
+    modules: tuple[nn.Module, ...]
+    loss_fn: LossFunction | None
+    optimizer: Optimizer
+    axes: DataParallel | None
+    mode: DataParallelMode
+    shards: Shards | None
+    batch: BatchIs
+    accumulate: int
+    clip_grad_norm: float | None
+    semantics: Semantics
+    loss_is: LossIs
+    passes: tuple[Pass, ...] | None
+    machine: Machine | None
+    memory_limit: int | None
+
+    def key(self, batch: tuple[Any, ...]) -> Any:
+        """What a captured program depends on."""
+        modules = tuple(_baked_in(module) for module in self.modules)
+        return batch_key(batch), modules, options_key(self.optimizer), _ambient()
+
+    def build(self, batch: tuple[Any, ...], members: Members | None) -> Built:
+        """Capture and compile for one shape of batch, and agree on the result with the other ranks."""
+        try:
+            check_optimizer(self.optimizer, parameter_names(self.model))
+            built = self._build(batch, members)
+        except Exception as error:
+            if members is not None:
+                members.fail(f"{type(error).__name__}: {error}")
+            raise
+        if members is not None:
+            common = [self._stream(built.program), *self._state()]
+            members.agree(" ".join([fingerprint(built.program), *common]), "\n".join([*common, str(built.program)]))
+        return built
+
+    def _stream(self, program: Program) -> str:
+        """What ranks that draw from one random stream must have in common beside the program."""
+        if self.semantics == "per-rank" or not any(is_random(node) for node in program.graph.nodes):
+            return "no random numbers shared by the ranks"
+        state = zlib.crc32(torch.get_rng_state().numpy().tobytes())
+        return f"random generator in state {state:08x}: call torch.manual_seed alike on every rank"
+
+    def _state(self) -> list[str]:
+        """A line for everything that ranks must start with alike: what each holds whole, and learning rates."""
+        rates = [f"lr.{index} = {group['lr']}" for index, group in enumerate(self.optimizer.param_groups)]
+        return _checksums(self.model, self.optimizer) + rates
+
+    def _build(self, batch: tuple[Any, ...], members: Members | None) -> Built:
+        start = time.perf_counter()
+        names = parameter_names(self.model)
+        ranks = self.axes.whole.size if self.axes else 1
+        layout = BatchLayout.of(batch, ranks=ranks, accumulate=self.accumulate, given=self.batch)
+
+        program = self._capture(batch, layout)
+        program = self._data_parallel(program) if self.axes else self._on_micro_batches(program)
+        split_over = self.axes.split.name if self.axes and self.shards else None
+        program = append_optimizer(
+            program, self.optimizer, names, clip_grad_norm=self.clip_grad_norm, split_over=split_over
+        )
+        gathering = updates_gathered(self.mode, self.axes) if self.axes else []
+        before = run_passes(program, [*gathering, *simplification()])
+        seconds = time.perf_counter() - start
+        scheduled, predicted = self._communicating(before, members)
+        program = run_passes(scheduled, [*self._lowering(), PackInPlace(), UpdateInPlace()])
+
+        facts = self._facts(seconds, layout) | copy_kernel(program)
+        report = Report.of(before, program, title=type(self.model).__name__, facts=facts)
+        report = report.with_timelines(predicted=predicted, memory=_memory(program)) if predicted else report
+        stepped = {out.name for out in before.outputs if out.kind is OutputKind.UPDATE}
+        return Built(program, layout, report, self.initial_state(stepped))
+
+    def _communicating(self, before: Program, members: Members | None) -> tuple[Program, Timeline | None]:
+        """The program with its collectives fused, bucketed and in order; and what it is predicted to do, if planned."""
+        if self.passes is not None or self.machine is None or members is None:
+            return run_passes(before, communication() if self.passes is None else self.passes), None
+        machine = self.machine.with_scatters_as_exchanges(self._axes_on("gloo"))
+        measured = members.share(lambda: self._measured(before))
+        plan = plan_overlap(before, machine, measured, self.memory_limit)
+        costs = estimate(plan.program, machine, measured)
+        return plan.program, simulate(plan.program, costs, f"predicted for {machine.name}")
+
+    def _measured(self, program: Program) -> dict[str, float]:
+        """The seconds of the program's operators, where this device can tell."""
+        return dict(measure(program)) if self._device() == "cpu" else {}
+
+    def _axes_on(self, backend: str) -> list[str]:
+        axes = (self.axes.whole, self.axes.split, self.axes.copies) if self.axes else ()
+        return [axis.name for axis in axes if axis is not None and backend_on(self._device(), axis.backend) == backend]
+
+    def initial_state(self, stepped: Collection[str] | None = None) -> dict[str, dict[str, torch.Tensor]]:
+        """What the optimizer would create at its first step for some parameters, by default all that are trained."""
+        parts = self.shards.like_parts() if self.shards else {}
+        names = parameter_names(self.model)
+        return initial_state(self.optimizer, names, self._trained() if stepped is None else stepped, parts)
+
+    def _trained(self) -> list[str]:
+        names = parameter_names(self.model)
+        return [names[p] for group in self.optimizer.param_groups for p in group["params"] if p.requires_grad]
+
+    def _on_micro_batches(self, program: Program) -> Program:
+        return run_on_micro_batches(program, self.accumulate, mean=self.loss_is == "mean")
+
+    def _data_parallel(self, program: Program) -> Program:
+        """The program of one rank: its part of the batch, its part of the parameters, everyone's gradients."""
+        assert self.axes is not None
+        whole, split = self.axes.whole, self.axes.split
+        program.groups = {whole.name: whole.size}
+        if self.shards is not None:
+            program.groups |= {one.name: one.size for one in (split, self.axes.copies) if one is not None}
+        can_gather = self._backend() != "gloo" or self._device() != "cuda"  # gloo's all-gather crashes on CUDA tensors
+        each, once = parameter_sharding(self.mode, split.name, split.size)
+        program = self._on_micro_batches(run_passes(program, each))
+        batch = batch_parallelism(whole.name, whole.size, self.semantics, can_gather=can_gather)
+        return run_passes(program, [*once, *batch, *gradient_exchange(self.mode, self.axes, self.loss_is)])
+
+    def _capture(self, batch: tuple[Any, ...], layout: BatchLayout) -> Program:
+        trained = self._trained()
+        as_one_device = self.axes is not None and self.semantics == "global"
+
+        def capture(size: int) -> Program:
+            return capture_forward_backward(
+                self.model,
+                self.loss_fn,
+                batch,
+                batch_size=size,
+                trained=trained,
+                layout=layout,
+                plain_norms=as_one_device,
+            )
+
+        program = capture(layout.micro_batch_size)
+        if as_one_device and needs_batch_dims(program):
+            mark_batch_dims(program, capture(layout.micro_batch_size_of_all_ranks))
+        return program
+
+    def _lowering(self) -> list[Pass]:
+        return lowering(dict.fromkeys(self._axes_on("gloo"), "gloo"))
+
+    def _device(self) -> str:
+        return next((p.device.type for p in self.model.parameters()), "cpu")
+
+    def _backend(self) -> str:
+        return backend_on(self._device(), self.axes.whole.backend) if self.axes else ""
+
+    def _facts(self, seconds: float, layout: BatchLayout) -> dict[str, str]:
+        axes = [self.axes.copies, self.axes.split] if self.axes else []
+        sizes = " x ".join(f"{axis.name}={axis.size}" for axis in axes if axis is not None)
+        return {
+            "mesh": f"{sizes} over {axes[1].backend}" if axes and axes[1] else "one device",
+            "data parallel": self.mode,
+            "planned for": self.machine.name if self.machine else "no machine in particular",
+            "batch": f"{layout.size} samples ({layout.given}), {layout.accumulate} x {layout.micro_batch_size} a rank",
+            "optimizer": type(self.optimizer).__name__,
+            "semantics": self.semantics,
+            "torch": torch.__version__,
+            "capture": f"{seconds:.1f} s",
+        }
+
+
+def _memory(program: Program) -> list[tuple[str, int]]:
+    """Live bytes while each node runs, for a report."""
+    curve = memory_curve(program)
+    return [(node.name, size) for node, size in zip(program.graph.nodes, curve.during, strict=True)]

@@ -1,0 +1,122 @@
+"""Calibration on two real ranks: one answer, possible numbers, predictions near what is measured right then."""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from crossfade import Ranks
+from crossfade.cost.calibrate import MB, calibrate, fitted, rows, slowest
+from crossfade.cost.machine import Link, Machine
+from crossfade.errors import MachineError
+from crossfade.graph import collectives
+from crossfade.graph.collectives import Kind
+
+
+def calibrated_and_measured() -> tuple[str, float]:
+    """The machine as JSON, and the seconds of a 16 MB all-reduce on this rank."""
+    machine = calibrate("here", {"dp": dist.group.WORLD}, seconds=2.0)
+    value = torch.ones(4 * MB)
+    times = []
+    for _ in range(5):
+        dist.barrier()
+        start = time.perf_counter()
+        collectives.wait(collectives.all_reduce(value, "sum", dist.group.WORLD.group_name))  # type: ignore[union-attr]
+        times.append(time.perf_counter() - start)
+    return machine.to_json(), statistics.median(times)
+
+
+def test_ranks_agree_on_a_machine_that_predicts(ranks: Callable[[int], Ranks]) -> None:
+    (first, here), (second, there) = ranks(2).run(calibrated_and_measured, timeout=60)
+    assert first == second
+    machine = Machine.from_json(first)
+    assert (machine.name, list(machine.fabrics), machine.device) == ("here", ["dp"], "cpu")
+    assert "dp: 2 ranks on gloo" in machine.source
+    fabric = machine.fabric("dp")
+    assert all(link.bandwidth < 1e12 and link.latency < 0.1 for link in fabric.links.values())
+    assert 0 < fabric.launch < 0.01
+    assert 0 < machine.overhead < 1e-3
+    assert min(machine.flops.values()) > 1e8
+    predicted = machine.collective_seconds(Kind.ALL_REDUCE, 16 * MB, ranks=2, axis="dp")
+    assert 0.5 < predicted / max(here, there) < 2
+
+
+def tables_of_ranks() -> dict[str, float]:
+    rank = dist.get_rank()
+    return slowest({"both": 1.0 + rank, "also": 5.0 - rank, f"only {rank}": 1.0})
+
+
+def test_tables_of_ranks_become_one(ranks: Callable[[int], Ranks]) -> None:
+    assert ranks(2).run(tables_of_ranks) == [{"both": 2.0, "also": 5.0}] * 2
+
+
+def test_without_ranks_it_says_how_to_get_some() -> None:
+    with pytest.raises(MachineError, match="no process group.*init_process_group first, or run crossfade calibrate"):
+        calibrate("alone", {"dp": None})
+
+
+def refused() -> list[str]:
+    alone = [dist.new_group([rank]) for rank in range(2)][dist.get_rank()]
+    messages = []
+    for axes, options in (
+        ({"tp": alone}, {}),
+        ({"dp": dist.group.WORLD}, {"device": "cuda"}),
+        ({"dp": dist.group.WORLD}, {"sizes": (MB, MB)}),
+    ):
+        try:
+            calibrate("none", axes, **options)  # type: ignore[arg-type]
+        except MachineError as error:
+            messages.append(str(error))
+    return messages
+
+
+def test_what_cannot_be_measured_is_refused_before_anything_travels(ranks: Callable[[int], Ranks]) -> None:
+    (alone, cuda, sizes), _ = ranks(2).run(refused)
+    assert alone.startswith("found axis 'tp' of one rank; expected at least 2")
+    assert cuda.startswith("found gloo for cuda tensors on axis 'dp'; expected nccl (gloo's all-gather")
+    assert sizes.startswith(f"found sizes [{MB}, {MB}]; expected at least two different ones")
+
+
+def points(latency: float, bandwidth: float, noise: tuple[float, ...]) -> list[tuple[float, float, float]]:
+    sizes = [4**i * 1000.0 for i in range(len(noise))]
+    return [(1, size, (latency + size / bandwidth) * factor) for size, factor in zip(sizes, noise, strict=True)]
+
+
+def test_a_fit_finds_the_link_through_noise() -> None:
+    found = fitted(points(1e-4, 1e8, (1.1, 0.9, 1.05, 0.95, 1.1, 0.92)))
+    assert found.latency == pytest.approx(1e-4, rel=0.15)
+    assert found.bandwidth == pytest.approx(1e8, rel=0.15)
+
+
+@pytest.mark.parametrize(
+    "measured",
+    [
+        [(1, 1e3, 1e-6), (1, 1e4, 1e-4), (1, 1e5, 1e-2)],  # ever slower: no latency explains it
+        [(1, 1e3, 1e-2), (1, 1e4, 1e-3), (1, 1e5, 1e-4)],  # the larger the faster: no bandwidth explains it
+        [(1, 1e3, 1e-3), (1, 1e3, 1e-3)],  # one size only
+    ],
+)
+def test_a_fit_is_never_negative_or_infinite(measured: list[tuple[float, float, float]]) -> None:
+    found = fitted(measured)
+    assert found.latency >= 0
+    assert 0 < found.bandwidth < math.inf
+
+
+def test_rows_say_everything_in_units() -> None:
+    from crossfade.cost.presets import preset
+
+    table = rows(preset("h100-nvlink-node"))
+    assert table[0] == ("all_reduce", "*", "8 us", "360 GB/s")
+    assert table[5] == ("launch", "*", "5 us", "computation 10% slower meanwhile")
+    assert ("matrix product", "bfloat16", "", "760 TFLOP/s") in table
+    assert table[-2:] == [("memory", "cuda", "", "2.78 TB/s"), ("operator", "cuda", "1.6 us", "")]
+
+
+def test_a_link_is_what_was_fitted() -> None:
+    assert fitted([(2, 1000, 0.003), (2, 10_000, 0.012)]) == Link(latency=0.001, bandwidth=1e6)

@@ -1,0 +1,105 @@
+"""Bucket sizes from a machine: against a walk through the same story, and against building and predicting."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+from toy_costs import program_of
+
+from crossfade.communicate.bucket_all_reduces import BucketAllReduces
+from crossfade.cost.estimate import estimate
+from crossfade.cost.machine import Fabric, Link, Machine
+from crossfade.errors import MachineError
+from crossfade.graph.collectives import Kind
+from crossfade.graph.passes import run_passes
+from crossfade.graph.program import Program
+from crossfade.schedule.bucket_sizes import LATENCY_SHARE, MB, Load, choose_caps, loads_of, sweep
+from crossfade.schedule.overlap_communication import OverlapCommunication
+
+LAYERS, SIZE = 64, 2**16
+
+
+def machine(latency: float, bandwidth: float, flops: float = 1e9) -> Machine:
+    links = dict.fromkeys(Kind, Link(latency, bandwidth))
+    return Machine("toy", {"*": Fabric(links)}, flops={"float32": flops}, memory_bandwidth=1e30)
+
+
+def backward() -> Program:
+    """A chain of products; the gradient of each is summed where it is ready, and all are wanted at the end."""
+    lines = ['x: f32[256, 256] = input("x")', "y0 = aten.neg(x)"]
+    for i in range(LAYERS):
+        lines.append(f"y{i + 1} = aten.mm(y{i}, x)")
+        lines.append(f'c{i} = c10d.all_reduce(y{i + 1}, "sum", "dp")')
+        lines.append(f"w{i} = c10d.wait_tensor(c{i})")
+    lines.append("return " + ", ".join(f'output("{i}", w{i})' for i in range(LAYERS)))
+    return program_of("\n".join(lines))
+
+
+def builder(one: Machine) -> Callable[[Program, float], Program]:
+    def build(program: Program, cap: float) -> Program:
+        passes = [BucketAllReduces(cap_mb=cap, first_mb=None), OverlapCommunication(one)]
+        return run_passes(program, passes, keep_text=False)
+
+    return build
+
+
+def walked(load: Load, buckets: int) -> float:
+    """The same story told bucket by bucket."""
+    free = 0.0
+    for index in range(buckets):
+        ready = load.hides * (index + 1) / buckets
+        free = max(free, ready) + load.latency + load.bytes / buckets * load.seconds_a_byte
+    return free - load.hides
+
+
+@pytest.mark.parametrize("hides", [0.5, 2.0, 20.0])
+@pytest.mark.parametrize("latency", [1e-4, 1e-2])
+@pytest.mark.parametrize("buckets", [1, 4, 50])
+def test_B8_exposed_is_what_a_walk_through_the_buckets_gives(hides: float, latency: float, buckets: int) -> None:
+    load = Load(Kind.ALL_REDUCE, "dp", 100, 10**7, latency, 1e-7, 0.0, hides)
+    assert load.exposed(10**7 / buckets) == pytest.approx(walked(load, buckets))
+
+
+def test_B8_loads_are_read_off_the_program() -> None:
+    program, one = backward(), machine(1e-3, 1e9)
+    (load,) = loads_of(program, one, estimate(program, one))
+    bytes_each = 4 * SIZE
+    product = 2 * 256**3 / 1e9
+    assert (load.kind, load.group, load.number, load.bytes) == (Kind.ALL_REDUCE, "dp", LAYERS, LAYERS * bytes_each)
+    assert (load.latency, load.seconds_a_byte) == (1e-3, pytest.approx(1e-9))
+    assert load.hides == pytest.approx((LAYERS - 1) * product, rel=1e-3)
+
+
+def test_B8_latency_is_a_small_share_of_a_bucket() -> None:
+    for latency in (1e-5, 1e-4, 1e-3):
+        cap = choose_caps(backward(), machine(latency, 1e9))[Kind.ALL_REDUCE] * MB
+        assert latency / (latency + cap * 1e-9) <= LATENCY_SHARE + 1e-9
+
+
+def test_B8_buckets_grow_with_latency_and_shrink_with_what_hides_them() -> None:
+    caps = [choose_caps(backward(), machine(latency, 1e8))[Kind.ALL_REDUCE] for latency in (1e-5, 1e-3, 1e-1)]
+    assert caps == sorted(caps) and caps[0] < caps[-1]
+    fast, slow = (choose_caps(backward(), machine(1e-3, 1e7, flops))[Kind.ALL_REDUCE] for flops in (1e12, 1e9))
+    assert slow < fast
+
+
+CASES = [(1e-4, 1e9, 1e9), (1e-3, 1e8, 1e9), (1e-3, 1e9, 1e11), (1e-4, 1e9, 1e11), (1e-3, 1e8, 1e11), (5e-3, 1e9, 1e12)]
+
+
+@pytest.mark.parametrize(("latency", "bandwidth", "flops"), CASES)
+def test_B8_the_chosen_cap_is_near_the_best_of_a_sweep(latency: float, bandwidth: float, flops: float) -> None:
+    program, one = backward(), machine(latency, bandwidth, flops)
+    chosen = choose_caps(program, one)[Kind.ALL_REDUCE]
+    found = sweep(program, [0.25, 0.5, 1, 2, 4, 8, 16, chosen], builder(one), one)
+    seconds = dict(found.seconds)
+    assert seconds[chosen] <= 1.1 * seconds[found.cap], str(found)
+
+
+def test_O3_a_sweep_takes_the_fastest_prediction() -> None:
+    program, one = backward(), machine(1e-3, 1e9, 1e11)
+    found = sweep(program, [0.25, 2, 16], builder(one), one)
+    assert found.cap == min(found.seconds, key=lambda pair: pair[1])[0] == 2
+    assert str(found).endswith("-> 2 MB")
+    with pytest.raises(MachineError, match="no caps to try"):
+        sweep(program, [], builder(one), one)

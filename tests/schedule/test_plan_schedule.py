@@ -1,0 +1,204 @@
+"""Schedules of small programs with toy costs, as exact text."""
+
+from __future__ import annotations
+
+import pytest
+from scheduled_programs import (
+    CHAIN,
+    COALESCED,
+    DDP,
+    DDP_SECONDS,
+    MUTATION,
+    NOTHING_TO_HIDE,
+    RANDOM,
+    SHARED_LINK,
+    SHARED_LINK_SECONDS,
+    TP,
+    TP_SECONDS,
+    TWO_GROUPS,
+    URGENT,
+    ZERO3,
+    ZERO3_SECONDS,
+)
+from toy_costs import costs_of, program_of, scheduled
+
+from crossfade.errors import MemoryLimitError, RewriteError
+from crossfade.graph.memory import memory_curve
+from crossfade.schedule.plan import AT_ONCE, BUSY, HIDDEN, MEMORY, NOTHING_LEFT, Schedule, apply_schedule, plan_schedule
+
+GATHERS = ["g1", "g2", "g3", "h2", "h1"]
+
+
+def reasons(schedule: Schedule) -> dict[str, str]:
+    return {one.name: one.reason for one in schedule.collectives}
+
+
+def seconds(schedule: Schedule) -> tuple[float, float]:
+    return schedule.seconds_before, schedule.seconds
+
+
+def test_O1_ddp_starts_the_first_gradient_before_the_chain_goes_on() -> None:
+    schedule, body = scheduled(DDP, DDP_SECONDS)
+    assert body == "a1 a2 g2 s2 d1 g1 s1 r2 u2 r1 u1"
+    assert seconds(schedule) == (18, 14)
+    assert reasons(schedule) == {"s2": HIDDEN, "s1": NOTHING_LEFT}
+
+
+def test_O1_ddp_whose_link_is_slow_updates_what_has_arrived() -> None:
+    schedule, body = scheduled(DDP, {**DDP_SECONDS, "s1": 9, "s2": 9})
+    assert body == "a1 a2 g2 s2 d1 g1 s1 r2 u2 r1 u1"
+    assert seconds(schedule) == (30, 25)
+    assert reasons(schedule) == {"s2": NOTHING_LEFT, "s1": BUSY}
+
+
+def test_O1_zero3_gathers_one_layer_ahead_and_no_more() -> None:
+    schedule, body = scheduled(ZERO3, ZERO3_SECONDS)
+    assert body == "g1 g2 w1 a1 g3 w2 a2 h2 w3 a3 h1 v2 b2 v1 b1"
+    assert seconds(schedule) == (25, 21)
+    assert reasons(schedule) == {"g1": AT_ONCE, **dict.fromkeys(GATHERS[1:], HIDDEN)}
+
+
+def test_O1_a_slow_link_is_never_idle_and_still_gathers_no_more_than_one_ahead() -> None:
+    schedule, body = scheduled(ZERO3, {**ZERO3_SECONDS, **dict.fromkeys(GATHERS, 6)})
+    assert body == "g1 g2 w1 a1 g3 w2 a2 h2 w3 a3 h1 v2 b2 v1 b1"
+    assert seconds(schedule) == (50, 5 * 6 + 4)
+
+
+def test_O2_a_memory_limit_keeps_gathers_back() -> None:
+    schedule, body = scheduled(ZERO3, ZERO3_SECONDS, memory_limit=2047)
+    assert body == "g1 g2 w1 a1 w2 a2 g3 w3 a3 h2 v2 b2 h1 v1 b1"
+    assert (seconds(schedule), schedule.peak) == ((25, 24), 1536)
+    assert reasons(schedule) == {"g1": AT_ONCE, "g2": HIDDEN, **dict.fromkeys(GATHERS[2:], MEMORY)}
+
+
+def test_O2_a_limit_too_small_is_refused_with_the_least_that_works() -> None:
+    with pytest.raises(MemoryLimitError, match="raise the limit to at least 1536"):
+        scheduled(ZERO3, ZERO3_SECONDS, memory_limit=1535)
+    schedule, _ = scheduled(ZERO3, ZERO3_SECONDS, memory_limit=1536)
+    assert schedule.peak == 1536
+
+
+def test_O1_a_gather_that_is_needed_soon_goes_before_a_scatter_that_is_not() -> None:
+    schedule, body = scheduled(SHARED_LINK, SHARED_LINK_SECONDS)
+    assert body == "h2 h1 v2 b2 r2 e v1 b1 r1 d2 u2 d1 u1"
+    assert seconds(schedule) == (20, 13)
+    assert reasons(schedule) == {"h2": AT_ONCE, "h1": HIDDEN, "r2": HIDDEN, "r1": NOTHING_LEFT}
+
+
+def test_O1_tensor_parallel_sums_travel_under_the_weights_gradients() -> None:
+    schedule, body = scheduled(TP, TP_SECONDS)
+    assert body == "d2 s2 gw2 f2 d1 s1 gw1 f1"
+    assert seconds(schedule) == (12, 8)
+    assert reasons(schedule) == {"s2": HIDDEN, "s1": HIDDEN}
+
+
+def test_O1_two_groups_travel_together() -> None:
+    schedule, body = scheduled(TWO_GROUPS, {"s": 3, "t": 3, "a": 2, "b": 1, "c": 1})
+    assert body == "s t a ws wt b c"
+    assert seconds(schedule) == (10, 5)
+
+
+def test_O1_random_numbers_are_drawn_in_their_order() -> None:
+    schedule, body = scheduled(RANDOM, {"s": 3, "a": 1, "r1": 1, "r2": 1, "r3": 1, "e": 2})
+    assert body == "r1 s e w a r2 r3"
+    assert seconds(schedule) == (9, 7)
+
+
+def test_O1_what_is_written_is_read_after() -> None:
+    schedule, body = scheduled(MUTATION, {"s": 3, "add_": 1, "read": 1, "other": 2})
+    assert body == "s other w add_ read"
+    assert seconds(schedule) == (7, 5)
+
+
+def test_O1_a_collective_that_needs_another_starts_as_soon_as_that_has_arrived() -> None:
+    schedule, body = scheduled(CHAIN, {"s": 1, "t": 1, "y": 1, "a": 1, "b": 1, "c": 1})
+    assert body == "s a ws v t b wt y c"
+    assert seconds(schedule) == (6, 4)
+
+
+def test_O1_nothing_to_hide_under_changes_nothing() -> None:
+    schedule, body = scheduled(NOTHING_TO_HIDE, {"s": 3, "a": 1, "b": 1})
+    assert body == "a s w b"
+    assert (schedule.chosen, seconds(schedule)) == ("as it stands", (5, 5))
+    assert reasons(schedule) == {"s": AT_ONCE}
+
+
+def test_O1_coalesced_collectives_move_as_one() -> None:
+    schedule, body = scheduled(COALESCED, {"both": 3, "a": 1, "b": 1, "y": 1, "c": 2})
+    assert body == "a b both one two c w1 w2 y"
+    assert seconds(schedule) == (8, 6)
+
+
+def test_O1_what_is_urgent_goes_first_on_the_link() -> None:
+    costs = {"s1": 5, "s2": 5, "s3": 1, "g1": 1, "g2": 1, "n": 1, "c": 8, "u1": 1, "u2": 1}
+    schedule, body = scheduled(URGENT, costs)
+    assert body == "n s3 g1 s1 g2 s2 w3 c w1 u1 w2 u2"
+    assert seconds(schedule) == (24, 13)
+
+
+def test_O2_a_scatter_is_waited_for_when_it_has_arrived_since_it_holds_what_it_sends() -> None:
+    lines = ['x: f32[64] = input("x")']
+    for layer in range(4):
+        lines.append(f"g{layer}: f32[64] = aten.exp({f'g{layer - 1}' if layer else 'x'})")
+        lines.append(f'r{layer}: f32[32] = c10d.reduce_scatter_tensor(g{layer}, "sum", 2, "dp")')
+    lines += [f"d{layer}: f32[32] = c10d.wait_tensor(r{layer})" for layer in range(4)]
+    lines += [f"u{layer}: f32[32] = aten.neg(d{layer})" for layer in range(4)]
+    lines.append("return " + ", ".join(f'output("{layer}", u{layer})' for layer in range(4)))
+    costs = {f"{kind}{layer}": cost for layer in range(4) for kind, cost in {"g": 4, "r": 1, "u": 1}.items()}
+    schedule, body = scheduled("\n".join(lines), costs)
+    assert body == "g0 r0 g1 d0 r1 g2 d1 r2 g3 d2 r3 u0 u1 d3 u2 u3"
+    assert (schedule.peak_before, schedule.peak) == (4 * 256 + 4 * 128, 2 * 256 + 3 * 128)
+
+
+def test_a_schedule_prints() -> None:
+    schedule, _ = scheduled(TP, {name: 1e-3 * value for name, value in TP_SECONDS.items()})
+    assert str(schedule) == (
+        "longest way first: 12.000 ms -> 8.000 ms, peak 1,024 -> 1,024 bytes\n"
+        "s2: travels 2.000 ms, exposed 0.000 ms: it travels under computation\n"
+        "s1: travels 2.000 ms, exposed 0.000 ms: it travels under computation\n"
+        "w1 w2 x d2 s2 gw2 f2 d1 s1 gw1 f1 output"
+    )
+
+
+def test_planning_is_pure_and_always_the_same() -> None:
+    program = program_of(DDP)
+    before = str(program)
+    first = plan_schedule(program, costs_of(program, DDP_SECONDS))
+    again = program_of(DDP)
+    assert plan_schedule(again, costs_of(again, DDP_SECONDS)) == first
+    assert str(program) == before
+    assert hash(first) == hash(plan_schedule(program, costs_of(program, DDP_SECONDS)))
+
+
+def test_the_peak_is_what_the_memory_curve_says() -> None:
+    program = program_of(ZERO3)
+    costs = costs_of(program, ZERO3_SECONDS)
+    schedule = plan_schedule(program, costs)
+    assert memory_curve(program).peak == schedule.peak_before
+    assert apply_schedule(program, schedule)
+    assert memory_curve(program).peak == schedule.peak
+    assert not apply_schedule(program, schedule)
+
+
+def test_a_schedule_of_another_program_is_refused() -> None:
+    program, other = program_of(DDP), program_of(TP)
+    schedule = plan_schedule(program, costs_of(program, DDP_SECONDS))
+    with pytest.raises(RewriteError, match="15 nodes for a program of 12, which has no a1"):
+        apply_schedule(other, schedule)
+
+
+@pytest.mark.parametrize("between", ["aten.neg(x)", 'symm_mem.one_shot_all_reduce(x, "sum", "dp")'])
+def test_nothing_passes_what_communicates_in_a_way_we_do_not_know(between: str) -> None:
+    """Of sends and the like, ranks may have different ones: the order of their group stays."""
+    text = f"""
+        x: f32[64] = input("x")
+        s: f32[64] = c10d.all_reduce(x, "sum", "dp")
+        w: f32[64] = c10d.wait_tensor(s)
+        b: f32[64] = {between}
+        t: f32[64] = c10d.all_reduce(x, "max", "dp")
+        v: f32[64] = c10d.wait_tensor(t)
+        n: f32[64] = aten.neg(v)
+        return output("w", w), output("b", b), output("n", n)
+    """
+    _, body = scheduled(text, {"s": 4, "t": 4, "b": 1, "n": 4})
+    assert body == ("t s b v n w" if "aten" in between else "s b t v n w")
