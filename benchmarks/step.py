@@ -1,8 +1,10 @@
-"""Step time of torch's DDP and of Crossfade on the same model, alternating in one run, as ratios.
+"""Step time of torch's ways to train in parallel and of Crossfade's, on the same model, alternating in one run.
 
-    python -m benchmarks.step                          # two ranks on loopback
-    python -m benchmarks.step --network 1gbit          # two hosts in network namespaces, as root
-    python -m benchmarks.step --size deep --save       # also keep the figures in benchmarks/results/
+    python -m benchmarks.step                                      # two ranks on loopback
+    python -m benchmarks.step --network 1gbit                      # two hosts in network namespaces, as root
+    python -m benchmarks.step --network emulated:64:ethernet-10gbit   # one process, rank 0 of 64, on an emulated fabric
+    python -m benchmarks.step --size deep --save                   # also keep the figures in benchmarks/results/
+    python -m benchmarks.step --contenders "ddp,zero2" --compiled  # some contenders; and torch's compiled ones
 
 Times are medians, of the slowest rank. `limit` is the larger of compute alone and of one all-reduce of all gradients
 in pieces of 1 MB, both measured in the same run: what perfect overlap would give.
@@ -13,6 +15,7 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -20,36 +23,88 @@ import torch.distributed as dist
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks import two_ranks
+from benchmarks import peers, two_ranks
 from benchmarks.figures import save
-from crossfade.demo.contenders import compute_alone, crossfade, ddp, race
-from crossfade.demo.model import SIZES, build
+from crossfade.cost.presets import preset
+from crossfade.cost.timeline import Timeline
+from crossfade.demo.contenders import Contender, compute_alone, crossfade, ddp, race
+from crossfade.demo.model import SIZES, Size, batches, build
+from crossfade.run import emulated
+
+MODES = ("replicate", "zero1", "zero2", "zero3")
 
 
 def main() -> None:
-    """Parse the command line, run on two ranks and print."""
+    """Parse the command line, run on the ranks and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--size", choices=SIZES, default="wide")
     parser.add_argument("--steps", type=int, default=12)
+    parser.add_argument("--contenders", default="", help="words that the names of contenders must have, by commas")
+    parser.add_argument("--compiled", default="", help="anything: also torch's compiled contenders, minutes to start")
     two_ranks.add_options(parser)
     options = parser.parse_args()
-    two_ranks.run("benchmarks.step", work, {"size": options.size, "steps": options.steps}, finish, options)
+    given = {key: getattr(options, key) for key in ("size", "steps", "contenders", "compiled", "network")}
+    if options.network.startswith("emulated:"):
+        finish(_on_emulated_fabric(given), options)
+    else:
+        two_ranks.run("benchmarks.step", work, given, finish, options)
 
 
-def work(size_name: str, steps: int) -> dict[str, Any]:
+def _on_emulated_fabric(given: dict[str, Any]) -> dict[str, Any]:
+    """Run as one rank of a world that does not exist, on a fabric of which a preset gives the times."""
+    _, ranks, machine = given["network"].split(":")
+    torch.set_num_threads(1)
+    with emulated.world(preset(machine), int(ranks)):
+        return work(**given)
+
+
+def work(size: str, steps: int, contenders: str, compiled: str, network: str) -> dict[str, Any]:
     """What each rank does: race, and measure the two limits."""
-    size = SIZES[size_name]
-    contenders = [compute_alone(size), ddp(size), ddp(size, 2), ddp(size, 1), crossfade(size)]
-    measured = race(contenders, size, steps=steps)
-    step = contenders[-1].compiled
-    assert step is not None
+    chosen = SIZES[size]
+    entered = [compute_alone(chosen), *_chosen(chosen, contenders, compiled, network)]
+    measured = race(entered, chosen, steps=steps)
+    compiled_steps = {one.name: one.compiled for one in entered if one.compiled is not None}
+    batch = batches(chosen, dist.get_world_size(), 1)[0]
     return {
         "times": {one.name: one.median for one in measured},
-        "loss_difference": max(abs(a - b) for a, b in zip(measured[1].losses, measured[-1].losses, strict=True)),
-        "communication": _communication(sum(p.numel() for p in build(size).parameters())),
-        "collectives_before": step.report.total_before,
-        "collectives_after": step.report.total_after,
+        "losses": {one.name: one.losses[-1] for one in measured},
+        "communication": _communication(sum(p.numel() for p in build(chosen).parameters())),
+        "collectives": {
+            name: (step.report.total_before, step.report.total_after) for name, step in compiled_steps.items()
+        },
+        "predicted": {
+            name: step.report.predicted.seconds for name, step in compiled_steps.items() if step.report.predicted
+        },
+        "profiled": {name: _summary(step.profile(*batch)) for name, step in compiled_steps.items()},
+        "ranks": dist.get_world_size(),
     }
+
+
+def _summary(timeline: Timeline) -> dict[str, float]:
+    return {"seconds": timeline.seconds, "busy": timeline.busy, "exposed": timeline.exposed}
+
+
+def _chosen(size: Size, words: str, compiled: str, network: str) -> list[Contender]:
+    """The contenders whose names have one of the words; made one by one, since each holds a model."""
+    makers: dict[str, Callable[[], Contender]] = {
+        "torch ddp default": lambda: ddp(size),
+        "torch ddp 2": lambda: ddp(size, 2),
+        "torch ddp 1": lambda: ddp(size, 1),
+        "torch fsdp kept": lambda: peers.fsdp(size, reshard=False),
+        "torch fsdp resharded": lambda: peers.fsdp(size, reshard=True),
+    }
+    if compiled:
+        makers |= {
+            "torch compiled ddp": lambda: peers.compiled_ddp(size, 2),
+            "torch compiled simple fsdp": lambda: peers.simple_fsdp(size),
+        }
+    machine = preset(network.split(":")[2]) if network.startswith("emulated:") else "calibrate"
+    makers["crossfade unplanned"] = lambda: crossfade(size, "Crossfade replicate, no machine")
+    for mode in MODES:
+        makers[f"crossfade {mode}"] = lambda mode=mode: crossfade(
+            size, f"Crossfade {mode}", data_parallel=mode, machine=machine
+        )
+    return [make() for name, make in makers.items() if any(word in name for word in words.split(","))]
 
 
 def _communication(elements: int) -> float:
@@ -69,14 +124,33 @@ def finish(figures: dict[str, Any], options: argparse.Namespace) -> None:
     """Print the table and keep the figures if asked."""
     times: dict[str, float] = figures["times"]
     limit = max(next(iter(times.values())), figures["communication"])
-    default = times["torch DDP, default buckets"]
-    table = Table("contender", "ms a step", "x limit", "speed against DDP", title=f"{options.size}, {options.network}")
+    best = min((seconds for name, seconds in times.items() if name.startswith("torch")), default=limit)
+    title = f"{options.size}, {options.network}, {figures['ranks']} ranks"
+    columns = (
+        "contender",
+        "ms a step",
+        "x limit",
+        "speed against torch's best",
+        "predicted ms",
+        "profiled ms: exposed",
+    )
+    table = Table(*columns, title=title)
     for name, seconds in [*times.items(), ("one all-reduce of all gradients", figures["communication"])]:
-        table.add_row(name, f"{seconds * 1e3:.1f}", f"{seconds / limit:.2f}", f"{default / seconds:.2f}")
-    Console().print(table)
-    Console().print(f"losses of DDP and Crossfade differ by at most {figures['loss_difference']:.1e}")
+        predicted, profiled = figures["predicted"].get(name), figures["profiled"].get(name)
+        table.add_row(
+            name,
+            f"{seconds * 1e3:.1f}",
+            f"{seconds / limit:.2f}",
+            f"{best / seconds:.2f}",
+            f"{predicted * 1e3:.1f}" if predicted else "",
+            f"{profiled['seconds'] * 1e3:.1f}: {profiled['exposed'] * 1e3:.1f}" if profiled else "",
+        )
+    Console(width=140).print(table)
+    together = [loss for name, loss in figures["losses"].items() if not name.startswith("compute")]
+    if together:
+        Console().print(f"losses after the last step differ by at most {max(together) - min(together):.1e}")
     if options.save:
-        save(f"step-{options.size}-{options.network}", {"steps": options.steps, **figures})
+        save(f"step-{options.size}-{options.network.replace(':', '-')}", {"steps": options.steps, **figures})
 
 
 if __name__ == "__main__":
