@@ -1,4 +1,4 @@
-"""The command line: `crossfade demo | explain | launch | passes`."""
+"""The command line: `crossfade calibrate | demo | explain | launch | passes | simulate`."""
 
 from __future__ import annotations
 
@@ -71,6 +71,60 @@ def explain(
     console.print(str(after), highlight=False, markup=False, soft_wrap=True)
     if html is not None:
         console.print(f"HTML report: {report.to_html(html)}", soft_wrap=True)
+
+
+@app.command()
+def calibrate(
+    ranks: Annotated[int, typer.Option(help="Local rank processes; under torchrun, its ranks are taken.", min=2)] = 2,
+    seconds: Annotated[float, typer.Option(help="About how long to measure.", min=1.0)] = 10.0,
+    name: Annotated[str, typer.Option(help="What to call the machine.")] = "calibrated",
+    save: Annotated[Path | None, typer.Option(help="Write it here as JSON, for machine=Machine.load(...).")] = None,
+) -> None:
+    """Measure what communication, computation and memory cost on the ranks that will run a program.
+
+    Alone it starts local gloo ranks. On several hosts: torchrun ... -m crossfade.cli calibrate --save machine.json
+    """
+    from rich.table import Table
+
+    from crossfade.cost.calibrate import rows
+    from crossfade.run.measure_ranks import measure_ranks
+
+    machine = measure_ranks(name, ranks, seconds)
+    if machine is None:  # another rank of torchrun's reports
+        return
+    table = Table("what", "axis or dtype", "latency", "rate", title=machine.name)
+    for row in rows(machine):
+        table.add_row(*row)
+    console.print(table)
+    if save is not None:
+        console.print(f"machine: {machine.save(save)}", soft_wrap=True)
+
+
+@app.command()
+def simulate(
+    program: Annotated[
+        Path, typer.Argument(help="A program in Crossfade's text form; see docs/architecture.md.", exists=True)
+    ],
+    machine: Annotated[
+        list[str] | None, typer.Option(help="A preset's name or a JSON file; may be given several times.")
+    ] = None,
+    group_size: Annotated[int, typer.Option(help="Ranks in each process group the program names.", min=1)] = 2,
+    memory_limit: Annotated[int | None, typer.Option(help="Bytes that may be alive beside the inputs.")] = None,
+    html: Annotated[Path | None, typer.Option(help="Write a report with the last machine's timeline here.")] = None,
+) -> None:
+    """Predict what a program would do on machines, as it stands and as Crossfade would plan it."""
+    from rich.table import Table
+
+    from crossfade import whatif
+
+    found = [whatif.outlook(program, one, group_size, memory_limit) for one in machine or list(whatif.PRESETS)]
+    columns = ("machine", "as it stands", "planned", "exposed", "peak bytes", "buckets up to")
+    table = Table(*columns, title=f"{program.name}, groups of {group_size}")
+    for one in found:
+        table.add_row(*one.row())
+    console.print(table)
+    if html is not None:
+        console.print(f"HTML report: {found[-1].report.to_html(html)}", soft_wrap=True)
 
 
 @app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})

@@ -1,0 +1,55 @@
+"""What if: a program predicted on a machine that need not be here, as it stands and as it would be planned."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from crossfade.cost.estimate import estimate
+from crossfade.cost.machine import Machine
+from crossfade.cost.presets import PRESETS, preset
+from crossfade.cost.timeline import Timeline, simulate
+from crossfade.graph import collectives
+from crossfade.graph.memory import memory_curve
+from crossfade.graph.text import parse
+from crossfade.overlap import Plan, plan_overlap
+from crossfade.report.report import Report
+
+__all__ = ["PRESETS", "Outlook", "outlook"]
+
+
+@dataclass(frozen=True)
+class Outlook:
+    """What is predicted of one program on one machine."""
+
+    machine: Machine
+    before: Timeline
+    after: Timeline
+    plan: Plan
+    peak: int
+    report: Report
+
+    def row(self) -> tuple[str, ...]:
+        """As the cells of a table."""
+        caps = ", ".join(f"{kind.replace('_', '-')} {cap:.2f} MB" for kind, cap in self.plan.caps.items())
+        return (
+            self.machine.name,
+            f"{self.before.seconds * 1e3:.3f} ms",
+            f"{self.after.seconds * 1e3:.3f} ms",
+            f"{self.after.exposed * 1e3:.3f} ms",
+            f"{self.peak:,}",
+            caps,
+        )
+
+
+def outlook(program: Path, machine: str, group_size: int, memory_limit: int | None = None) -> Outlook:
+    """Predict a program in text form on a preset, or on a machine kept as a JSON file."""
+    before = parse(program.read_text())
+    before.groups = dict.fromkeys(collectives.group_sizes(before.graph), group_size)
+    found = Machine.load(machine) if machine.endswith(".json") else preset(machine)
+    plan = plan_overlap(before, found, memory_limit=memory_limit)
+    after = simulate(plan.program, estimate(plan.program, found), f"predicted for {found.name}")
+    curve = memory_curve(plan.program)
+    memory = [(node.name, size) for node, size in zip(plan.program.graph.nodes, curve.during, strict=True)]
+    report = Report.of(before, plan.program, title=program.name).with_timelines(predicted=after, memory=memory)
+    return Outlook(found, simulate(before, estimate(before, found)), after, plan, curve.peak, report)
