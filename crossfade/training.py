@@ -257,7 +257,7 @@ class _StepCompiler:
                 members.fail(f"{type(error).__name__}: {error}")
             raise
         if members is not None:
-            common = [self._stream(built.program), *self._state()]
+            common = [f"planned for {self.machine}", self._stream(built.program), *self._state()]
             members.agree(" ".join([fingerprint(built.program), *common]), "\n".join([*common, str(built.program)]))
         return built
 

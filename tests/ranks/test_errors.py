@@ -277,15 +277,15 @@ JOBS = {
             "batch not divisible",
             ["BatchError: found a batch of 5 samples; expected a multiple of 2 (2 data-parallel"] * 2,
         ),
-        ("different models", ["RankMismatchError: found different programs, first at line 2: rank 0 has"] * 2),
-        ("different seeds", ["RankMismatchError: found different programs, first at line 1: rank 0 has `random"] * 2),
+        ("different models", ["RankMismatchError: found different programs, first at line 3: rank 0 has"] * 2),
+        ("different seeds", ["RankMismatchError: found different programs, first at line 2: rank 0 has `random"] * 2),
         (
             "different values",
-            ["RankMismatchError: found different programs, first at line 2: rank 0 has `weight with checksum"] * 2,
+            ["RankMismatchError: found different programs, first at line 3: rank 0 has `weight with checksum"] * 2,
         ),
         (
             "different rates",
-            ["RankMismatchError: found different programs, first at line 4: rank 0 has `lr.0 = 0.1`"] * 2,
+            ["RankMismatchError: found different programs, first at line 5: rank 0 has `lr.0 = 0.1`"] * 2,
         ),
         (
             "one cannot capture",

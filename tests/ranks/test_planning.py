@@ -1,0 +1,112 @@
+"""Steps planned for a machine: the same training, within the memory limit; and what cannot be planned says so."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+import crossfade as cf
+from crossfade.errors import CrossfadeError, MemoryLimitError
+from crossfade.graph.memory import memory_curve
+from tests.ranks.cases import batches, start, train_crossfade_on_ranks, train_eager
+from tests.ranks.test_training import differences
+
+NAME = "gpt with dropout"
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("machine", ["ethernet-1gbit", "h100-nvlink-node"])
+@pytest.mark.parametrize("mode", ["replicate", "zero1", "zero2", "zero3"])
+def test_planned_training_equals_one_device(ranks: Any, mode: str, machine: str) -> None:
+    options = {"data_parallel": mode, "machine": machine}
+    for trained in ranks(2).run(train_crossfade_on_ranks, NAME, 2, options):
+        assert differences(train_eager(NAME), trained, 2e-5, 2e-6) == []
+
+
+def plan(mode: str, machine: Any, **options: Any) -> cf.Step:
+    case, model, optimizer = start(NAME, "")
+    mesh = {"dp": dist.get_world_size()}
+    step = cf.compile_step(
+        model, case.loss, optimizer, mesh, data_parallel=mode, machine=machine, timeout=20, **options
+    )
+    return step.prepare(*batches(case, 1)[0])
+
+
+def calibrated() -> tuple[str, float]:
+    step = plan("zero3", "calibrate")
+    return str(step.program), step.report.predicted.seconds
+
+
+@pytest.mark.ranks
+def test_ranks_agree_on_what_they_measured(ranks: Any) -> None:
+    (first, seconds), (second, _) = ranks(2).run(calibrated)
+    assert first == second
+    assert 0 < seconds < 10
+
+
+def peaks() -> tuple[int, int, str]:
+    """The peak of a plan without limit, and the least limit that works, as the refusal of a tiny one says."""
+    free = memory_curve(plan("zero3", "ethernet-1gbit").program).peak
+    try:
+        plan("zero3", "ethernet-1gbit", memory_limit=1000)
+    except MemoryLimitError as error:
+        refusal = str(error)
+    least = int(re.findall(r"at least (\d+)", refusal)[0])
+    plan("zero3", "ethernet-1gbit", memory_limit=least)
+    return free, least, refusal
+
+
+@pytest.mark.ranks
+def test_a_limit_too_small_says_the_least_that_works(ranks: Any) -> None:
+    for free, least, refusal in ranks(2).run(peaks):
+        assert 1000 < least <= free
+        assert "expected at most 1,000, the memory limit" in refusal
+
+
+def different_machines() -> str:
+    names = ["ethernet-1gbit", "h100-nvlink-node"]
+    try:
+        plan("zero3", names[dist.get_rank()])
+    except CrossfadeError as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+@pytest.mark.ranks
+def test_ranks_planning_for_different_machines_all_say_so(ranks: Any) -> None:
+    for message in ranks(2).run(different_machines, timeout=60):
+        assert message.startswith("RankMismatchError: found different programs, first at line 1")
+        assert "ethernet-1gbit" in message
+
+
+def refused(options: dict[str, Any]) -> str:
+    try:
+        plan("replicate", **options)
+    except CrossfadeError as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+@pytest.mark.ranks
+def test_what_cannot_be_planned_is_refused(ranks: Any) -> None:
+    typo = ranks(2).run(refused, {"machine": "ethernet-1gbt"})
+    assert all("did you mean ethernet-1gbit" in message for message in typo)
+    limit = ranks(2).run(refused, {"machine": None, "memory_limit": 10})
+    assert all("without a machine to plan for" in message for message in limit)
+
+
+def verdicts() -> tuple[list[str], list[str]]:
+    """The collectives that the scheduler met, and those it judged."""
+    step = plan("zero3", "ethernet-1gbit")
+    timeline = step.report.predicted
+    judged = [verdict.subject for name, verdict in step.report.verdicts if name == "overlap-communication"]
+    return sorted(one.name for one in timeline.communication), sorted(judged)
+
+
+@pytest.mark.ranks
+def test_every_collective_has_a_verdict_of_the_plan(ranks: Any) -> None:
+    for met, judged in ranks(2).run(verdicts):
+        assert met == judged != []
