@@ -43,6 +43,7 @@ from crossfade.pipeline import (
     updates_gathered,
 )
 from crossfade.report.report import Report
+from crossfade.run.codegen import native
 from crossfade.run.members import Members
 from crossfade.run.mesh import DataParallel, MeshLike, backend_on, data_parallel_axes
 from crossfade.run.pack_in_place import PackInPlace
@@ -309,7 +310,7 @@ class _StepCompiler:
 
     def _measured(self, program: Program) -> dict[str, float]:
         """The seconds of the program's operators, where this device can tell."""
-        return dict(measure(program)) if self._device() == "cpu" else {}
+        return dict(measure(program, binding=native)) if self._device() == "cpu" else {}
 
     def _axes_on(self, backend: str) -> list[str]:
         axes = (self.axes.whole, self.axes.split, self.axes.copies) if self.axes else ()

@@ -4,7 +4,8 @@ What is measured, each time on all ranks at once and counted by the slowest:
 
 - Collectives, as programs run them: started by the asynchronous functional operators and waited for, one alone up to
   the size of a piece (1 MB), larger ones as pieces of that size started together. Bandwidth and latency are fitted to
-  the medians so that no size is missed by a larger share than need be. A reduce-scatter is the backend's own.
+  the medians, see `fitted`. A reduce-scatter is the backend's own.
+- Pieces: 8 MB gathered and all-reduced in one, in two, four and eight: the largest piece that is nearly as fast as any.
 - Launch: the time in which a start of a small collective returns.
 - Arithmetic: square matrix products of growing size until one takes a few milliseconds.
 - Memory: additions of two tensors of 4 MB into a third, rotating through 64 MB and more.
@@ -39,6 +40,8 @@ SIZES = (2**12, 2**16, 2**18, MB, 4 * MB, 16 * MB)
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _PIECE_BYTES = MB
+_PIECES = (MB, 2 * MB, 4 * MB, 8 * MB)
+_NEARLY = 1.08
 _LEAST_REPEATS, _MOST_REPEATS = 3, 50
 _PRODUCT_SECONDS = 5e-3
 
@@ -100,6 +103,8 @@ def rows(machine: Machine) -> list[tuple[str, str, str, str]]:
         for kind, link in fabric.links.items():
             lines.append((str(kind), axis, _microseconds(link.latency), _rate(link.bandwidth, "B/s")))
         slower = f"computation {fabric.slows_compute:.0%} slower meanwhile"
+        if fabric.piece is not None:
+            lines.append(("pieces", axis, "", f"of {fabric.piece / MB:g} MB are fastest"))
         lines.append(("launch", axis, _microseconds(fabric.launch), slower))
     lines += [("matrix product", dtype, "", _rate(rate, "FLOP/s")) for dtype, rate in machine.flops.items()]
     lines.append(("memory", machine.device, "", _rate(machine.memory_bandwidth, "B/s")))
@@ -264,7 +269,8 @@ class _Calibration:
     def _fabric(self, group: Any) -> Fabric:
         axis = _Axis(self, group)
         links = {kind: axis.link(kind) for kind in Kind}
-        return Fabric(links, launch=axis.launch(), slows_compute=axis.slows_compute(links[Kind.ALL_REDUCE]))
+        slows = axis.slows_compute(links[Kind.ALL_REDUCE])
+        return Fabric(links, launch=axis.launch(), slows_compute=slows, piece=axis.piece())
 
 
 @dataclass(frozen=True)
@@ -288,9 +294,22 @@ class _Axis:
         hops = (self.ranks - 1).bit_length()  # the steps that Link counts a latency for
         return fitted([(hops * count, sent, seconds) for count, sent, seconds in points])
 
-    def _inputs(self, kind: Kind, size: int) -> list[Tensor]:
+    def piece(self) -> int | None:
+        """The largest piece that carries much data about as fast as any does; None if that is all of it in one."""
+        fast = [self._piece(kind) for kind in (Kind.ALL_GATHER, Kind.ALL_REDUCE)]
+        return None if min(fast) == _PIECES[-1] else min(fast)
+
+    def _piece(self, kind: Kind) -> int:
+        seconds = {}
+        for piece in _PIECES:
+            inputs = self._inputs(kind, _PIECES[-1], piece)
+            seconds[piece] = self._travel(kind, inputs, self.calibration.seconds / 40)
+        least = min(seconds.values())
+        return max(piece for piece, took in seconds.items() if took <= least * _NEARLY)
+
+    def _inputs(self, kind: Kind, size: int, piece: int = _PIECE_BYTES) -> list[Tensor]:
         """Tensors for a collective whose larger side has about `size` bytes, one for each piece."""
-        count = max(1, size // _PIECE_BYTES)
+        count = max(1, size // piece)
         rows = max(1, size // count // 4 // self.ranks)
         shape = (rows,) if kind is Kind.ALL_GATHER else (rows * self.ranks,)
         return [torch.ones(shape, device=self.calibration.device) for _ in range(count)]
@@ -367,25 +386,25 @@ def _repeats(seconds: float, once: float) -> int:
 
 
 def fitted(points: Sequence[tuple[float, float, float]]) -> Link:
-    """The link that explains points of (latencies, bytes sent, seconds) with the least relative error squared.
+    """The link that explains points of (latencies, bytes sent, seconds).
 
-    Neither number can be negative: a fit that wants it so is made without the latency, or by the slowest bytes alone.
+    The bandwidth has the least squared error in seconds, which large sizes decide: a link that lets small bursts pass
+    faster is told by what it sustains. Given that, the latency has the least relative error, which small ones decide.
+    Neither can be negative; where more bytes took less time, the most bytes alone tell the bandwidth.
 
     >>> fitted([(1, 1000, 0.002), (1, 10_000, 0.011), (4, 400_000, 0.404)])
     Link(latency=0.001, bandwidth=1000000.0)
     """
-    rows = [(count / seconds, sent / seconds) for count, sent, seconds in points]
-    aa, ab, bb = (sum(x[i] * x[j] for x in rows) for i, j in ((0, 0), (0, 1), (1, 1)))
-    a, b = sum(x[0] for x in rows), sum(x[1] for x in rows)
+    aa, ab, bb = (sum(x[i] * x[j] for x in points) for i, j in ((0, 0), (0, 1), (1, 1)))
+    at, bt = sum(x[0] * x[2] for x in points), sum(x[1] * x[2] for x in points)
     determinant = aa * bb - ab * ab
-    latency = (a * bb - b * ab) / determinant if determinant else 0.0
-    inverse = (b * aa - a * ab) / determinant if determinant else b / bb
-    if latency < 0:
-        latency, inverse = 0.0, b / bb
+    inverse = (bt * aa - at * ab) / determinant if determinant else bt / bb
     if inverse <= 0:
         _, sent, seconds = max(points, key=lambda point: point[1])
-        return Link(min(seconds / count for count, _, seconds in points), sent / seconds)
-    return Link(_rounded(latency), _rounded(1 / inverse))
+        inverse = seconds / sent
+    shares = [(count / seconds, 1 - sent * inverse / seconds) for count, sent, seconds in points]
+    latency = sum(count * left for count, left in shares) / sum(count * count for count, _ in shares)
+    return Link(_rounded(max(0.0, latency)), _rounded(1 / inverse))
 
 
 def _rounded(value: float) -> float:

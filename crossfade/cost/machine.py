@@ -57,12 +57,15 @@ class Fabric:
     """What communication along one mesh axis costs.
 
     `links` has one entry for each kind of collective. `launch` is the time that starting one takes on the computing
-    thread or stream. While a collective travels, computation takes `1 + slows_compute` times as long.
+    thread or stream. While a collective travels, computation takes `1 + slows_compute` times as long. `piece` is the
+    number of bytes beyond which one collective is slower than several of that size in flight together; None if it
+    never is.
     """
 
     links: Mapping[Kind, Link]
     launch: float = 0.0
     slows_compute: float = 0.0
+    piece: int | None = None
 
 
 @dataclass(frozen=True, repr=False)
@@ -214,6 +217,8 @@ def _check(machine: Machine) -> None:
             _number(link.bandwidth, f"{where}.links.{kind}.bandwidth")
         _number(fabric.launch, f"{where}.launch", least=0)
         _number(fabric.slows_compute, f"{where}.slows_compute", least=0)
+        if fabric.piece is not None:
+            _number(fabric.piece, f"{where}.piece")
     for where in ("name", "device", "source"):
         _text(getattr(machine, where), where)
     for dtype, rate in _mapping(machine.flops, "flops").items():

@@ -25,7 +25,7 @@ from torch import fx
 from crossfade.cost.estimate import Estimator, computes
 from crossfade.cost.keys import Keys, device_of
 from crossfade.cost.presets import preset
-from crossfade.cost.sample import Call, Memory
+from crossfade.cost.sample import Arguments, Call, Memory
 from crossfade.errors import MachineError
 from crossfade.graph.effects import alias_roots
 from crossfade.graph.private import unwrapped_operator
@@ -170,9 +170,10 @@ class _Measure:
                 calls[key] = alike
             if progress is not None:
                 progress(done + 1, len(wanted))
-        self._rounds([call for alike in calls.values() for call in alike], start + seconds)
+        self._rounds(calls, start + seconds)
         for key, alike in calls.items():
-            self.found[key] = statistics.median(sample for call in alike for sample in call.samples)
+            if key not in self.found.unmeasurable:
+                self.found[key] = statistics.median(sample for call in alike for sample in call.samples)
         return self.found
 
     def _calls(self, key: str, nodes: list[fx.Node]) -> list[Call]:
@@ -189,21 +190,29 @@ class _Measure:
             call.samples.clear()  # what is set up at the first call is not for every one to pay
             call.sample(call.arguments(self.memory))
         except Exception as error:  # whatever an operator raises on made-up data is its own affair, and is told
-            self.found.unmeasurable[key] = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+            self.found.unmeasurable[key] = _in_a_line(error)
             return []
         return alike
 
-    def _rounds(self, calls: list[Call], deadline: float) -> None:
+    def _rounds(self, calls: Mapping[str, list[Call]], deadline: float) -> None:
         """Call all in turn, in the order of the program, as often as there is time."""
-        in_order = sorted(calls, key=lambda call: call.node)
+        in_order = sorted(((call, key) for key, alike in calls.items() for call in alike), key=lambda one: one[0].node)
         for _ in range(_MOST_ROUNDS):
-            prepared = [call.arguments(self.memory) for call in in_order]
-            for call, sets in zip(in_order, prepared, strict=True):
+            prepared = [call.arguments(self.memory) for call, _ in in_order]
+            for (call, key), sets in zip(in_order, prepared, strict=True):
                 if time.perf_counter() > deadline:
                     return
-                call.sample(sets)
-            for call in in_order:
+                self._sample(call, key, sets)
+            for call, _ in in_order:
                 call.kept.clear()
+
+    def _sample(self, call: Call, key: str, sets: list[Arguments]) -> None:
+        if key in self.found.unmeasurable:
+            return
+        try:
+            call.sample(sets)
+        except Exception as error:  # it worked on the data before: told like the others
+            self.found.unmeasurable[key] = _in_a_line(error)
 
     def _wanted(self) -> dict[str, list[fx.Node]]:
         """A few nodes for each key, those first on which the program spends most."""
@@ -217,6 +226,10 @@ class _Measure:
                     some.append(node)
                 spent[key] += arithmetic.compute_seconds(node)  # type: ignore[assignment]
         return {key: alike[key] for key, _ in spent.most_common()}
+
+
+def _in_a_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
 
 
 def _far_bytes(program: Program, keys: Keys) -> int:

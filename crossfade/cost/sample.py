@@ -24,7 +24,7 @@ class Call:
     """One operator and how its program meets it.
 
     Arguments in `near` were touched just before and lie in the cache, the others elsewhere each time. A `lasting`
-    result stays alive until the end of the round, another one is freed at once.
+    result stays alive in `kept`, another one is freed at once; a GPU's allocator makes no difference between them.
     """
 
     node: fx.Node
@@ -45,8 +45,6 @@ class Call:
         for value in sets[-1].near:
             value.clone()  # reads it into the cache
         self.samples.append(_on_cuda(self, sets) if self.device == "cuda" else _on_cpu(self, sets[0]))
-        if not self.lasting:
-            self.kept.clear()
 
     def _arguments(self, memory: Memory, written: set[fx.Node]) -> Arguments:
         values = {one: memory.value(one.meta.get("val"), one in written) for one in self.node.all_input_nodes}
@@ -67,7 +65,8 @@ def _on_cpu(call: Call, given: Arguments) -> float:
     start = time.perf_counter()
     result = function(*args, **kwargs)
     seconds = time.perf_counter() - start
-    call.kept.append(result)
+    if call.lasting:
+        call.kept.append(result)
     return seconds
 
 
@@ -77,14 +76,16 @@ def _on_cuda(call: Call, sets: list[Arguments]) -> float:
     torch.cuda.synchronize()
     start.record()
     for args, kwargs, _ in sets:
-        call.kept.append(call.function(*args, **kwargs))
+        call.function(*args, **kwargs)
     end.record()
     end.synchronize()
     return start.elapsed_time(end) / 1e3 / len(sets)
 
 
 class Memory:
-    """Where arguments lie: in arenas of at least `size` bytes, one behind the other, and at the end from the start.
+    """Where arguments lie: in arenas, one behind the other, and at the end from the start.
+
+    An arena has `size` bytes, or as many as the largest argument: together they are far less than a program's memory.
 
     On the CPU, floating-point numbers lie between a half and one, so that whatever is computed from them stays a normal
     number for a while. What is written has an arena of its own. Integers are zeros, which are valid indices into
@@ -106,13 +107,12 @@ class Memory:
         return 0.5 if isinstance(like, (float, torch.SymFloat)) else like
 
     def _tensor(self, like: Described, device: str, written: bool) -> Tensor:
-        if not (like.dtype.is_floating_point or like.dtype.is_complex):
-            flat = torch.full((_extent(like),), int(like.dtype is torch.bool), dtype=like.dtype, device=device)
-            return flat.as_strided(like.sizes, like.strides)
-        key = like.dtype, device, written
-        if key not in self._arenas:
-            self._arenas[key] = _Arena(_filled(self.size // like.dtype.itemsize, like.dtype, device))
-        return self._arenas[key].next(like)
+        key, extent = (like.dtype, device, written), _extent(like)
+        arena = self._arenas.get(key)
+        if arena is None or extent > arena.memory.numel():
+            elements = max(extent, self.size // like.dtype.itemsize)
+            arena = self._arenas[key] = _Arena(_filled(elements, like.dtype, device))
+        return arena.next(like, extent)
 
 
 @dataclass
@@ -120,11 +120,8 @@ class _Arena:
     memory: Tensor
     at: int = 0
 
-    def next(self, like: Described) -> Tensor:
-        """A tensor behind the one before; one that is larger than the arena has memory of its own."""
-        extent = _extent(like)
-        if extent > self.memory.numel():
-            return _filled(extent, like.dtype, self.memory.device.type).as_strided(like.sizes, like.strides)
+    def next(self, like: Described, extent: int) -> Tensor:
+        """A tensor behind the one before."""
         start = self.at if self.at + extent <= self.memory.numel() else 0
         self.at = start + -(-extent // 64) * 64  # as allocators do, on a line of the cache
         return self.memory.as_strided(like.sizes, like.strides, start)
@@ -138,11 +135,13 @@ def _extent(like: Described) -> int:
 
 
 def _filled(elements: int, dtype: torch.dtype, device: str) -> Tensor:
-    """Random numbers, a few thousand over and over: drawing all would take longer than measuring.
+    """Zeros, truths, or random numbers, a few thousand over and over: drawing all would take longer than measuring.
 
     On a GPU they have both signs: the fewer bits change in its wires, the higher it can clock, and numbers that are
     alike were multiplied a seventh faster than a model's. Numbers too small to be normal are no slower there.
     """
+    if not (dtype.is_floating_point or dtype.is_complex):
+        return torch.full((elements,), int(dtype is torch.bool), dtype=dtype, device=device)
     plain = torch.rand(2**14) / 2 + 0.5 if device == "cpu" else torch.randn(2**14)
     pattern = plain.to(device=device, dtype=dtype)
     return pattern.repeat(math.ceil(elements / pattern.numel()))[:elements]

@@ -242,6 +242,10 @@ class Meter:
             self._release(cell)
         return during, self.live
 
+    def made_by(self, node: fx.Node) -> int:
+        """The bytes that a node would make if it ran now."""
+        return sum(self.storages.size[cell] for cell in self.storages.touches[node] if not self._begun[cell])
+
     def _release(self, cell: int) -> None:
         waiting = [cell]
         while waiting:

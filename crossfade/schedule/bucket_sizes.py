@@ -9,7 +9,8 @@ hide it under:
     tail    = latency + cap * seconds_a_byte
     exposed = max(queued, tail) + number * launch
 
-`choose_caps` takes the cap of the least `exposed`, among those whose latency is at most a fifth of their travel.
+`choose_caps` takes the cap of the least `exposed`, among those whose latency is at most a fifth of their travel, and
+within the piece beyond which the backend becomes slower.
 `sweep` builds the program for each of a few caps instead, and compares what is predicted of the whole.
 """
 
@@ -94,7 +95,12 @@ def choose_caps(program: Program, machine: Machine, measured: Mapping[str, float
         known = longest.get(load.kind)
         if known is None or _travel(load) > _travel(known):
             longest[load.kind] = load
-    return {kind: load.best_cap() / MB for kind, load in longest.items()}
+    return {kind: _within_a_piece(load, machine) / MB for kind, load in longest.items()}
+
+
+def _within_a_piece(load: Load, machine: Machine) -> float:
+    piece = machine.fabric(load.group).piece
+    return min(load.best_cap(), float(piece)) if piece is not None else load.best_cap()
 
 
 def loads_of(program: Program, machine: Machine, costs: Costs) -> list[Load]:

@@ -12,6 +12,7 @@ import bisect
 import heapq
 from collections.abc import Sequence
 
+from crossfade.graph.memory import Meter
 from crossfade.schedule.headroom import Headroom
 from crossfade.schedule.problem import NONE, Flight, Problem
 
@@ -41,14 +42,17 @@ class Placing:
     """Puts launches and waits between the nodes of a lane. `order` is the result.
 
     With `prefetch`, gathers are launched ahead of their use, as far as `headroom` allows (None: no limit); without,
-    just before it. `held_back` are the starts that memory kept from being launched in time.
+    just before it. Where live bytes would go above `limit`, what lets go of memory at its wait is waited for, though
+    it has not arrived. `held_back` are the starts that memory kept from being launched in time, or from travelling on.
     """
 
     def __init__(
-        self, problem: Problem, lane: Sequence[int], *, prefetch: bool = True, headroom: Headroom | None = None
-    ) -> None:
+        self, problem: Problem, lane: Sequence[int], *,
+        prefetch: bool = True, headroom: Headroom | None = None, limit: int | None = None,
+    ) -> None:  # fmt: skip
         self.problem, self.lane, self.tails = problem, lane, problem.tails
-        self.prefetch, self.headroom = prefetch, headroom
+        self.prefetch, self.headroom, self.limit = prefetch, headroom, limit
+        self._meter = Meter(problem.storages)
         self.held_back: set[int] = set()
         self.order: list[int] = []
         self.now = 0.0
@@ -85,6 +89,7 @@ class Placing:
             if begins > self.now:  # standing still for what it needs, which others may need too
                 self._emit_what_it_needs(node)
                 self._launch_what_pays(place, self.now + self.problem.cost[node])
+            self._make_room(node)
             self._emit(node)
             if node not in self.problem.flights:
                 self._satisfied_by(node)
@@ -204,6 +209,8 @@ class Placing:
         self._emitted[node] = 1
         self.order.append(node)
         problem = self.problem
+        if self.limit is not None:
+            self._meter.run(problem.nodes[node])
         start = problem.flight_at[node]
         if start != NONE:
             self.now = max(self.now, self.arrives[start])
@@ -222,7 +229,19 @@ class Placing:
         self._satisfied_by(flight.start)
 
     def _launch(self, start: int) -> None:
-        self._emit(start)
+        if not self._emitted[start]:
+            self._make_room(start)
+            self._emit(start)
+
+    def _make_room(self, node: int) -> None:
+        """Wait for what lets go of memory until what a node makes is within the limit, or nothing is left to."""
+        if self.limit is None:
+            return
+        while self._arriving and self._meter.live + self._meter.made_by(self.problem.nodes[node]) > self.limit:
+            start = heapq.heappop(self._arriving)[1]
+            if self.arrives[start] > self.now:
+                self.held_back.add(start)
+            self._wait_for(start)
 
     def _satisfied_by(self, node: int) -> None:
         for start in self._waiting_for.get(node, ()):
@@ -291,12 +310,12 @@ class Placing:
 
     def _take_what_arrived(self) -> None:
         while self._arriving and self._arriving[0][0] <= self.now:
-            for wait in self.problem.flights[heapq.heappop(self._arriving)[1]].waits:
-                if self._has_what_it_needs(wait):
-                    self._emit(wait)
+            self._wait_for(heapq.heappop(self._arriving)[1])
 
-    def _has_what_it_needs(self, wait: int) -> bool:
-        return all(self._emitted[one] for one in self.problem.before[wait])
+    def _wait_for(self, start: int) -> None:
+        for wait in self.problem.flights[start].waits:
+            if all(self._emitted[one] for one in self.problem.before[wait]):
+                self._emit(wait)
 
 
 def _running_sum(values: object) -> list[float]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from crossfade.cost.timeline import Costs
 from crossfade.errors import MemoryLimitError, RewriteError
@@ -24,7 +24,9 @@ MEMORY = "memory limit"
 
 _AS_IT_STANDS = "as it stands"
 _NEGLIGIBLE = 1e-3
-"""Under this share of a step, seconds are not worth another order."""
+"""Exposed communication under this share of a step, or of its travel, counts as none."""
+_NEAR_THE_LEAST = 5e-3
+"""An order within this share of what no order can beat ends the search."""
 _WORTH_MEMORY = 0.01
 """Orders within this share of the fastest are as good: the one that holds the least memory is taken."""
 
@@ -120,6 +122,8 @@ class _Candidate:
     order: Sequence[int]
     prediction: Prediction
     held_back: frozenset[int] = frozenset()
+    firm: bool = True
+    """Whether it would be the same under another limit."""
 
     def fits(self, limit: int | None) -> bool:
         return limit is None or self.prediction.peak <= limit
@@ -128,7 +132,7 @@ class _Candidate:
         """Whether nothing better is worth looking for."""
         found, least = self.prediction, problem.least_seconds
         hides_all = found.exposed <= _NEGLIGIBLE * found.seconds
-        return self.fits(limit) and (hides_all or found.seconds <= least * (1 + _NEGLIGIBLE))
+        return self.fits(limit) and (hides_all or found.seconds <= least * (1 + _NEAR_THE_LEAST))
 
 
 def _plan(problem: Problem, memory_limit: int | None) -> Schedule:
@@ -136,14 +140,15 @@ def _plan(problem: Problem, memory_limit: int | None) -> Schedule:
     candidates = [incoming]
     for label, lane in _lanes(problem):
         candidates += _placed(problem, label, lane, memory_limit)
-        if any(one.is_enough(problem, memory_limit) for one in candidates):
+        if _some_fit(candidates, memory_limit) and any(one.is_enough(problem, memory_limit) for one in candidates):
             break
-    if memory_limit is not None and not any(one.fits(memory_limit) for one in candidates):
+    if not _some_fit(candidates, memory_limit):
         order = lean_order(problem)
         candidates.append(_Candidate("least memory", order, predict(problem, order)))
-        _refuse_unless_one_fits(candidates, memory_limit)
-    held_back = frozenset[int]().union(*(one.held_back for one in candidates))
-    return _schedule(problem, incoming, _best(candidates, memory_limit), held_back)
+        _refuse_unless_some_fit(candidates, memory_limit)
+    chosen = _best(candidates, memory_limit)
+    bounded = [one.held_back for one in candidates if one is chosen or not one.firm]
+    return _schedule(problem, incoming, chosen, frozenset[int]().union(*bounded))
 
 
 def _lanes(problem: Problem) -> Iterator[tuple[str, Sequence[int]]]:
@@ -177,16 +182,25 @@ def _placed(problem: Problem, label: str, order: Sequence[int], limit: int | Non
     lane = lane_of(problem, order)
     if limit is None:
         return [_candidate(problem, label, Placing(problem, lane))]
-    cautious = _candidate(problem, f"{label}, nothing gathered ahead", Placing(problem, lane, prefetch=False))
-    if not cautious.fits(limit):
-        return [cautious]
-    headroom = Headroom(_live_by_place(problem, lane, cautious.order), limit)
-    return [cautious, _candidate(problem, label, Placing(problem, lane, headroom=headroom))]
+    lean = _candidate(problem, f"{label}, scatters waited for", Placing(problem, lane, prefetch=False, limit=0))
+    late = _candidate(problem, f"{label}, nothing gathered ahead", Placing(problem, lane, prefetch=False, limit=limit))
+    found = [lean, replace(late, firm=False)]
+    for base in found:
+        if base.fits(limit):
+            headroom = Headroom(_live_by_place(problem, lane, base.order), limit)
+            ahead = _candidate(problem, label, Placing(problem, lane, headroom=headroom, limit=limit))
+            return [*found, replace(ahead, firm=False)]
+    return found
 
 
 def _candidate(problem: Problem, label: str, placing: Placing) -> _Candidate:
     order = placing.run()
     return _Candidate(label, order, predict(problem, order), frozenset(placing.held_back))
+
+
+def _some_fit(candidates: Sequence[_Candidate], limit: int | None) -> bool:
+    """Whether one fits that does not depend on the limit: so that any larger limit is possible too."""
+    return any(one.firm and one.fits(limit) for one in candidates)
 
 
 def _live_by_place(problem: Problem, lane: Sequence[int], order: Sequence[int]) -> list[int]:
@@ -210,14 +224,18 @@ def _best(candidates: Sequence[_Candidate], limit: int | None) -> _Candidate:
     return min(good, key=lambda one: (one.prediction.peak, one.prediction.seconds))
 
 
-def _refuse_unless_one_fits(candidates: Sequence[_Candidate], limit: int) -> None:
-    least = min(candidates, key=lambda one: one.prediction.peak)
-    if not least.fits(limit):
-        raise MemoryLimitError(
-            f"a program whose live bytes reach {least.prediction.peak:,} in the best order found ({least.label})",
-            expected=f"at most {limit:,}, the memory limit, beside inputs and constants",
-            remedy=f"raise the limit to at least {least.prediction.peak}, shard more (zero3), or use a smaller batch",
-        )
+def _refuse_unless_some_fit(candidates: Sequence[_Candidate], limit: int | None) -> None:
+    best = min((one for one in candidates if one.firm), key=lambda one: one.prediction.peak)
+    if limit is None or best.fits(limit):
+        return
+    least = best.prediction.peak
+    error = MemoryLimitError(
+        f"a program whose live bytes reach {least:,} in the best order found ({best.label})",
+        expected=f"at most {limit:,}, the memory limit, beside inputs and constants",
+        remedy=f"raise the limit to at least {least}, shard more (zero3), or use a smaller batch",
+    )
+    error.least = least
+    raise error
 
 
 def _schedule(problem: Problem, incoming: _Candidate, chosen: _Candidate, held_back: frozenset[int]) -> Schedule:

@@ -151,6 +151,19 @@ def test_what_cannot_run_alone_is_told() -> None:
     assert "positive-definite" in reason
 
 
+def test_what_stops_working_is_told_too() -> None:
+    calls = []
+
+    def third_time_unlucky(*_: Any) -> None:
+        calls.append(1)
+        if len(calls) > 2:
+            raise ValueError("no more")
+
+    table = measure(program_of(LAYERS), threads=1, binding=lambda target: third_time_unlucky)
+    assert dict(table) == {}
+    assert set(table.unmeasurable.values()) == {"ValueError: no more"}
+
+
 def test_no_time_leaves_everything_out_and_says_so() -> None:
     started = time.perf_counter()
     table = measure(program_of(LAYERS), threads=1, seconds=0.0)
@@ -206,7 +219,9 @@ def test_arguments_lie_elsewhere_each_time_and_larger_ones_than_the_memory_work(
     memory = Memory(2**12)
     places = {memory.value(torch.empty(16)).data_ptr() for _ in range(16)}
     assert len(places) == 16
-    assert memory.value(torch.empty(5000)).shape == (5000,)
+    large, again = memory.value(torch.empty(5000)), memory.value(torch.empty(5000))
+    assert large.shape == (5000,)
+    assert large.data_ptr() == again.data_ptr()
 
 
 def test_tables_are_kept_as_files(tmp_path: Path) -> None:

@@ -85,7 +85,7 @@ def test_O2_peaks_stay_within_the_limit_or_the_least_is_told(sampled: Sampled, s
     try:
         done, _ = scheduled_copy(program, seed, limit)
     except MemoryLimitError as error:
-        least = int(error.remedy.split("at least ")[1].split(",")[0])
+        least = error.least
         assert least > limit
         done, _ = scheduled_copy(program, seed, least)
         with pytest.raises(MemoryLimitError):

@@ -176,3 +176,34 @@ URGENT = """
     u2: f32[64] = aten.neg(w2)
     return output("c", c), output("u1", u1), output("u2", u2)
 """
+
+# The link is taken, a gradient queues for it, and then a sum comes that everything else waits for.
+QUEUED = """
+    x: f32[64] = input("x")
+    g0: f32[64] = aten.neg(x)
+    s0: f32[64] = c10d.all_reduce(g0, "sum", "dp")
+    g1: f32[64] = aten.neg(g0)
+    s1: f32[64] = c10d.all_reduce(g1, "sum", "dp")
+    n: f32[64] = aten.sin(g1)
+    s2: f32[64] = c10d.all_reduce(n, "sum", "dp")
+    w2: f32[64] = c10d.wait_tensor(s2)
+    c: f32[64] = aten.exp(w2)
+    w0: f32[64] = c10d.wait_tensor(s0)
+    w1: f32[64] = c10d.wait_tensor(s1)
+    return output("c", c), output("w0", w0), output("w1", w1)
+"""
+
+# What frees memory stands last, what needs much of it first.
+WASTEFUL = """
+    p: f32[64] = parameter("p")
+    x: f32[64] = input("x")
+    g: f32[128] = c10d.all_gather_into_tensor(p, 2, "dp")
+    a: f32[64] = aten.neg(x)
+    r: f32[32] = c10d.reduce_scatter_tensor(a, "sum", 2, "dp")
+    b: f32[64] = aten.exp(x)
+    d: f32[32] = c10d.wait_tensor(r)
+    w: f32[128] = c10d.wait_tensor(g)
+    y: f32[] = aten.sum(w)
+    z: f32[] = aten.sum(b)
+    return output("d", d), output("y", y), output("z", z)
+"""

@@ -10,6 +10,7 @@ from scheduled_programs import (
     DDP_SECONDS,
     MUTATION,
     NOTHING_TO_HIDE,
+    QUEUED,
     RANDOM,
     SHARED_LINK,
     SHARED_LINK_SECONDS,
@@ -17,6 +18,7 @@ from scheduled_programs import (
     TP_SECONDS,
     TWO_GROUPS,
     URGENT,
+    WASTEFUL,
     ZERO3,
     ZERO3_SECONDS,
 )
@@ -24,7 +26,21 @@ from toy_costs import costs_of, program_of, scheduled
 
 from crossfade.errors import MemoryLimitError, RewriteError
 from crossfade.graph.memory import memory_curve
-from crossfade.schedule.plan import AT_ONCE, BUSY, HIDDEN, MEMORY, NOTHING_LEFT, Schedule, apply_schedule, plan_schedule
+from crossfade.schedule.lean import lean_order
+from crossfade.schedule.plan import (
+    AT_ONCE,
+    BUSY,
+    HIDDEN,
+    MEMORY,
+    NOTHING_LEFT,
+    Schedule,
+    _best,
+    _Candidate,
+    apply_schedule,
+    plan_schedule,
+)
+from crossfade.schedule.predict import Prediction, peak_of
+from crossfade.schedule.problem import problem_of
 
 GATHERS = ["g1", "g2", "g3", "h2", "h1"]
 
@@ -72,8 +88,9 @@ def test_O2_a_memory_limit_keeps_gathers_back() -> None:
 
 
 def test_O2_a_limit_too_small_is_refused_with_the_least_that_works() -> None:
-    with pytest.raises(MemoryLimitError, match="raise the limit to at least 1536"):
+    with pytest.raises(MemoryLimitError, match="raise the limit to at least 1536") as refused:
         scheduled(ZERO3, ZERO3_SECONDS, memory_limit=1535)
+    assert refused.value.least == 1536
     schedule, _ = scheduled(ZERO3, ZERO3_SECONDS, memory_limit=1536)
     assert schedule.peak == 1536
 
@@ -136,7 +153,32 @@ def test_O1_what_is_urgent_goes_first_on_the_link() -> None:
     assert seconds(schedule) == (24, 13)
 
 
-def test_O2_a_scatter_is_waited_for_when_it_has_arrived_since_it_holds_what_it_sends() -> None:
+def test_O1_what_queues_for_a_link_lets_the_urgent_pass() -> None:
+    schedule, body = scheduled(QUEUED, {"g0": 1, "g1": 1, "n": 1, "s0": 6, "s1": 6, "s2": 1, "c": 8})
+    assert body == "g0 s0 g1 n s2 s1 w2 c w0 w1"
+    assert schedule.seconds == 16
+
+
+def test_O2_the_order_of_least_memory_gathers_late_waits_at_once_and_frees_first() -> None:
+    program = program_of(WASTEFUL)
+    problem = problem_of(program, costs_of(program, {"g": 1, "r": 1}))
+    order = lean_order(problem)
+    assert [problem.nodes[index].name for index in order] == ["a", "r", "d", "b", "z", "g", "w", "y"]
+    assert (peak_of(problem, problem.movable), peak_of(problem, order)) == (1152, 648)
+
+
+def test_O1_less_memory_is_no_reason_to_be_slower_than_before() -> None:
+    def candidate(seconds: float, peak: int) -> _Candidate:
+        return _Candidate("", (), Prediction(seconds, 0.0, peak, {}))
+
+    before, fast, lean, slow = candidate(1.0, 100), candidate(0.995, 200), candidate(0.999, 90), candidate(1.004, 10)
+    assert _best([before, fast, lean, slow], None) is lean
+    assert _best([before, fast, slow], None) is before
+    assert _best([before, fast, slow], 20) is slow
+
+
+def scatters(travel: float) -> tuple[str, dict[str, float]]:
+    """A chain of gradients, each scattered, all updated at the end."""
     lines = ['x: f32[64] = input("x")']
     for layer in range(4):
         lines.append(f"g{layer}: f32[64] = aten.exp({f'g{layer - 1}' if layer else 'x'})")
@@ -144,10 +186,23 @@ def test_O2_a_scatter_is_waited_for_when_it_has_arrived_since_it_holds_what_it_s
     lines += [f"d{layer}: f32[32] = c10d.wait_tensor(r{layer})" for layer in range(4)]
     lines += [f"u{layer}: f32[32] = aten.neg(d{layer})" for layer in range(4)]
     lines.append("return " + ", ".join(f'output("{layer}", u{layer})' for layer in range(4)))
-    costs = {f"{kind}{layer}": cost for layer in range(4) for kind, cost in {"g": 4, "r": 1, "u": 1}.items()}
-    schedule, body = scheduled("\n".join(lines), costs)
+    costs = {f"{kind}{layer}": cost for layer in range(4) for kind, cost in {"g": 4, "r": travel, "u": 1}.items()}
+    return "\n".join(lines), costs
+
+
+def test_O2_a_scatter_is_waited_for_when_it_has_arrived_since_it_holds_what_it_sends() -> None:
+    schedule, body = scheduled(*scatters(travel=1))
     assert body == "g0 r0 g1 d0 r1 g2 d1 r2 g3 d2 r3 u0 u1 d3 u2 u3"
     assert (schedule.peak_before, schedule.peak) == (4 * 256 + 4 * 128, 2 * 256 + 3 * 128)
+
+
+def test_O2_under_a_limit_scatters_are_waited_for_before_they_have_arrived() -> None:
+    free, _ = scheduled(*scatters(travel=8))
+    bound, body = scheduled(*scatters(travel=8), memory_limit=1200)
+    assert body == "g0 r0 g1 r1 g2 r2 d0 g3 d1 r3 u0 u1 d2 u2 d3 u3"
+    assert (free.peak, bound.peak) == (1408, 1152)
+    assert (free.seconds, bound.seconds) == (37, 37)
+    assert reasons(bound) == {"r0": HIDDEN, "r1": MEMORY, "r2": BUSY, "r3": BUSY}
 
 
 def test_a_schedule_prints() -> None:
