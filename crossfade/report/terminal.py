@@ -30,6 +30,8 @@ _STYLES = {
     Outcome.MOVED: "bright_blue",
     Outcome.REMOVED: "green",
     Outcome.REPLACED: "yellow",
+    Outcome.HIDDEN: "bright_green",
+    Outcome.EXPOSED: "red",
     Outcome.LEFT: "dim",
 }
 
