@@ -22,7 +22,7 @@ from crossfade.cost.machine import Machine
 from crossfade.cost.measure import measure
 from crossfade.cost.presets import preset
 from crossfade.cost.timeline import Timeline, simulate
-from crossfade.errors import CrossfadeError
+from crossfade.errors import CrossfadeError, ModelError
 from crossfade.graph.effects import is_random
 from crossfade.graph.memory import memory_curve
 from crossfade.graph.passes import Pass, fingerprint, run_passes
@@ -47,7 +47,7 @@ from crossfade.run.codegen import native
 from crossfade.run.members import Members
 from crossfade.run.mesh import DataParallel, MeshLike, backend_on, data_parallel_axes
 from crossfade.run.pack_in_place import PackInPlace
-from crossfade.run.shards import Shards
+from crossfade.run.shards import Shards, is_distributed
 from crossfade.run.step import Built, Step
 from crossfade.run.update_in_place import UpdateInPlace
 from crossfade.shard.batch_dims import mark_batch_dims, needs_batch_dims
@@ -118,8 +118,8 @@ def compile_step(
     check_optimizer(optimizer, names)
     axes = data_parallel_axes(mesh)
     mode: DataParallelMode = data_parallel if axes is not None else "replicate"
+    _check_wholeness(model, mode)
     members, groups = _open(axes, mode, timeout) if axes is not None else (None, {})
-    shards = _sharded(model, optimizer, axes, mode, members) if axes is not None and members is not None else None
     planned_for = _machine(machine, mode, axes, groups, model) if axes is not None and passes is None else None
     if memory_limit is not None and planned_for is None:
         raise CrossfadeError(
@@ -127,6 +127,7 @@ def compile_step(
             expected="machine= too, a mesh, and no passes of one's own",
             remedy='pass machine="calibrate", or the name of a preset',
         )
+    shards = _sharded(model, optimizer, axes, mode, members) if axes is not None and members is not None else None
     compiler = _StepCompiler(
         model, tuple(model.modules()), loss_fn, optimizer, axes, mode, shards, batch, accumulate, clip_grad_norm,
         semantics, loss_is, None if passes is None else tuple(passes), planned_for, memory_limit,
@@ -135,6 +136,17 @@ def compile_step(
         model, optimizer, lambda b: compiler.build(b, members), compiler.key, members, groups, shards,
         compiler.initial_state, shares_random_numbers=axes is None or semantics == "global",
     )  # fmt: skip
+
+
+def _check_wholeness(model: nn.Module, mode: DataParallelMode) -> None:
+    """Refuse to train as whole what an earlier step has split."""
+    split = [name for name, parameter in model.named_parameters() if is_distributed(parameter)]
+    if split and mode not in ("zero2", "zero3"):
+        raise ModelError(
+            f"parameter {split[0]} as a DTensor",
+            expected=f"whole parameters for data_parallel={mode!r}",
+            remedy="build the model anew and load a checkpoint into it (step.save, step.load), or pass zero2 or zero3",
+        )
 
 
 def _machine(
@@ -215,7 +227,7 @@ def _checksums(model: nn.Module, optimizer: Optimizer) -> list[str]:
     for parameter, name in parameter_names(model).items():
         entries = optimizer.state.get(parameter, {})
         tensors |= {f"{name}:{k}": v for k, v in entries.items() if isinstance(v, torch.Tensor)}
-    whole = {name: tensor for name, tensor in tensors.items() if not hasattr(tensor, "placements")}
+    whole = {name: tensor for name, tensor in tensors.items() if not is_distributed(tensor)}
     return [f"{name} with checksum {_checksum(tensor):08x}" for name, tensor in whole.items()]
 
 

@@ -16,6 +16,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
+from crossfade.errors import ModelError
+
 
 @dataclass(frozen=True)
 class _Kept:
@@ -42,6 +44,7 @@ class Shards:
         if parameters:
             self._split({p: name for p, name in self._names.items() if p.dim()})
             self._names = {parameter: name for name, parameter in model.named_parameters()}
+        self._places = {name: _place(model, name) for name in self._names.values()}
         for stepped in list(optimizer.state):
             for key in list(optimizer.state[stepped]):
                 self.state(self._names[stepped], key)
@@ -51,7 +54,7 @@ class Shards:
         return {
             name: parameter.detach().new_empty((), dtype=parameter.dtype).expand(self._part_shape(parameter.shape))
             if not self.parameters
-            else self.parameter(name)
+            else self._kept[name, ""].rows
             for parameter, name in self._names.items()
             if parameter.dim()
         }
@@ -59,6 +62,18 @@ class Shards:
     def parameter(self, name: str) -> Tensor:
         """This rank's padded rows of a parameter."""
         return self._kept[name, ""].rows
+
+    def check(self) -> None:
+        """Refuse to go on if the model has other parameters than those that were split."""
+        for name, (registry, attribute) in self._places.items():
+            kept = self._kept.get((name, ""))
+            if kept is not None and registry[attribute] is not kept.seen:
+                raise ModelError(
+                    f"another parameter {name} than the one that was split",
+                    expected="parameters that stay the model's own",
+                    remedy="copy values into it in place (load_state_dict without assign, step.load), not inside "
+                    "step.gathered(); or compile the step anew",
+                )
 
     def has(self, name: str) -> bool:
         """Whether a parameter is split itself."""
@@ -125,8 +140,9 @@ class Shards:
         """
         new: dict[Tensor, nn.Parameter] = {}
         for old, name in parameters.items():
-            kept = self._kept[name, ""] = self._keep(old.detach())
+            kept = self._keep(old.detach())
             new[old] = nn.Parameter(kept.seen, requires_grad=old.requires_grad)
+            self._kept[name, ""] = _Kept(kept.rows, new[old])
         for module in self.model.modules():
             for attribute, one in module._parameters.items():
                 if one in new:
@@ -168,3 +184,16 @@ class Shards:
         from torch.distributed.tensor import Replicate, Shard
 
         return [Replicate()] * (self.mesh.ndim - 1) + [Shard(0)]
+
+
+def is_distributed(tensor: Tensor) -> bool:
+    """Whether a tensor is a part of one that several ranks hold."""
+    from torch.distributed.tensor import DTensor  # here, since importing it is slow
+
+    return isinstance(tensor, DTensor)
+
+
+def _place(model: nn.Module, name: str) -> tuple[dict[str, Any], str]:
+    """Where a model keeps a parameter."""
+    owner, _, attribute = name.rpartition(".")
+    return model.get_submodule(owner)._parameters, attribute

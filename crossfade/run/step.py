@@ -199,6 +199,8 @@ class Step:
         return group_named(next(iter(self._groups.values()))) if self._groups else None
 
     def _prepared(self, batch: tuple[Any, ...]) -> _Ready:
+        if self._shards is not None:
+            self._shards.check()
         key = self._key(batch)
         if key not in self._ready:
             start = time.perf_counter()

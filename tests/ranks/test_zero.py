@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
-from tests.ranks.cases import CASES, train_crossfade_on_ranks, train_eager
+import crossfade as cf
+from crossfade.errors import CrossfadeError
+from tests.ranks.cases import CASES, batches, start, train_crossfade_on_ranks, train_eager
 from tests.ranks.test_training import TOLERANCE, differences
 
 MODES = ["zero1", "zero2", "zero3"]
@@ -51,3 +54,32 @@ def test_hybrid_ranks_equal_one_device(ranks: Any, name: str, mode: str) -> None
     options = {"data_parallel": mode, "clip_grad_norm": 0.1, "mesh": {"dp_replicate": 2, "dp_shard": 2}}
     for trained in ranks(4).run(train_crossfade_on_ranks, name, 4, options):
         assert differences(eager, trained, 2e-5, 2e-6) == []
+
+
+def misused() -> list[str]:
+    """What a model in parts says to those who take it for a whole one, or give it other parameters."""
+    case, model, optimizer = start("mlp", "")
+    batch = batches(case, 1)[0]
+    step = cf.compile_step(model, case.loss, optimizer, {"dp": 2}, data_parallel="zero3", timeout=20)
+    messages = []
+
+    def attempt(what: Callable[[], Any]) -> None:
+        try:
+            what()
+        except CrossfadeError as error:
+            messages.append(str(error))
+
+    attempt(lambda: cf.compile_step(model, case.loss, optimizer, {"dp": 2}, timeout=20))
+    with step.gathered():
+        attempt(lambda: step(*batch))
+    again = cf.compile_step(model, case.loss, optimizer, {"dp": 2}, data_parallel="zero2", timeout=20)
+    again(*batch)
+    attempt(lambda: step(*batch))
+    return messages
+
+
+@pytest.mark.ranks
+def test_a_model_in_parts_is_not_taken_for_a_whole_one(ranks: Any) -> None:
+    for whole, inside, replaced in ranks(2).run(misused):
+        assert whole.startswith("found parameter 0.weight as a DTensor; expected whole parameters")
+        assert inside.startswith(replaced[:40]) and replaced.startswith("found another parameter 0.weight than the one")
