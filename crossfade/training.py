@@ -22,7 +22,7 @@ from crossfade.cost.machine import Machine
 from crossfade.cost.measure import measure
 from crossfade.cost.presets import preset
 from crossfade.cost.timeline import Timeline, simulate
-from crossfade.errors import CrossfadeError, ModelError
+from crossfade.errors import CrossfadeError, ModelError, NotYetError
 from crossfade.graph.effects import is_random
 from crossfade.graph.memory import memory_curve
 from crossfade.graph.passes import Pass, fingerprint, run_passes
@@ -177,9 +177,15 @@ def _sharded(
     """The parts that this rank keeps, each of its own model: so all ranks must have built the same one."""
     if mode == "replicate":
         return None
+    device = next(model.parameters()).device.type
+    if device == "cuda" and backend_on(device, axes.split.backend) == "gloo":
+        raise NotYetError(
+            f"data_parallel={mode!r} on CUDA over gloo",
+            expected="a backend that gathers CUDA tensors: gloo's all-gather crashes on them",
+            remedy='initialise the process group with nccl, or pass data_parallel="replicate"',
+        )
     lines = _checksums(model, optimizer)
     members.agree(" ".join(lines), "\n".join(lines))
-    device = next(model.parameters()).device.type
     return Shards(model, optimizer, axes.device_mesh(device), parameters=mode != "zero1")
 
 

@@ -30,6 +30,8 @@ from crossfade.graph.program import Program
 MB = 2**20
 LATENCY_SHARE = 0.2
 """The most of a bucket's travel that may be latency, as long as there is more than one bucket to make."""
+LEAST_GATHERS = 8
+"""Into how many buckets gathers go at least, latency allowing: one alone would hold all parameters at once."""
 SWEEP_LIMIT = 20_000
 """Nodes up to which building a program for each cap takes seconds, not minutes."""
 _STEPS_PER_DOUBLING = 4
@@ -67,7 +69,7 @@ class Load:
         """The bytes of a bucket that leave the least exposed; the larger of equals."""
         share = self.latency / LATENCY_SHARE - self.latency
         least = min(float(self.bytes), share / self.seconds_a_byte if self.seconds_a_byte else float(self.bytes))
-        caps = [float(self.bytes)]
+        caps = [max(least, self.bytes / LEAST_GATHERS) if self.kind is Kind.ALL_GATHER else float(self.bytes)]
         while caps[-1] > max(least, 1.0):
             caps.append(max(least, caps[-1] * 2 ** (-1 / _STEPS_PER_DOUBLING)))
         return min(caps, key=self.exposed)

@@ -28,10 +28,13 @@ def calibrated_and_measured() -> tuple[str, float]:
 
 
 def one_all_reduce() -> float:
-    value = torch.ones(4 * MB)
+    """Seconds of 16 MB in pieces of 1 MB, which is what a link's figures are for."""
+    pieces = torch.ones(4 * MB).chunk(16)
     dist.barrier()
     start = time.perf_counter()
-    collectives.wait(collectives.all_reduce(value, "sum", dist.group.WORLD.group_name))  # type: ignore[union-attr]
+    started = [collectives.all_reduce(one, "sum", dist.group.WORLD.group_name) for one in pieces]  # type: ignore[union-attr]
+    for one in started:
+        collectives.wait(one)
     return time.perf_counter() - start
 
 
