@@ -22,7 +22,7 @@ from crossfade.cost.machine import Machine
 from crossfade.cost.measure import measure
 from crossfade.cost.presets import preset
 from crossfade.cost.timeline import Timeline, simulate
-from crossfade.errors import CrossfadeError, ModelError, NotYetError
+from crossfade.errors import CrossfadeError, MeshError, ModelError, NotYetError
 from crossfade.graph.effects import is_random
 from crossfade.graph.memory import memory_curve
 from crossfade.graph.passes import Pass, fingerprint, run_passes
@@ -45,7 +45,7 @@ from crossfade.pipeline import (
 from crossfade.report.report import Report
 from crossfade.run.codegen import native
 from crossfade.run.members import Members
-from crossfade.run.mesh import DataParallel, MeshLike, backend_on, data_parallel_axes
+from crossfade.run.mesh import COPY_AXIS, SPLIT_AXIS, DataParallel, MeshLike, backend_on, data_parallel_axes
 from crossfade.run.pack_in_place import PackInPlace
 from crossfade.run.shards import Shards, is_distributed
 from crossfade.run.step import Built, Step
@@ -120,11 +120,12 @@ def compile_step(
     mode: DataParallelMode = data_parallel if axes is not None else "replicate"
     _check_wholeness(model, mode)
     members, groups = _open(axes, mode, timeout) if axes is not None else (None, {})
+    machine = preset(machine) if isinstance(machine, str) and machine != "calibrate" else machine
     planned_for = _machine(machine, mode, axes, groups, model) if axes is not None and passes is None else None
-    if memory_limit is not None and planned_for is None:
+    if memory_limit is not None and (passes is not None or (machine is None and planned_for is None)):
         raise CrossfadeError(
             f"memory_limit={memory_limit} without a machine to plan for",
-            expected="machine= too, a mesh, and no passes of one's own",
+            expected="machine= too, and no passes of one's own",
             remedy='pass machine="calibrate", or the name of a preset',
         )
     shards = _sharded(model, optimizer, axes, mode, members) if axes is not None and members is not None else None
@@ -134,7 +135,7 @@ def compile_step(
     )  # fmt: skip
     return Step(
         model, optimizer, lambda b: compiler.build(b, members), compiler.key, members, groups, shards,
-        compiler.initial_state, shares_random_numbers=axes is None or semantics == "global",
+        compiler.initial_state, compiler.state_keys, shares_random_numbers=axes is None or semantics == "global",
     )  # fmt: skip
 
 
@@ -154,12 +155,12 @@ def _machine(
 ) -> Machine | None:
     """The machine to plan for; measured on the ranks if asked for, the nearest preset where a plan is needed."""
     device = next(model.parameters()).device.type
-    if given == "calibrate":
+    if given == "calibrate" and axes.whole.size > 1:
         named = {axis: group_named(group) for axis, group in groups.items()}
         return calibrate("calibrated", named, device=device, world=named[axes.whole.name])
     if given is None and mode in ("zero2", "zero3"):
-        given = "loopback-gloo" if backend_on(device, axes.whole.backend) == "gloo" else "h100-nvlink-node"
-    return preset(given) if isinstance(given, str) else given
+        return preset("loopback-gloo" if backend_on(device, axes.whole.backend) == "gloo" else "h100-nvlink-node")
+    return given if isinstance(given, Machine) else None
 
 
 def _open(axes: DataParallel, mode: DataParallelMode, timeout: float) -> tuple[Members, dict[str, str]]:
@@ -178,6 +179,12 @@ def _sharded(
     if mode == "replicate":
         return None
     device = next(model.parameters()).device.type
+    if axes.split.name == COPY_AXIS or axes.split.size == 1:
+        raise MeshError(
+            f"data_parallel={mode!r} on a mesh that splits nothing",
+            expected=f"an axis {SPLIT_AXIS} of at least 2 ranks, or one axis dp",
+            remedy='give it ranks, or pass data_parallel="replicate"',
+        )
     if device == "cuda" and backend_on(device, axes.split.backend) == "gloo":
         raise NotYetError(
             f"data_parallel={mode!r} on CUDA over gloo",
@@ -314,7 +321,7 @@ class _StepCompiler:
         report = Report.of(before, program, title=type(self.model).__name__, facts=facts)
         report = report.with_timelines(predicted=predicted, memory=_memory(program)) if predicted else report
         stepped = {out.name for out in before.outputs if out.kind is OutputKind.UPDATE}
-        return Built(program, layout, report, self.initial_state(stepped))
+        return Built(program, layout, report, self.state_keys(stepped))
 
     def _communicating(self, before: Program, members: Members | None) -> tuple[Program, Timeline | None]:
         """The program with its collectives fused, bucketed and in order; and what it is predicted to do, if planned."""
@@ -334,11 +341,17 @@ class _StepCompiler:
         axes = (self.axes.whole, self.axes.split, self.axes.copies) if self.axes else ()
         return [axis.name for axis in axes if axis is not None and backend_on(self._device(), axis.backend) == backend]
 
-    def initial_state(self, stepped: Collection[str] | None = None) -> dict[str, dict[str, torch.Tensor]]:
-        """What the optimizer would create at its first step for some parameters, by default all that are trained."""
+    def initial_state(self, stepped: Collection[str]) -> dict[str, dict[str, torch.Tensor]]:
+        """What the optimizer would create at its first step for some parameters."""
         parts = self.shards.like_parts() if self.shards else {}
+        return initial_state(self.optimizer, parameter_names(self.model), stepped, parts)
+
+    def state_keys(self, stepped: Collection[str] | None = None) -> dict[str, list[str]]:
+        """The entries of the optimizer's state for some parameters, by default all that are trained."""
         names = parameter_names(self.model)
-        return initial_state(self.optimizer, names, self._trained() if stepped is None else stepped, parts)
+        without_memory = {name: torch.empty(p.shape, dtype=p.dtype, device="meta") for p, name in names.items()}
+        chosen = self._trained() if stepped is None else stepped
+        return {name: list(one) for name, one in initial_state(self.optimizer, names, chosen, without_memory).items()}
 
     def _trained(self) -> list[str]:
         names = parameter_names(self.model)

@@ -16,7 +16,7 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 from crossfade.capture.tracing import to_fake, trace
 from crossfade.errors import OptimizerError
 from crossfade.graph import collectives
-from crossfade.graph.private import has_step_hooks, symbolic_float
+from crossfade.graph.private import FakeTensor, has_step_hooks, symbolic_float
 from crossfade.graph.program import Input, InputKind, Output, OutputKind, Program
 from crossfade.graph.splice import inline
 
@@ -189,10 +189,13 @@ def _fake_state(
     program: Program, optimizer: Optimizer, names: Mapping[Tensor, str], operands: Mapping[str, fx.Node]
 ) -> dict[str, dict[str, Tensor]]:
     parameters = {name: parameter for parameter, name in names.items()}
-    initial = initial_state(optimizer, names, operands)
-    real = {n: {**initial[n], **optimizer.state.get(parameters[n], {})} for n in operands}
+    initial = initial_state(optimizer, names, operands, {n: operands[n].meta["val"] for n in operands})
+    present = {n: optimizer.state.get(parameters[n], {}) for n in operands}
+    real = {n: {**initial[n], **{k: v for k, v in present[n].items() if v is not None}} for n in operands}
 
     def fake(name: str, entry: Tensor) -> Tensor:
+        if isinstance(entry, FakeTensor):
+            return entry
         operand, parameter = operands[name].meta["val"], parameters[name]
         if entry.shape != parameter.shape or operand.shape == parameter.shape:
             return to_fake(program.fake_mode, entry)
@@ -231,17 +234,27 @@ def _clip(parameters: list[Tensor], limit: float | None, split_over: str | None)
     if split_over is None:
         return [torch.nn.utils.clip_grad_norm_(parameters, limit, foreach=False)]
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    squares = [torch.linalg.vector_norm(one).square() for one in gradients if one.dim()]
-    own = torch.stack(squares).sum()
-    total = collectives.wait(collectives.all_reduce(own, "sum", split_over))
-    for one in gradients:
-        if not one.dim():  # a single number, which every rank has
-            total = total + one.square()
-    norm = total.sqrt()
+    norm = _norm_of_all(gradients, split_over)
     scale = torch.clamp(limit / (norm + 1e-6), max=1.0)  # as torch.nn.utils.clip_grad_norm_ does
     for one in gradients:
         one.mul_(scale)
-    return [norm]
+    return [norm.to(gradients[0].dtype)]
+
+
+def _norm_of_all(gradients: list[Tensor], split_over: str) -> Tensor:
+    """The norm of gradients of which each rank has its rows, but for single numbers, which every rank has.
+
+    Squares are summed in float32 at least: those of half precision overflow at a norm of 256.
+    """
+    wide = torch.promote_types(gradients[0].dtype, torch.float32)
+    squares = [torch.linalg.vector_norm(one, dtype=wide).square() for one in gradients if one.dim()]
+    total = gradients[0].new_zeros((), dtype=wide)
+    if squares:
+        total = collectives.wait(collectives.all_reduce(torch.stack(squares).sum(), "sum", split_over))
+    for one in gradients:
+        if not one.dim():
+            total = total + one.to(wide).square()
+    return total.sqrt()
 
 
 def _append(

@@ -42,6 +42,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _PIECE_BYTES = MB
 _PIECES = (MB, 2 * MB, 4 * MB, 8 * MB)
 _NEARLY = 1.08
+_MOST_IN_FLIGHT = 256 * MB
 _LEAST_REPEATS, _MOST_REPEATS = 3, 50
 _PRODUCT_SECONDS = 5e-3
 
@@ -361,7 +362,9 @@ class _Axis:
         product = functools.partial(torch.mm, left, left)
         alone = self.calibration.agreed(product, self.calibration.seconds / 8)
         window = max(0.05, 20 * alone)
-        inputs = self._inputs(Kind.ALL_REDUCE, max(MB, int(window * link.bandwidth)))
+        size = min(_MOST_IN_FLIGHT, max(MB, int(window * link.bandwidth)))
+        window = min(window, bytes_sent(Kind.ALL_REDUCE, size, self.ranks) / link.bandwidth)
+        inputs = self._inputs(Kind.ALL_REDUCE, size)
         shares = []
         for _ in range(5):
             dist.barrier(self.group)

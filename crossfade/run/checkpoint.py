@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +24,7 @@ def state_of(model: nn.Module, optimizer: Optimizer, *, steps: int, with_random:
     names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
     entries = {names[parameter]: dict(state) for parameter, state in optimizer.state.items() if state}
     groups = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
-    state = {"model": model.state_dict(), "optimizer": entries, "groups": groups, "steps": steps}
+    state = {"model": model.state_dict(), "optimizer": entries, "groups": json.dumps(groups), "steps": steps}
     return state | ({"random": _random_state(model)} if with_random else {})
 
 
@@ -30,19 +32,29 @@ def restore(model: nn.Module, optimizer: Optimizer, state: Mapping[str, Any]) ->
     """Put a state back, in place, and return its number of steps; the optimizer's entries must exist already."""
     _check(state)
     with torch.no_grad():
-        model.load_state_dict(state["model"])
+        present = model.state_dict()
+        model.load_state_dict({name: _split_like(present.get(name), one) for name, one in state["model"].items()})
         for name, entries in state["optimizer"].items():
             live = optimizer.state[model.get_parameter(name)]
             for key, value in entries.items():
                 if isinstance(value, Tensor) and isinstance(live.get(key), Tensor):
-                    live[key].copy_(value)
+                    live[key].copy_(_split_like(live[key], value))
                 else:
                     live[key] = value
-    for group, saved in zip(optimizer.param_groups, state["groups"], strict=True):
-        group.update(saved)
+    for group, saved in zip(optimizer.param_groups, json.loads(state["groups"]), strict=True):
+        group.update({k: tuple(v) if isinstance(group.get(k), tuple) else v for k, v in saved.items()})
     for device, generator in state.get("random", {}).items():
         _set_random_state(device, generator)
     return int(state["steps"])
+
+
+def _split_like(live: Any, value: Any) -> Any:
+    """A value in parts if the live tensor is, and it is whole."""
+    from torch.distributed.tensor import DTensor, distribute_tensor
+
+    if not isinstance(live, DTensor) or isinstance(value, DTensor):
+        return value
+    return distribute_tensor(value, live.device_mesh, live.placements, src_data_rank=None)
 
 
 def _check(state: Mapping[str, Any]) -> None:
@@ -75,10 +87,12 @@ def save(state: Mapping[str, Any], folder: str | Path, group: Any, *, first: boo
 
     folder = Path(folder)
     new = folder.with_name(folder.name + _NEW)
+    _refuse_other_files(folder)
     if first and new.exists():  # of a run that was cut
         shutil.rmtree(new)
     _meet(group)
-    checkpoint.save(dict(state), checkpoint_id=new, process_group=group, no_dist=group is None)
+    with _plain_errors(f"saving to {folder}"):
+        checkpoint.save(dict(state), checkpoint_id=new, process_group=group, no_dist=group is None)
     _meet(group)
     if first:
         _replace(folder, new)
@@ -94,7 +108,41 @@ def load(state: dict[str, Any], folder: str | Path, group: Any) -> None:
     found = folder if folder.exists() else old
     if not found.exists():
         raise CrossfadeError(f"no checkpoint at {folder}", remedy="save one there with step.save()")
-    checkpoint.load(state, checkpoint_id=found, process_group=group, no_dist=group is None)
+    with _plain_errors(f"loading from {found}"):
+        saved = checkpoint.FileSystemReader(found).read_metadata().state_dict_metadata
+        if not any(key.startswith("random.") for key in saved):  # of ranks that each had a generator of their own
+            state.pop("random", None)
+        checkpoint.load(state, checkpoint_id=found, process_group=group, no_dist=group is None)
+
+
+def _refuse_other_files(folder: Path) -> None:
+    """A checkpoint replaces the folder it is saved to: only an earlier one may be lost that way."""
+    strangers = (
+        [one.name for one in folder.iterdir() if one.name != ".metadata" and one.suffix != ".distcp"]
+        if (folder.exists())
+        else []
+    )
+    if strangers:
+        raise CrossfadeError(
+            f"{strangers[0]} in {folder}",
+            expected="a folder that is new, or has a checkpoint and nothing else",
+            remedy="save into a folder of its own, such as one below it",
+        )
+
+
+@contextlib.contextmanager
+def _plain_errors(what: str) -> Iterator[None]:
+    """torch's checkpoint errors are no `Exception`s, and carry those of all ranks: raise the first as one of ours."""
+    from torch.distributed.checkpoint.api import CheckpointException
+
+    try:
+        yield
+    except CheckpointException as error:
+        first = next(iter(error.failures.values()))[0]
+        raise CrossfadeError(
+            f"{type(first).__name__} while {what}: {str(first).splitlines()[0]}",
+            remedy="see that the folder is whole, and that model and optimizer are those that were saved",
+        ) from error
 
 
 def _replace(folder: Path, new: Path) -> None:

@@ -34,7 +34,6 @@ class Members:
     timeout: float
     alone: bool = False
     meetings: int = 0
-    shared: int = 0
 
     def agree(self, fingerprint: str, text: str) -> None:
         """Return when all members have brought the same fingerprint; otherwise raise, on every member.
@@ -53,11 +52,10 @@ class Members:
         self._hear(meeting)
 
     def share(self, make: Callable[[], Any]) -> Any:
-        """What `make` returns on the first member, on every member; it must be expressible as JSON."""
+        """What `make` returns on the first member, on every member; once before each `agree`. It must fit JSON."""
         if self.alone:
             return make()
-        self.shared += 1
-        key = f"shared/{self.shared}"
+        key = f"meeting/{self.meetings + 1}/shared"
         if self.rank == 0:
             made = make()
             self.store.set(key, json.dumps({"made": made}))
@@ -72,9 +70,9 @@ class Members:
 
     def fail(self, what: str) -> None:
         """Tell the others, who may be waiting in `agree` or `share`, that this member cannot go on."""
-        if self.rank == 0:
-            self.store.set(f"shared/{self.shared + 1}", json.dumps({"failed": what}))
         meeting = self._next_meeting()
+        if self.rank == 0:
+            self.store.set(f"{meeting}/shared", json.dumps({"failed": what}))
         self.store.set(f"{meeting}/member/{self.rank}", json.dumps({"failed": what}))
         if self.rank == 0:
             self.store.set(f"{meeting}/word", json.dumps({"kind": "failed", "found": f"rank {self.ranks[0]}: {what}"}))

@@ -71,8 +71,7 @@ class Shards:
                 raise ModelError(
                     f"another parameter {name} than the one that was split",
                     expected="parameters that stay the model's own",
-                    remedy="copy values into it in place (load_state_dict without assign, step.load), not inside "
-                    "step.gathered(); or compile the step anew",
+                    remedy="load values by step.load or step.load_state_dict, outside step.gathered(); or compile anew",
                 )
 
     def has(self, name: str) -> bool:
@@ -128,7 +127,8 @@ class Shards:
 
     def _whole(self, parameter: Any) -> Tensor:
         with torch.no_grad():
-            return parameter.full_tensor()
+            whole = parameter.full_tensor()
+            return whole.clone() if self.ranks == 1 else whole
 
     def _part_shape(self, shape: torch.Size) -> tuple[int, ...]:
         return -(-shape[0] // self.ranks), *shape[1:]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -48,7 +48,8 @@ class Built:
     program: Program
     layout: TakesBatch
     report: Any
-    initial_state: Mapping[str, Mapping[str, Tensor]]
+    state_keys: Mapping[str, Collection[str]]
+    """For each parameter that is stepped, the entries of optimizer state that the program takes."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +57,7 @@ class _Ready:
     built: Built
     executable: Executable
     bind: list[Callable[[dict[str, Tensor]], Any]]
-    initial_state: list[tuple[str, nn.Parameter, Mapping[str, Tensor]]]
+    state_keys: list[tuple[str, nn.Parameter, Collection[str]]]
 
 
 class Step:
@@ -77,11 +78,13 @@ class Step:
         members: Members | None,
         groups: Mapping[str, str],
         shards: Shards | None = None,
-        initial_state: Callable[[], Mapping[str, Mapping[str, Tensor]]] = dict,
+        initial_state: Callable[[Collection[str]], Mapping[str, Mapping[str, Tensor]]] = lambda names: {},
+        state_keys: Callable[[], Mapping[str, Collection[str]]] = dict,
         shares_random_numbers: bool = True,
     ) -> None:
         self.model, self.optimizer = model, optimizer
-        self._shards, self._initial_state, self._shares_random_numbers = shards, initial_state, shares_random_numbers
+        self._shards, self._shares_random_numbers = shards, shares_random_numbers
+        self._initial_state, self._state_keys = initial_state, state_keys
         self._build, self._key = build, key
         self._members, self._groups = members, groups
         self._ready: dict[Hashable, _Ready] = {}
@@ -141,7 +144,7 @@ class Step:
         return dict(zip(names, ready.built.layout.take(batch, rank), strict=True))
 
     def _train(self, ready: _Ready, executable: Executable, values: dict[str, Tensor]) -> Tensor:
-        self._create_state(ready)
+        self._create_state(ready.state_keys)
         results = self._run(executable, [get(values) for get in ready.bind])
         mark_optimizer_stepped(self.optimizer)
         self.steps += 1
@@ -156,7 +159,7 @@ class Step:
     def gathered(self) -> Iterator[nn.Module]:
         """The model with its whole parameters, on every rank, for evaluation or export. All ranks must enter.
 
-        Changes made to the parameters inside are lost.
+        Where parameters are split, changes made to them inside are lost.
 
             >>> model = nn.Linear(2, 1)
             >>> step = Step(model, torch.optim.SGD(model.parameters()), None, None, None, {})
@@ -173,16 +176,14 @@ class Step:
         What is split is there as DTensors: `torch.distributed.checkpoint` saves it from all ranks, and loads it on any
         number of them. The optimizer's state of every trained parameter is there, also before the first step.
         """
-        for name, entries in self._initial_state().items():
-            self._create(name, self.model.get_parameter(name), entries)
+        self._create_all_state()
         return checkpoint.state_of(
             self.model, self.optimizer, steps=self.steps, with_random=self._shares_random_numbers
         )
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from what `state_dict` returned here or, loaded by `torch.distributed.checkpoint`, elsewhere."""
-        for name, entries in self._initial_state().items():
-            self._create(name, self.model.get_parameter(name), entries)
+        self._create_all_state()
         self.steps = checkpoint.restore(self.model, self.optimizer, state)
 
     def save(self, folder: str | Path) -> None:
@@ -209,8 +210,8 @@ class Step:
             executable = Executable(built.program, self._groups)
             if len(self._ready) == CAPTURES_KEPT:
                 self._ready.pop(next(iter(self._ready)))
-            initial = [(name, self.model.get_parameter(name), one) for name, one in built.initial_state.items()]
-            self._ready[key] = _Ready(built, executable, self._binders(built.program), initial)
+            keys = [(name, self.model.get_parameter(name), one) for name, one in built.state_keys.items()]
+            self._ready[key] = _Ready(built, executable, self._binders(built.program), keys)
             self.captures += 1
             if self.captures in (5, 20, 100):
                 log.warning("captured %d programs so far: %s", self.captures, _WHY_SO_MANY)
@@ -229,19 +230,27 @@ class Step:
                 raise
             raise self._members.blame(self.steps, collective, error) from error
 
-    def _create_state(self, ready: _Ready) -> None:
+    def _create_state(self, wanted: Iterable[tuple[str, nn.Parameter, Collection[str]]]) -> None:
         """Give the optimizer the state that its own first step would have made, where it has none."""
         states = self.optimizer.state
-        for name, parameter, entries in ready.initial_state:
-            if entries and len(states.get(parameter, ())) < len(entries):
-                self._create(name, parameter, entries)
+        lacking = [
+            name
+            for name, parameter, keys in wanted
+            if keys and any(states.get(parameter, {}).get(key) is None for key in keys)
+        ]
+        for name, entries in (self._initial_state(lacking) if lacking else {}).items():
+            if self._shards is not None:
+                self._shards.create_state(name, entries)
+            else:
+                state = states[self.model.get_parameter(name)]
+                state.update({key: value for key, value in entries.items() if state.get(key) is None})
 
-    def _create(self, name: str, parameter: nn.Parameter, entries: Mapping[str, Tensor]) -> None:
+    def _create_all_state(self) -> None:
+        """State of every trained parameter, also of those that no program has stepped yet."""
         if self._shards is not None:
-            self._shards.create_state(name, entries)
-        elif entries:
-            state = self.optimizer.state[parameter]
-            state.update({key: value.clone() for key, value in entries.items() if state.get(key) is None})
+            self._shards.check()
+        keys = self._state_keys()
+        self._create_state([(name, self.model.get_parameter(name), one) for name, one in keys.items()])
 
     def _binders(self, program: Program) -> list[Callable[[dict[str, Tensor]], Any]]:
         """For each input, how to find its value at call time: users may load checkpoints or change rates meanwhile."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -124,3 +125,47 @@ def test_what_is_no_checkpoint_is_refused(tmp_path: Path) -> None:
         step.load(tmp_path / "nowhere")
     with pytest.raises(CrossfadeError, match=r"a state without optimizer, groups, steps"):
         step.load_state_dict({"model": {}})
+
+
+def test_other_files_in_the_folder_are_not_lost(tmp_path: Path) -> None:
+    (tmp_path / "runs").mkdir()
+    (tmp_path / "runs" / "notes.txt").write_text("precious")
+    with pytest.raises(CrossfadeError, match=r"found notes.txt in .*runs; expected a folder that is new"):
+        begin(1, "replicate").save(tmp_path / "runs")
+    assert (tmp_path / "runs" / "notes.txt").read_text() == "precious"
+
+
+def test_a_scheduler_made_later_does_not_hinder_loading(tmp_path: Path) -> None:
+    step = begin(1, "replicate")
+    step(*batches(CASES[NAME], 1)[0])
+    step.save(tmp_path / "saved")
+    other = begin(1, "replicate")
+    torch.optim.lr_scheduler.StepLR(other.optimizer, 1)
+    other.load(tmp_path / "saved")
+    assert other.steps == 1
+
+
+def test_another_model_is_refused_with_the_name_that_is_missing(tmp_path: Path) -> None:
+    step = begin(1, "replicate")
+    step.save(tmp_path / "saved")
+    case, model, optimizer = start("mlp", "")
+    other = cf.compile_step(model, case.loss, optimizer)
+    with pytest.raises(CrossfadeError, match=r"while loading from .*: Missing key in checkpoint state_dict: model"):
+        other.load(tmp_path / "saved")
+
+
+def whole_into_parts(ranks: int) -> bool:
+    """A state of whole tensors, as a replica has it, loaded where parameters are split."""
+    whole = begin(ranks, "replicate")
+    batch = batches(CASES[NAME], 1)[0]
+    whole(*batch)
+    saved = copy.deepcopy(whole.state_dict())
+    expected = float(whole(*batch))
+    split = begin(ranks, "zero3")
+    split.load_state_dict(saved)
+    return split.steps == 1 and abs(float(split(*batch)) - expected) < 1e-5
+
+
+@pytest.mark.ranks
+def test_whole_tensors_load_into_parts(ranks: Any) -> None:
+    assert ranks(2).run(whole_into_parts, 2) == [True, True]

@@ -110,3 +110,28 @@ def verdicts() -> tuple[list[str], list[str]]:
 def test_every_collective_has_a_verdict_of_the_plan(ranks: Any) -> None:
     for met, judged in ranks(2).run(verdicts):
         assert met == judged != []
+
+
+def refused_then_trained() -> float:
+    """A capture that all ranks refuse does not spoil the next one."""
+    case, model, optimizer = start(NAME, "")
+    options = {"data_parallel": "zero3", "machine": "ethernet-1gbit", "timeout": 20}
+    step = cf.compile_step(model, case.loss, optimizer, {"dp": 2}, **options)
+    batch = batches(case, 1)[0]
+    with pytest.raises(CrossfadeError, match="found a batch of 3 samples"):
+        step(*(part[:3] for part in batch))
+    return float(step(*batch))
+
+
+@pytest.mark.ranks
+def test_a_refused_batch_does_not_spoil_the_next(ranks: Any) -> None:
+    first, second = ranks(2).run(refused_then_trained)
+    assert first == second
+
+
+def test_one_device_needs_no_plan() -> None:
+    case, model, optimizer = start("mlp", "")
+    with pytest.raises(CrossfadeError, match="did you mean"):
+        cf.compile_step(model, case.loss, optimizer, machine="loopback-glo")
+    step = cf.compile_step(model, case.loss, optimizer, {"dp": 1}, machine="loopback-gloo", memory_limit=10**9)
+    assert float(step(*batches(case, 1)[0])) > 0

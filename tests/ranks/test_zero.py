@@ -6,6 +6,8 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor, nn
 
 import crossfade as cf
 from crossfade.errors import CrossfadeError
@@ -83,3 +85,66 @@ def test_a_model_in_parts_is_not_taken_for_a_whole_one(ranks: Any) -> None:
     for whole, inside, replaced in ranks(2).run(misused):
         assert whole.startswith("found parameter 0.weight as a DTensor; expected whole parameters")
         assert inside.startswith(replaced[:40]) and replaced.startswith("found another parameter 0.weight than the one")
+
+
+def half_precision(mode: str) -> tuple[float, bool]:
+    """The norm of gradients in half precision that is more than 256, and whether a clipped step moves the weights."""
+    torch.manual_seed(0)
+    model = nn.Linear(64, 64, bias=False, dtype=torch.float16)
+    before = model.weight.detach().clone()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    step = cf.compile_step(
+        model, lambda y, t: (y * 8).sum(), optimizer, {"dp": 2}, data_parallel=mode, clip_grad_norm=1.0, timeout=20
+    )
+    ones = torch.ones(4, 64, dtype=torch.float16)
+    step(ones, ones)
+    after = model.weight.detach()
+    return float(step.outputs["grad_norm"]), not torch.equal(before, after.full_tensor() if mode == "zero3" else after)
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("mode", ["zero1", "zero3"])
+def test_a_large_norm_in_half_precision_does_not_overflow(ranks: Any, mode: str) -> None:
+    (expected, moved), _ = ranks(2).run(half_precision, "replicate")
+    assert expected > 256 and moved
+    for norm, moved in ranks(2).run(half_precision, mode):
+        assert norm == pytest.approx(expected, rel=1e-2) and moved
+
+
+class OneNumber(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(2.0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.scale
+
+
+def only_single_numbers() -> float:
+    model = OneNumber()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    options = {"data_parallel": "zero3", "clip_grad_norm": 1.0, "timeout": 20}
+    step = cf.compile_step(model, nn.functional.mse_loss, optimizer, {"dp": 2}, **options)
+    step(torch.ones(4, 2), torch.zeros(4, 2))
+    return float(step.outputs["grad_norm"])
+
+
+@pytest.mark.ranks
+def test_the_norm_of_single_numbers_alone(ranks: Any) -> None:
+    assert ranks(2).run(only_single_numbers) == [4.0, 4.0]
+
+
+def splits_nothing() -> str:
+    case, model, optimizer = start("mlp", "")
+    try:
+        mesh = {"dp_replicate": 2, "dp_shard": 1}
+        cf.compile_step(model, case.loss, optimizer, mesh, data_parallel="zero3", timeout=20)
+    except CrossfadeError as error:
+        return str(error)
+    return "no error"
+
+
+@pytest.mark.ranks
+def test_a_mesh_without_an_axis_to_split_over_is_refused(ranks: Any) -> None:
+    for message in ranks(2).run(splits_nothing):
+        assert message.startswith("found data_parallel='zero3' on a mesh that splits nothing")
