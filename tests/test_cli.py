@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from crossfade.cost.machine import Machine
+
 PROGRAM = """
 a: f32[2] = input("a")
 b: f32[3] = input("b")
@@ -25,7 +27,7 @@ def crossfade(*arguments: str, timeout: float = 60) -> subprocess.CompletedProce
     return subprocess.run(command, capture_output=True, text=True, timeout=timeout, check=False)
 
 
-@pytest.mark.parametrize("command", ["", "demo", "explain", "launch", "passes"])
+@pytest.mark.parametrize("command", ["", "calibrate", "demo", "explain", "launch", "passes", "simulate"])
 def test_help_is_there(command: str) -> None:
     result = crossfade(*([command] if command else []), "--help")
     assert result.returncode == 0
@@ -83,3 +85,28 @@ def test_demo_ends_in_a_table_and_a_report(tmp_path: Path) -> None:
     report = json.loads((tmp_path / "out" / "report.json").read_text())
     assert report["collectives_before"]["all_reduce"][0] > report["collectives_after"]["all_reduce"][0]
     assert (tmp_path / "out" / "index.html").stat().st_size > 10_000
+
+
+def test_simulate_predicts_a_program_on_machines(tmp_path: Path) -> None:
+    path = tmp_path / "program.txt"
+    path.write_text(PROGRAM)
+    machines = ["--machine", "ethernet-1gbit", "--machine", "h100-nvlink-node"]
+    result = crossfade("simulate", str(path), *machines, "--group-size", "8", "--html", str(tmp_path / "r.html"))
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.count(" ms ") >= 6
+    assert "predicted for h100-nvlink-node" in (tmp_path / "r.html").read_text()
+
+
+def test_simulate_names_a_machine_that_is_not_there(tmp_path: Path) -> None:
+    path = tmp_path / "program.txt"
+    path.write_text(PROGRAM)
+    result = crossfade("simulate", str(path), "--machine", str(tmp_path / "none.json"))
+    assert result.returncode == 1
+    assert "crossfade calibrate" in " ".join(result.stderr.split())
+
+
+def test_calibrate_writes_a_machine_that_loads(tmp_path: Path) -> None:
+    result = crossfade("calibrate", "--seconds", "1", "--save", str(tmp_path / "machine.json"), timeout=120)
+    assert result.returncode == 0, result.stderr
+    assert "all_reduce" in result.stdout
+    assert Machine.load(tmp_path / "machine.json").name == "calibrated"
