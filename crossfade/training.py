@@ -23,6 +23,7 @@ from crossfade.cost.measure import measure
 from crossfade.cost.presets import preset
 from crossfade.cost.timeline import Timeline, simulate
 from crossfade.errors import CrossfadeError, MeshError, ModelError, NotYetError
+from crossfade.graph.collectives import Kind
 from crossfade.graph.effects import is_random
 from crossfade.graph.memory import memory_curve
 from crossfade.graph.passes import Pass, fingerprint, run_passes
@@ -45,7 +46,7 @@ from crossfade.pipeline import (
 from crossfade.report.report import Report
 from crossfade.run.codegen import native
 from crossfade.run.members import Members
-from crossfade.run.mesh import COPY_AXIS, SPLIT_AXIS, DataParallel, MeshLike, backend_on, data_parallel_axes
+from crossfade.run.mesh import COPY_AXIS, SPLIT_AXIS, Axis, DataParallel, MeshLike, backend_on, data_parallel_axes
 from crossfade.run.pack_in_place import PackInPlace
 from crossfade.run.shards import Shards, is_distributed
 from crossfade.run.step import Built, Step
@@ -327,7 +328,7 @@ class _StepCompiler:
         """The program with its collectives fused, bucketed and in order; and what it is predicted to do, if planned."""
         if self.passes is not None or self.machine is None or members is None:
             return run_passes(before, communication() if self.passes is None else self.passes), None
-        machine = self.machine.with_scatters_as_exchanges(self._axes_on("gloo"))
+        machine = self.machine.with_scatters_as_exchanges(self._axes_like_gloo())
         measured = members.share(lambda: self._measured(before))
         plan = plan_overlap(before, machine, measured, self.memory_limit)
         costs = estimate(plan.program, machine, measured)
@@ -337,9 +338,17 @@ class _StepCompiler:
         """The seconds of the program's operators, where this device can tell."""
         return dict(measure(program, binding=native)) if self._device() == "cpu" else {}
 
-    def _axes_on(self, backend: str) -> list[str]:
+    def _axes_like_gloo(self) -> list[str]:
+        """The axes on gloo, and those emulated after it: where a reduce-scatter is slower than an all-to-all."""
         axes = (self.axes.whole, self.axes.split, self.axes.copies) if self.axes else ()
-        return [axis.name for axis in axes if axis is not None and backend_on(self._device(), axis.backend) == backend]
+        return [axis.name for axis in axes if axis is not None and self._is_like_gloo(axis)]
+
+    def _is_like_gloo(self, axis: Axis) -> bool:
+        backend = backend_on(self._device(), axis.backend)
+        if backend != "emulated" or self.machine is None:
+            return backend == "gloo"
+        links = self.machine.fabric(axis.name).links
+        return links[Kind.REDUCE_SCATTER].bandwidth < 0.75 * links[Kind.ALL_TO_ALL].bandwidth
 
     def initial_state(self, stepped: Collection[str]) -> dict[str, dict[str, torch.Tensor]]:
         """What the optimizer would create at its first step for some parameters."""
@@ -394,7 +403,7 @@ class _StepCompiler:
         return program
 
     def _lowering(self) -> list[Pass]:
-        return lowering(dict.fromkeys(self._axes_on("gloo"), "gloo"))
+        return lowering(dict.fromkeys(self._axes_like_gloo(), "gloo"))
 
     def _device(self) -> str:
         return next((p.device.type for p in self.model.parameters()), "cpu")
