@@ -7,6 +7,7 @@ loss = step(inputs, targets)
 step.report.show()
 """
 
+from crossfade.cost.machine import Machine
 from crossfade.errors import CrossfadeError
 from crossfade.graph.passes import Pass, PassResult, Verdict, run_passes
 from crossfade.graph.program import Program
@@ -20,6 +21,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "CrossfadeError",
+    "Machine",
     "Optimized",
     "Pass",
     "PassResult",

@@ -19,6 +19,7 @@ EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 def test_the_public_names_are_these() -> None:
     assert crossfade.__all__ == [
         "CrossfadeError",
+        "Machine",
         "Optimized",
         "Pass",
         "PassResult",

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from crossfade.demo.contenders import Contender, Measured, crossfade, ddp, race, single_process
-from crossfade.demo.model import SIZES
+from crossfade.demo.model import SIZES, Size, batches
 from crossfade.report.report import Report, Table
 from crossfade.run.ranks import Ranks
 
@@ -41,7 +41,8 @@ def work(size_name: str, steps: int) -> tuple[list[Measured], Report] | None:
     contenders = [single_process(size), ddp(size), *(ddp(size, mb) for mb in DDP_BUCKETS_MB), crossfade(size)]
     with _progress(len(contenders) * (steps + WARM_UP)) as advance:
         measured = race(contenders, size, steps=steps, warm_up=WARM_UP, progress=advance)
-    return (measured, _report(contenders)) if dist.get_rank() == 0 else None
+    report = _report(contenders[-1], size)  # on every rank: it takes one more step
+    return (measured, report) if dist.get_rank() == 0 else None
 
 
 def times_table(measured: list[Measured]) -> Table:
@@ -65,12 +66,13 @@ def losses_table(measured: list[Measured]) -> Table:
     return Table("Loss", ["step", *(one.name for one in chosen)], rows, note)
 
 
-def _report(contenders: list[Contender]) -> Report:
-    step = contenders[-1].compiled
+def _report(contender: Contender, size: Size) -> Report:
+    """What became of the collectives, and what one more step does when."""
+    step = contender.compiled
     assert step is not None
-    report: Report = step.report
-    threads = torch.get_num_threads()
-    return replace(report, facts={**report.facts, "threads": f"{threads} on each rank"})
+    timeline = step.profile(*batches(size, dist.get_world_size(), 1)[0])
+    report: Report = step.report.with_timelines(measured=timeline)
+    return replace(report, facts={**report.facts, "threads": f"{torch.get_num_threads()} on each rank"})
 
 
 @contextmanager
