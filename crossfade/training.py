@@ -339,13 +339,13 @@ class _StepCompiler:
         return dict(measure(program, binding=native)) if self._device() == "cpu" else {}
 
     def _axes_like_gloo(self) -> list[str]:
-        """The axes on gloo, and those emulated after it: where a reduce-scatter is slower than an all-to-all."""
+        """The axes on which reduce-scatters are better exchanged: those on gloo, unless the machine says otherwise."""
         axes = (self.axes.whole, self.axes.split, self.axes.copies) if self.axes else ()
         return [axis.name for axis in axes if axis is not None and self._is_like_gloo(axis)]
 
     def _is_like_gloo(self, axis: Axis) -> bool:
         backend = backend_on(self._device(), axis.backend)
-        if backend != "emulated" or self.machine is None:
+        if self.machine is None or backend not in ("gloo", "emulated"):
             return backend == "gloo"
         links = self.machine.fabric(axis.name).links
         return links[Kind.REDUCE_SCATTER].bandwidth < 0.75 * links[Kind.ALL_TO_ALL].bandwidth

@@ -203,3 +203,24 @@ def test_one_device_takes_tensors_without_a_batch_dim_of_their_own() -> None:
     loss = cf.compile_step(model, lambda y, t: (y - t).square().mean(), optimizer)(inputs, shared)
     expected = (start()[0](inputs) - shared).square().mean()
     assert float(loss) == float(expected.detach())
+
+
+def test_an_entry_of_state_that_is_none_is_made() -> None:
+    """As an optimizer's state is after steps without momentum, which is then switched on."""
+    losses = []
+    for compiled in (False, True):
+        torch.manual_seed(0)
+        model, inputs, targets = nn.Linear(4, 2), torch.randn(8, 4), torch.randn(8, 2)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        for parameter in model.parameters():
+            optimizer.state[parameter]["momentum_buffer"] = None
+        step = cf.compile_step(model, nn.functional.mse_loss, optimizer)
+        for _ in range(4):
+            if compiled:
+                step(inputs, targets)
+            else:
+                optimizer.zero_grad()
+                nn.functional.mse_loss(model(inputs), targets).backward()
+                optimizer.step()
+        losses.append(nn.functional.mse_loss(model(inputs), targets).item())
+    assert losses[0] == losses[1]
