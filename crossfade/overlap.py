@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from crossfade.cost.estimate import estimate
 from crossfade.cost.machine import Machine
-from crossfade.cost.timeline import simulate
+from crossfade.cost.timeline import Timeline, simulate
 from crossfade.errors import MemoryLimitError
 from crossfade.graph.collectives import Kind
 from crossfade.graph.passes import run_passes
@@ -23,11 +23,11 @@ _SMALLEST = 1 / 16
 
 @dataclass(frozen=True)
 class Plan:
-    """The program with its buckets, in the order to run it; the buckets' sizes in MB, and the seconds predicted."""
+    """The program with its buckets, in the order to run it; the buckets' sizes in MB, and what is predicted."""
 
     program: Program
     caps: Mapping[Kind, float]
-    seconds: float
+    timeline: Timeline
 
 
 def plan_overlap(
@@ -49,7 +49,7 @@ def plan_overlap(
         ... return output("a", wait_a), output("b", wait_b)
         ... ''', groups={"dp": 2})
         >>> plan = plan_overlap(program, preset("ethernet-1gbit"))
-        >>> plan.seconds < 0.01
+        >>> plan.timeline.seconds < 0.01
         True
     """
     caps = choose_caps(program, machine, measured)
@@ -65,7 +65,7 @@ def plan_overlap(
             refusals.append(refused)
     if not plans:
         raise min(refusals, key=lambda one: one.least)
-    return min(plans, key=lambda one: one.seconds)
+    return min(plans, key=lambda one: one.timeline.seconds)
 
 
 def _planned(
@@ -78,4 +78,5 @@ def _planned(
 ) -> Plan:
     scaled = {kind: cap * scale for kind, cap in caps.items()}
     built = run_passes(program, overlap(machine, scaled, memory_limit, measured))
-    return Plan(built, scaled, simulate(built, estimate(built, machine, measured)).seconds)
+    timeline = simulate(built, estimate(built, machine, measured), f"predicted for {machine.name}")
+    return Plan(built, scaled, timeline)

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -114,14 +114,19 @@ def overlap(
     return [*fewer, *larger, OverlapCommunication(machine, memory_limit, table)]
 
 
-def lowering(backends: Mapping[str, str]) -> list[Pass]:
+def lowering(backends: Mapping[str, str], exchanged: Collection[str] | None = None) -> list[Pass]:
     """Passes that say things as each group's backend does them best; after bucketing, so that each bucket is one thing.
+
+    `exchanged` are the groups whose reduce-scatters become all-to-alls, by default those on gloo.
 
     >>> [one.spelling for one in lowering({"dp": "gloo", "tp": "nccl"})]
     ['lower-averages', 'lower-reduce-scatters', 'lower-coalesced-gathers']
     """
     gloo = tuple(group for group, backend in backends.items() if backend == "gloo")
-    return [LowerAverages(gloo), LowerReduceScatters(gloo), LowerCoalescedGathers(gloo)] if gloo else []
+    exchanged = gloo if exchanged is None else tuple(exchanged)
+    passes: list[Pass] = [LowerAverages(gloo)] if gloo else []
+    passes += [LowerReduceScatters(exchanged)] if exchanged else []
+    return passes + ([LowerCoalescedGathers(gloo)] if gloo else [])
 
 
 def optimization(backends: Mapping[str, str] | None = None) -> list[Pass]:

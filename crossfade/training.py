@@ -17,15 +17,14 @@ from crossfade.capture.batch import BatchIs, BatchLayout, batch_key
 from crossfade.capture.optimizer import append_optimizer, check_optimizer, initial_state, options_key, parameter_names
 from crossfade.capture.training import LossFunction, capture_forward_backward, check_model
 from crossfade.cost.calibrate import calibrate
-from crossfade.cost.estimate import estimate
 from crossfade.cost.machine import Machine
 from crossfade.cost.measure import measure
 from crossfade.cost.presets import preset
-from crossfade.cost.timeline import Timeline, simulate
+from crossfade.cost.timeline import Timeline
 from crossfade.errors import CrossfadeError, MeshError, ModelError, NotYetError
 from crossfade.graph.collectives import Kind
 from crossfade.graph.effects import is_random
-from crossfade.graph.memory import memory_curve
+from crossfade.graph.memory import live_by_name
 from crossfade.graph.passes import Pass, fingerprint, run_passes
 from crossfade.graph.private import group_named
 from crossfade.graph.program import OutputKind, Program
@@ -46,7 +45,7 @@ from crossfade.pipeline import (
 from crossfade.report.report import Report
 from crossfade.run.codegen import native
 from crossfade.run.members import Members
-from crossfade.run.mesh import COPY_AXIS, SPLIT_AXIS, Axis, DataParallel, MeshLike, backend_on, data_parallel_axes
+from crossfade.run.mesh import COPY_AXIS, SPLIT_AXIS, DataParallel, MeshLike, backend_on, data_parallel_axes
 from crossfade.run.pack_in_place import PackInPlace
 from crossfade.run.shards import Shards, is_distributed
 from crossfade.run.step import Built, Step
@@ -320,7 +319,7 @@ class _StepCompiler:
 
         facts = self._facts(seconds, layout) | copy_kernel(program)
         report = Report.of(before, program, title=type(self.model).__name__, facts=facts)
-        report = report.with_timelines(predicted=predicted, memory=_memory(program)) if predicted else report
+        report = report.with_timelines(predicted=predicted, memory=live_by_name(program)) if predicted else report
         stepped = {out.name for out in before.outputs if out.kind is OutputKind.UPDATE}
         return Built(program, layout, report, self.state_keys(stepped))
 
@@ -328,26 +327,28 @@ class _StepCompiler:
         """The program with its collectives fused, bucketed and in order; and what it is predicted to do, if planned."""
         if self.passes is not None or self.machine is None or members is None:
             return run_passes(before, communication() if self.passes is None else self.passes), None
-        machine = self.machine.with_scatters_as_exchanges(self._axes_like_gloo())
-        measured = members.share(lambda: self._measured(before))
+        machine = self.machine.with_scatters_as_exchanges(self._exchanged())
+        here = self._measured(before)  # on all ranks at once, as they compute in a step
+        measured = members.share(lambda: here)
         plan = plan_overlap(before, machine, measured, self.memory_limit)
-        costs = estimate(plan.program, machine, measured)
-        return plan.program, simulate(plan.program, costs, f"predicted for {machine.name}")
+        return plan.program, plan.timeline
 
     def _measured(self, program: Program) -> dict[str, float]:
-        """The seconds of the program's operators, where this device can tell."""
+        """The seconds of the program's operators on the CPU; on other devices they are told by arithmetic."""
         return dict(measure(program, binding=native)) if self._device() == "cpu" else {}
 
-    def _axes_like_gloo(self) -> list[str]:
-        """The axes on which reduce-scatters are better exchanged: those on gloo, unless the machine says otherwise."""
+    def _backends(self) -> dict[str, str]:
         axes = (self.axes.whole, self.axes.split, self.axes.copies) if self.axes else ()
-        return [axis.name for axis in axes if axis is not None and self._is_like_gloo(axis)]
+        return {axis.name: backend_on(self._device(), axis.backend) for axis in axes if axis is not None}
 
-    def _is_like_gloo(self, axis: Axis) -> bool:
-        backend = backend_on(self._device(), axis.backend)
+    def _exchanged(self) -> list[str]:
+        """The axes whose reduce-scatters are better exchanged: on gloo, or emulated, where the machine says so."""
+        return [axis for axis, backend in self._backends().items() if self._is_exchanged(axis, backend)]
+
+    def _is_exchanged(self, axis: str, backend: str) -> bool:
         if self.machine is None or backend not in ("gloo", "emulated"):
             return backend == "gloo"
-        links = self.machine.fabric(axis.name).links
+        links = self.machine.fabric(axis).links
         return links[Kind.REDUCE_SCATTER].bandwidth < 0.75 * links[Kind.ALL_TO_ALL].bandwidth
 
     def initial_state(self, stepped: Collection[str]) -> dict[str, dict[str, torch.Tensor]]:
@@ -403,7 +404,7 @@ class _StepCompiler:
         return program
 
     def _lowering(self) -> list[Pass]:
-        return lowering(dict.fromkeys(self._axes_like_gloo(), "gloo"))
+        return lowering(self._backends(), self._exchanged())
 
     def _device(self) -> str:
         return next((p.device.type for p in self.model.parameters()), "cpu")
@@ -424,9 +425,3 @@ class _StepCompiler:
             "torch": torch.__version__,
             "capture": f"{seconds:.1f} s",
         }
-
-
-def _memory(program: Program) -> list[tuple[str, int]]:
-    """Live bytes while each node runs, for a report."""
-    curve = memory_curve(program)
-    return [(node.name, size) for node, size in zip(program.graph.nodes, curve.during, strict=True)]

@@ -10,7 +10,7 @@ from crossfade.cost.machine import Machine
 from crossfade.cost.presets import PRESETS, preset
 from crossfade.cost.timeline import Timeline, simulate
 from crossfade.graph import collectives
-from crossfade.graph.memory import memory_curve
+from crossfade.graph.memory import live_by_name
 from crossfade.graph.text import parse
 from crossfade.overlap import Plan, plan_overlap
 from crossfade.report.report import Report
@@ -24,7 +24,6 @@ class Outlook:
 
     machine: Machine
     before: Timeline
-    after: Timeline
     plan: Plan
     peak: int
     report: Report
@@ -35,8 +34,8 @@ class Outlook:
         return (
             self.machine.name,
             f"{self.before.seconds * 1e3:.3f} ms",
-            f"{self.after.seconds * 1e3:.3f} ms",
-            f"{self.after.exposed * 1e3:.3f} ms",
+            f"{self.plan.timeline.seconds * 1e3:.3f} ms",
+            f"{self.plan.timeline.exposed * 1e3:.3f} ms",
             f"{self.peak:,}",
             caps,
         )
@@ -48,8 +47,7 @@ def outlook(program: Path, machine: str, group_size: int, memory_limit: int | No
     before.groups = dict.fromkeys(collectives.group_sizes(before.graph), group_size)
     found = Machine.load(machine) if machine.endswith(".json") else preset(machine)
     plan = plan_overlap(before, found, memory_limit=memory_limit)
-    after = simulate(plan.program, estimate(plan.program, found), f"predicted for {found.name}")
-    curve = memory_curve(plan.program)
-    memory = [(node.name, size) for node, size in zip(plan.program.graph.nodes, curve.during, strict=True)]
-    report = Report.of(before, plan.program, title=program.name).with_timelines(predicted=after, memory=memory)
-    return Outlook(found, simulate(before, estimate(before, found)), after, plan, curve.peak, report)
+    memory = live_by_name(plan.program)
+    report = Report.of(before, plan.program, title=program.name).with_timelines(predicted=plan.timeline, memory=memory)
+    peak = max(size for _, size in memory)
+    return Outlook(found, simulate(before, estimate(before, found)), plan, peak, report)

@@ -81,17 +81,6 @@ def calibrate(
     return _Calibration(name, device, tuple(sizes), share, _Ranks.of(world)).machine(axes)
 
 
-def slowest(table: Mapping[str, float], group: Any = None) -> dict[str, float]:
-    """One table of seconds for all ranks of a group: under each key that all have, the largest of their numbers.
-
-    For `crossfade.cost.measure`, whose tables differ a little from rank to rank: ranks that decide by them need one.
-    """
-    tables: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(tables, dict(table), group=group)
-    shared = [key for key in tables[0] if all(key in one for one in tables)]
-    return {key: max(one[key] for one in tables) for key in shared}
-
-
 def rows(machine: Machine) -> list[tuple[str, str, str, str]]:
     """What a machine says, as rows for a table: what, of which axis or dtype, and two figures.
 

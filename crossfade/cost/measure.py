@@ -115,7 +115,7 @@ def measure(
 
     `binding` gives what to call for an operator: give what the program will be run with, where that differs.
     `progress` is called with the number of keys done and of all. Ranks that must decide alike need one table: measure
-    on all of them at once, as they compute at once in a step, then `crossfade.cost.calibrate.slowest` it.
+    on all of them at once, as they compute at once in a step, then share one.
 
         >>> from crossfade.graph.text import parse
         >>> program = parse('''

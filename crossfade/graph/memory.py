@@ -78,6 +78,21 @@ def memory_curve(program: Program, order: Sequence[fx.Node] | None = None) -> Cu
     return Curve(during, after, peak, at, storages.held)
 
 
+def live_by_name(program: Program) -> list[tuple[str, int]]:
+    """Live bytes while each node runs, by the node's name.
+
+    >>> from crossfade.graph.text import parse
+    >>> program = parse('''
+    ... x: f32[4] = input("x")
+    ... y: f32[4] = aten.neg(x)
+    ... return output("y", y)
+    ... ''')
+    >>> live_by_name(program)
+    [('x', 0), ('y', 16), ('output', 16)]
+    """
+    return [(node.name, size) for node, size in zip(program.graph.nodes, memory_curve(program).during, strict=True)]
+
+
 class Storages:
     """Which memory each node of a graph makes and uses, whatever order the nodes run in.
 

@@ -297,6 +297,15 @@ def size_hint(size: Any) -> int:
     return int(size)
 
 
+def rows_per_rank(rows: int, ranks: int) -> int:
+    """How many rows each rank holds of a tensor in parts; the last ranks may hold fewer, and are padded to as many.
+
+    >>> rows_per_rank(5, 2)
+    3
+    """
+    return -(-rows // ranks)
+
+
 def _attribute(module: torch.nn.Module, path: str) -> Any:
     value: Any = module
     for part in path.split("."):

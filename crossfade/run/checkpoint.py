@@ -117,11 +117,8 @@ def load(state: dict[str, Any], folder: str | Path, group: Any) -> None:
 
 def _refuse_other_files(folder: Path) -> None:
     """A checkpoint replaces the folder it is saved to: only an earlier one may be lost that way."""
-    strangers = (
-        [one.name for one in folder.iterdir() if one.name != ".metadata" and one.suffix != ".distcp"]
-        if (folder.exists())
-        else []
-    )
+    files = list(folder.iterdir()) if folder.exists() else []
+    strangers = [one.name for one in files if one.name != ".metadata" and one.suffix != ".distcp"]
     if strangers:
         raise CrossfadeError(
             f"{strangers[0]} in {folder}",

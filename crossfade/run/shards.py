@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from crossfade.errors import ModelError
+from crossfade.graph.program import rows_per_rank
 
 
 @dataclass(frozen=True)
@@ -97,12 +98,14 @@ class Shards:
         """Give the optimizer what its first step would have made of a parameter's part, where it has nothing yet."""
         state = self.optimizer.state[self.model.get_parameter(name)]
         for key, rows in entries.items():
-            if state.get(key) is None:
-                split = name in self._shapes and rows.shape == self._part_shape(self._shapes[name])
-                kept = self._seen(rows.clone(), self._shapes[name]) if split else None
-                if kept is not None:
-                    self._kept[name, key] = kept
-                state[key] = kept.seen if kept is not None else rows.clone()
+            if state.get(key) is not None:
+                continue
+            shape = self._shapes.get(name)
+            if shape is not None and rows.shape == self._part_shape(shape):
+                self._kept[name, key] = self._seen(rows, shape)
+                state[key] = self._kept[name, key].seen
+            else:
+                state[key] = rows
 
     @contextlib.contextmanager
     def gathered(self) -> Iterator[nn.Module]:
@@ -131,7 +134,7 @@ class Shards:
             return whole.clone() if self.ranks == 1 else whole
 
     def _part_shape(self, shape: torch.Size) -> tuple[int, ...]:
-        return -(-shape[0] // self.ranks), *shape[1:]
+        return rows_per_rank(shape[0], self.ranks), *shape[1:]
 
     def _split(self, parameters: Mapping[Tensor, str]) -> None:
         """Replace parameters by DTensors over parts of them, in the model and in the optimizer.

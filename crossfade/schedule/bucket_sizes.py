@@ -11,18 +11,16 @@ hide it under:
 
 `choose_caps` takes the cap of the least `exposed`, among those whose latency is at most a fifth of their travel, and
 within the piece beyond which the backend becomes slower.
-`sweep` builds the program for each of a few caps instead, and compares what is predicted of the whole.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from crossfade.cost.estimate import estimate
 from crossfade.cost.machine import Machine
-from crossfade.cost.timeline import Costs, simulate
-from crossfade.errors import MachineError
+from crossfade.cost.timeline import Costs
 from crossfade.graph import collectives
 from crossfade.graph.collectives import Collective, Kind
 from crossfade.graph.program import Program
@@ -142,36 +140,3 @@ def _progress(program: Program, costs: Costs) -> dict[str, float]:
 
 def _travel(load: Load) -> float:
     return load.number * load.latency + load.bytes * load.seconds_a_byte
-
-
-@dataclass(frozen=True)
-class Sweep:
-    """What was predicted for each cap in MB, and the fastest; of equals, the first tried."""
-
-    cap: float
-    seconds: tuple[tuple[float, float], ...]
-
-    def __str__(self) -> str:
-        return (
-            ", ".join(f"{cap:g} MB: {1e3 * seconds:.3f} ms" for cap, seconds in self.seconds) + f" -> {self.cap:g} MB"
-        )
-
-
-def sweep(
-    program: Program,
-    candidates: Sequence[float],
-    build: Callable[[Program, float], Program],
-    machine: Machine,
-    measured: Mapping[str, float] | None = None,
-) -> Sweep:
-    """Try caps in MB: `build` makes the program with such buckets, and schedules it; the fastest prediction wins.
-
-    Building takes as long as the passes in it: meant for programs of up to `SWEEP_LIMIT` nodes.
-    """
-    if not candidates:
-        raise MachineError("no caps to try", expected="at least one", remedy="name some, in MB")
-    found = []
-    for cap in candidates:
-        built = build(program, cap)
-        found.append((cap, simulate(built, estimate(built, machine, measured)).seconds))
-    return Sweep(min(found, key=lambda one: one[1])[0], tuple(found))

@@ -8,9 +8,8 @@ from torch import Tensor, fx
 
 from crossfade.graph import collectives
 from crossfade.graph.passes import Numerics, Outcome, Pass, PassResult, Verdict
-from crossfade.graph.program import MADE_FOR, InputKind, Program, tensor_bytes
+from crossfade.graph.program import MADE_FOR, InputKind, Program, rows_per_rank, tensor_bytes
 from crossfade.graph.splice import splice
-from crossfade.shard.own_rows import rows_per_rank
 
 
 @dataclass(frozen=True)

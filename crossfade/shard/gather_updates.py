@@ -8,10 +8,9 @@ from torch import Tensor, fx
 
 from crossfade.graph import collectives
 from crossfade.graph.passes import Numerics, Outcome, Pass, PassResult, Verdict
-from crossfade.graph.program import MADE_FOR, InputKind, Output, OutputKind, Program, tensor_bytes
+from crossfade.graph.program import MADE_FOR, InputKind, Output, OutputKind, Program, rows_per_rank, tensor_bytes
 from crossfade.graph.splice import after, splice
 from crossfade.shard.gather_parameters import gathered
-from crossfade.shard.own_rows import rows_per_rank
 
 
 @dataclass(frozen=True)

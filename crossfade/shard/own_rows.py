@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, fx
 
 from crossfade.errors import CaptureError
-from crossfade.graph.program import Input, InputKind, Program
+from crossfade.graph.program import Input, InputKind, Program, rows_per_rank
 from crossfade.graph.splice import insert_call
 
 RANK_INPUT = "rank"
@@ -35,15 +35,6 @@ def own_rows(program: Program, whole: fx.Node, rows: int, dim: int, *, before: f
     start = call(operator.mul, rank_input(program, axis), rows)
     end = call(operator.add, start, rows)
     return call(torch.ops.aten.slice.Tensor, whole, dim, start, end)
-
-
-def rows_per_rank(rows: int, ranks: int) -> int:
-    """How many rows each rank holds of a tensor; the last ranks may hold fewer, and are padded to as many.
-
-    >>> rows_per_rank(5, 2)
-    3
-    """
-    return -(-rows // ranks)
 
 
 def padded(value: Tensor, ranks: int) -> Tensor:

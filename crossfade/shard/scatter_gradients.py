@@ -8,9 +8,9 @@ from torch import Tensor, fx
 
 from crossfade.graph import collectives
 from crossfade.graph.passes import Numerics, Outcome, Pass, PassResult, Verdict
-from crossfade.graph.program import MADE_FOR, Output, OutputKind, Program, tensor_bytes
+from crossfade.graph.program import MADE_FOR, Output, OutputKind, Program, rows_per_rank, tensor_bytes
 from crossfade.graph.splice import after, splice
-from crossfade.shard.own_rows import own_rows, padded, rows_per_rank
+from crossfade.shard.own_rows import own_rows, padded
 
 
 @dataclass(frozen=True)

@@ -4,62 +4,36 @@ from __future__ import annotations
 
 import textwrap
 import time
-import weakref
-from collections import Counter
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from crossfade.communicate.bucket_all_gathers import BucketAllGathers
 from crossfade.communicate.bucket_all_reduces import BucketAllReduces
 from crossfade.communicate.bucket_reduce_scatters import BucketReduceScatters
 from crossfade.communicate.buckets import BucketPass
 from crossfade.graph.passes import run_passes
-from crossfade.graph.private import TorchDispatchMode
 from crossfade.graph.text import parse
 from crossfade.run.executable import Executable
+from tests.live_bytes import LiveBytes
 
 MEMBERS, ELEMENTS = 8, 2**14
 MEMBER = 4 * ELEMENTS
 
 
-class Meter(TorchDispatchMode):
-    """Counts the bytes of all memory that a tensor made in here still holds, after each operator."""
+class Meter(LiveBytes):
+    """Keeps what is alive after each operator."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.holders: Counter[int] = Counter()
-        self.sizes: dict[int, int] = {}
         self.after: list[tuple[str, int]] = []
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        for tensor in result if isinstance(result, (tuple, list)) else [result]:
-            if isinstance(tensor, Tensor):
-                self.hold(tensor)
-        name = func._schema.name.split("::")[1]
-        if name == "wait_tensor":
+    def seen(self, operator: str) -> None:
+        if operator == "wait_tensor":
             time.sleep(0.05)  # the backend's thread lets go of what it sent a moment after it is done
-        self.after.append((name, self.live))
-        return result
-
-    def hold(self, tensor: Tensor) -> None:
-        place = tensor.untyped_storage().data_ptr()
-        self.holders[place] += 1
-        self.sizes[place] = tensor.untyped_storage().nbytes()
-        weakref.finalize(tensor, self.release, place)
-
-    def release(self, place: int) -> None:
-        self.holders[place] -= 1
-        if not self.holders[place]:
-            self.sizes.pop(place)
-
-    @property
-    def live(self) -> int:
-        return sum(self.sizes.values())
+        self.after.append((operator, self.live))
 
 
 def live_bytes(call: str, one: BucketPass, ranks: int) -> tuple[int, int]:

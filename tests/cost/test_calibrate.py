@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from crossfade import Ranks
-from crossfade.cost.calibrate import MB, calibrate, fitted, rows, slowest
+from crossfade.cost.calibrate import MB, calibrate, fitted, rows
 from crossfade.cost.machine import Link, Machine
 from crossfade.errors import MachineError
 from crossfade.graph import collectives
@@ -64,15 +64,6 @@ def test_it_predicts_what_is_measured_right_then(ranks: Callable[[int], Ranks]) 
         if 0.5 < ratios[-1] < 2:
             return
     raise AssertionError(f"predicted by measured: {ratios}")
-
-
-def tables_of_ranks() -> dict[str, float]:
-    rank = dist.get_rank()
-    return slowest({"both": 1.0 + rank, "also": 5.0 - rank, f"only {rank}": 1.0})
-
-
-def test_tables_of_ranks_become_one(ranks: Callable[[int], Ranks]) -> None:
-    assert ranks(2).run(tables_of_ranks) == [{"both": 2.0, "also": 5.0}] * 2
 
 
 def test_without_ranks_it_says_how_to_get_some() -> None:

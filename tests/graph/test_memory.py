@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import sys
 import time
-import weakref
-from collections import Counter
 from typing import Any
 
 import pytest
@@ -16,43 +14,24 @@ from torch import Tensor
 
 from crossfade.graph import collectives
 from crossfade.graph.memory import memory_curve
-from crossfade.graph.private import TorchDispatchMode
 from crossfade.graph.program import Program
 from crossfade.run.executable import Executable
+from tests.live_bytes import LiveBytes
 
 
-class Meter(TorchDispatchMode):
-    """Counts the bytes of all memory, the inputs' apart, that a tensor made in here still holds."""
+class Meter(LiveBytes):
+    """Beside the inputs' memory; keeps the most."""
 
     def __init__(self, inputs: list[Tensor]) -> None:
         super().__init__()
         self.theirs = {one.untyped_storage().data_ptr() for one in inputs}
-        self.holders: Counter[int] = Counter()
-        self.sizes: dict[int, int] = {}
         self.most = 0
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        for tensor in result if isinstance(result, (tuple, list)) else [result]:
-            if isinstance(tensor, Tensor) and tensor.untyped_storage().data_ptr() not in self.theirs:
-                self.hold(tensor)
+    def counts(self, tensor: Tensor) -> bool:
+        return tensor.untyped_storage().data_ptr() not in self.theirs
+
+    def seen(self, operator: str) -> None:
         self.most = max(self.most, self.live)
-        return result
-
-    def hold(self, tensor: Tensor) -> None:
-        place = tensor.untyped_storage().data_ptr()
-        self.holders[place] += 1
-        self.sizes[place] = tensor.untyped_storage().nbytes()
-        weakref.finalize(tensor, self.release, place)
-
-    def release(self, place: int) -> None:
-        self.holders[place] -= 1
-        if not self.holders[place]:
-            del self.sizes[place]
-
-    @property
-    def live(self) -> int:
-        return sum(self.sizes.values())
 
 
 def measured(program: Program, groups: dict[str, str]) -> tuple[list[int], list[int]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ import torch.distributed as dist
 
 import crossfade as cf
 from crossfade.errors import CrossfadeError, MemoryLimitError
-from crossfade.graph.memory import memory_curve
+from crossfade.graph import collectives
 from tests.ranks.cases import batches, start, train_crossfade_on_ranks, train_eager
 from tests.ranks.test_training import differences
 
@@ -47,23 +48,41 @@ def test_ranks_agree_on_what_they_measured(ranks: Any) -> None:
     assert 0 < seconds < 10
 
 
-def peaks() -> tuple[int, int, str]:
-    """The peak of a plan without limit, and the least limit that works, as the refusal of a tiny one says."""
-    free = memory_curve(plan("zero3", "ethernet-1gbit").program).peak
+def refusal(limit: int) -> str:
     try:
-        plan("zero3", "ethernet-1gbit", memory_limit=1000)
+        plan("zero3", "ethernet-1gbit", memory_limit=limit)
     except MemoryLimitError as error:
-        refusal = str(error)
-    least = int(re.findall(r"at least (\d+)", refusal)[0])
-    plan("zero3", "ethernet-1gbit", memory_limit=least)
-    return free, least, refusal
+        return str(error)
+    return "fits"
+
+
+def refusals() -> tuple[str, str]:
+    """What a tiny limit is told, and what the least limit is told that it names."""
+    tiny = refusal(1000)
+    return tiny, refusal(int(re.findall(r"at least (\d+)", tiny)[0]))
 
 
 @pytest.mark.ranks
 def test_a_limit_too_small_says_the_least_that_works(ranks: Any) -> None:
-    for free, least, refusal in ranks(2).run(peaks):
-        assert 1000 < least <= free
-        assert "expected at most 1,000, the memory limit" in refusal
+    for tiny, least in ranks(2).run(refusals):
+        assert "expected at most 1,000, the memory limit" in tiny
+        assert least == "fits"
+
+
+def lowered(machine: str) -> dict[str, int]:
+    """How often a planned step starts each kind of collective on gloo, averages apart."""
+    found = Counter(str(one.kind) for one in collectives.find(plan("zero2", machine).program.graph))
+    averages = sum(one.reduce_op == "avg" for one in collectives.find(plan("zero2", machine).program.graph))
+    return {**found, "averages": averages}
+
+
+@pytest.mark.ranks
+def test_the_machine_decides_on_exchanges_and_gloo_on_averages(ranks: Any) -> None:
+    """Gloo cannot average, whatever the machine; a machine with fast reduce-scatters keeps them."""
+    slow, fast = (ranks(2).run(lowered, machine)[0] for machine in ("ethernet-1gbit", "h100-nvlink-node"))
+    assert slow["averages"] == fast["averages"] == 0
+    assert "reduce_scatter" not in slow and slow["all_to_all"] > 0
+    assert "all_to_all" not in fast and fast["reduce_scatter"] > 0
 
 
 def different_machines() -> str:
