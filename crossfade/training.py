@@ -342,11 +342,11 @@ class _StepCompiler:
         return {axis.name: backend_on(self._device(), axis.backend) for axis in axes if axis is not None}
 
     def _exchanged(self) -> list[str]:
-        """The axes whose reduce-scatters are better exchanged: on gloo, or emulated, where the machine says so."""
+        """The axes whose reduce-scatters are better exchanged: on gloo, and emulated where the machine says so."""
         return [axis for axis, backend in self._backends().items() if self._is_exchanged(axis, backend)]
 
     def _is_exchanged(self, axis: str, backend: str) -> bool:
-        if self.machine is None or backend not in ("gloo", "emulated"):
+        if self.machine is None or backend != "emulated":
             return backend == "gloo"
         links = self.machine.fabric(axis).links
         return links[Kind.REDUCE_SCATTER].bandwidth < 0.75 * links[Kind.ALL_TO_ALL].bandwidth
