@@ -17,6 +17,7 @@ from typing import Any
 from torch import fx
 
 from crossfade.errors import RewriteError, TextError
+from crossfade.graph.aliasing import Aliasing
 from crossfade.graph.operators import by_name, defaults_of
 from crossfade.graph.program import Program
 from crossfade.graph.splice import erase_if_dead, splice
@@ -101,12 +102,13 @@ def apply_rules(program: Program, rules: Iterable[Rule]) -> Rewritten:
     work = deque(node for node in program.graph.nodes if node.op == "call_function" and node.target in index)
     queued = set(work)
     depth = max((pattern.depth for entries in index.values() for _, pattern in entries), default=0)
+    rewriter = _Rewriter(program, index, done.counts, declined)
     while work:
         node = work.popleft()
         queued.discard(node)
         if node._erased:
             continue
-        for again in _with_users(_rewrite_node(program, node, index[node.target], done.counts, declined), depth - 1):
+        for again in _with_users(rewriter.rewrite(node), depth - 1):
             if again.op == "call_function" and again.target in index and again not in queued:
                 work.append(again)
                 queued.add(again)
@@ -122,33 +124,64 @@ def _with_users(nodes: list[fx.Node], steps: int) -> list[fx.Node]:
     return list(found)
 
 
-def _rewrite_node(
-    program: Program,
-    node: fx.Node,
-    rules: list[tuple[Rule, _Call]],
-    counts: Counter[str],
-    declined: dict[tuple[Rule, fx.Node], str],
-) -> list[fx.Node]:
-    """Apply the first rule that fits; return the nodes worth another look."""
-    for rule, pattern in rules:
-        bound: dict[str, Any] = {}
-        if not pattern.matches(node, bound):
-            continue
-        match = Match(program, node, bound)
-        if (reason := rule.check(match)) is not None:
-            declined[rule, node] = reason
-            continue
-        users = list(node.users)
-        previous = node.prev
-        replacement = rule.replace(match)
-        made = []
-        while (previous := previous.next) is not node:
-            made.append(previous)
-        _replace(node, replacement)
-        declined.pop((rule, node), None)
-        counts[rule.name] += 1
-        return [*users, *made, *([replacement] if isinstance(replacement, fx.Node) else [])]
-    return []
+class _Rewriter:
+    """Applies rules one node at a time, and refuses what would be seen in memory."""
+
+    def __init__(
+        self,
+        program: Program,
+        rules: Mapping[Any, list[tuple[Rule, _Call]]],
+        counts: Counter[str],
+        declined: dict[tuple[Rule, fx.Node], str],
+    ) -> None:
+        self.program, self.rules, self.counts, self.declined = program, rules, counts, declined
+        self.aliasing = Aliasing(program)
+        self.patience = 100 * len(program.graph.nodes)
+
+    def rewrite(self, node: fx.Node) -> list[fx.Node]:
+        """Apply the first rule that fits; return the nodes worth another look."""
+        for rule, pattern in self.rules[node.target]:
+            bound: dict[str, Any] = {}
+            if not pattern.matches(node, bound):
+                continue
+            match = Match(self.program, node, bound)
+            if (reason := rule.check(match)) is not None:
+                self.declined[rule, node] = reason
+                continue
+            users = list(node.users)
+            previous = node.prev
+            replacement = rule.replace(match)
+            made = []
+            while (previous := previous.next) is not node:
+                made.append(previous)
+            if (reason := self._seen(node, replacement, made)) is not None:
+                self.declined[rule, node] = reason
+                for one in reversed(made):
+                    self.program.graph.erase_node(one)
+                continue
+            if isinstance(replacement, fx.Node):
+                self.aliasing.replaced(node, replacement)
+            _replace(node, replacement)
+            self.declined.pop((rule, node), None)
+            self._count(rule, node, replacement)
+            return [*users, *made, *([replacement] if isinstance(replacement, fx.Node) else [])]
+        return []
+
+    def _seen(self, node: fx.Node, replacement: Any, made: list[fx.Node]) -> str | None:
+        """How somebody could see in memory that the rule was applied, if anybody could."""
+        new, near = set(made), set(node.all_input_nodes)
+        for source in {source for one in made for source in one.all_input_nodes} - new - near:
+            if self.aliasing.is_written(source):
+                return "it would read later what is written to"
+        return self.aliasing.may_replace(node, replacement) if isinstance(replacement, fx.Node) else None
+
+    def _count(self, rule: Rule, node: fx.Node, replacement: Any) -> None:
+        self.counts[rule.name] += 1
+        if replacement is node or self.counts.total() > self.patience:
+            raise RewriteError(
+                f"the rule {rule.name} applying to {node.name} without end",
+                remedy="let its check decline what its replacement makes",
+            )
 
 
 def _replace(node: fx.Node, replacement: Any) -> None:

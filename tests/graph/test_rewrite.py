@@ -143,13 +143,13 @@ class TestRules:
             return output("c", c)
         """)
         rules = [
-            Rule("deep", "aten.neg(aten.relu(aten.exp(x)))", lambda m: m["x"]),
+            Rule("deep", "aten.neg(aten.relu(aten.exp(x)))", lambda m: m.splice(torch.abs, m["x"])),
             Rule("tan", "aten.tan(x)", lambda m: m.splice(torch.sin, m["x"])),
             Rule("relu", "aten.relu(y)", lambda m: m["y"], lambda m: "kept"),
             Rule("sin", "aten.sin(x)", lambda m: m.splice(torch.exp, m["x"])),
         ]
         assert dict(apply_rules(program, rules).counts) == {"tan": 1, "sin": 1, "deep": 1}
-        assert body(program) == []
+        assert [line.split(" = ")[1] for line in body(program)] == ["aten.abs(x)"]
 
     def test_a_constant_replaces_everywhere(self):
         program = program_of("""
