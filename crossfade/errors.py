@@ -43,6 +43,14 @@ class MeshError(CrossfadeError):
     """The device mesh does not fit the world or the request."""
 
 
+class PlanError(CrossfadeError):
+    """A tensor-parallel plan cannot be read, does not fit the program, or contradicts itself."""
+
+
+class StateError(CrossfadeError):
+    """A state does not fit the program that it is for."""
+
+
 class CaptureError(CrossfadeError):
     """The program cannot be turned into one graph."""
 

@@ -31,15 +31,19 @@ __all__ = [
     "bare_tensor",
     "default_store",
     "device_sleep",
+    "exported_program",
     "dispatch_functionalize",
     "fake_tensor",
     "group_named",
     "has_hooks",
     "has_step_hooks",
     "mark_optimizer_stepped",
+    "name_group",
+    "rebuilt_exported",
     "register_work",
     "serve_in_python",
     "size_expression",
+    "state_of_exported",
     "statically_equal",
     "swapped_state",
     "symbolic_float",
@@ -50,6 +54,7 @@ __all__ = [
     "tree_map_only",
     "tree_unflatten",
     "unwrapped_operator",
+    "views_of_bases",
     "work_of_future",
 ]
 
@@ -190,3 +195,70 @@ def serve_in_python(group: torch.distributed.ProcessGroup, devices: tuple[str, .
     for device in devices:
         group._register_backend(torch.device(device), kind, refusing)
     group._set_default_backend(kind)
+
+
+def exported_program(like: Any, graph: Any, signature: Any, state: dict[str, torch.Tensor]) -> Any:
+    """An exported program with another graph, signature and state. Known on 2.11, 2.13."""
+    from torch.export import ExportedProgram
+
+    return ExportedProgram(
+        root={name: module for name, module in like.graph_module.named_children()},
+        graph=graph,
+        graph_signature=signature,
+        state_dict=state,
+        range_constraints=dict(like.range_constraints),
+        module_call_graph=like.module_call_graph,
+        example_inputs=None,
+        constants=dict(like.constants),
+        verifiers=like.verifiers,
+    )
+
+
+def rebuilt_exported(exported: Any, module: Any, signature: Any, calls: list[Any], constants: dict[str, Any]) -> Any:
+    """An exported program with another graph; it keeps its guards, which are code once saved. Known on 2.11, 2.13."""
+    done = torch.export.ExportedProgram(
+        module,
+        module.graph,
+        signature,
+        exported.state_dict,
+        exported.range_constraints,
+        calls,
+        exported.example_inputs,
+        constants,
+        verifiers=exported.verifiers,
+    )
+    if getattr(exported, "_guards_code", None):
+        done._guards_code = exported._guards_code
+    return done
+
+
+def state_of_exported(exported: Any) -> dict[str, torch.Tensor]:
+    """The state of an exported program, to be filled in; its `state_dict` is a copy of it. Known on 2.11, 2.13."""
+    return exported._state_dict
+
+
+def name_group(name: str, group: Any) -> None:
+    """Let functional collectives call a process group by another name as well. Known on 2.11, 2.13."""
+    from torch.distributed import distributed_c10d
+
+    try:
+        known = distributed_c10d._resolve_process_group(name)  # type: ignore[arg-type]
+    except RuntimeError:
+        known = None
+    if known is not group:
+        if known is not None:
+            distributed_c10d._unregister_process_group(name)  # type: ignore[arg-type]
+        distributed_c10d._register_process_group(name, group)  # type: ignore[arg-type]
+
+
+def views_of_bases(target: Any, arguments: dict[str, Any], bases: list[Any]) -> dict[str, Any]:
+    """The arguments that an auto-functionalized operator writes, as views of `bases`; what describes them is taken out
+    of `arguments`, which then has the operator's others. Known on 2.11, 2.13."""
+    from torch._higher_order_ops.auto_functionalize import get_mutable_args, read_view_information_from_args
+
+    found = read_view_information_from_args(*get_mutable_args(target), arguments, bases)
+
+    def view(how: Any) -> Any:
+        return None if how is None else how.regenerate_view(bases)
+
+    return {name: [view(one) for one in how] if isinstance(how, list) else view(how) for name, how in found.items()}

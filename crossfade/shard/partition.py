@@ -1,0 +1,283 @@
+"""The local program: every value becomes its part, every disagreement a collective, every size argument a local one."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from crossfade.errors import PlanError
+from crossfade.graph.operators import by_name, defaults_of
+from crossfade.graph.private import FakeTensorMode
+from crossfade.shard import conjugate
+from crossfade.shard.factors import Decision
+from crossfade.shard.placements import REPLICATE, Partial, Placement, Replicate, Shard, is_multiple
+from crossfade.shard.propagate import Propagated, tensor_operands
+
+RANK = "crossfade_rank"
+"""The name of the buffer that tells a rank its index on the axis: all else in the program is alike on all ranks."""
+
+aten = torch.ops.aten
+
+
+class Builder:
+    """Makes the nodes of the local graph, each described by running it on the parts' descriptions."""
+
+    def __init__(self, mode: FakeTensorMode, ranks: int, group: str, state: frozenset[str]) -> None:
+        self.graph = fx.Graph()
+        self.state = state
+        self.mode, self.ranks, self.group = mode, ranks, group
+        self.meta: dict[str, Any] = {}
+        self._rank: fx.Node | None = None
+
+    def call(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+        """One call, with the provenance of the node that it stands for."""
+        return self.described_call(target, args, kwargs, None)
+
+    def described_call(self, target: Any, args: Any, kwargs: Any, known: Any) -> fx.Node:
+        """A call whose result is known, or else found by running it without data."""
+        node = self.graph.call_function(target, args, kwargs)
+        if known is None:
+            values, named = fx.map_arg((args, kwargs), lambda one: one.meta["val"])
+            with self.mode, torch.no_grad():
+                known = target(*values, **named)
+        node.meta = {**self.meta, "val": known}
+        return node
+
+    def placeholder(self, like: fx.Node, value: Any) -> fx.Node:
+        """An input of the same name."""
+        node = self.graph.placeholder(like.name)
+        node.name, node.target = like.name, like.target  # a builtin's name too, which fx would change
+        node.meta = {**like.meta, "val": value}
+        return node
+
+    def rank(self) -> fx.Node:
+        """The input that holds this rank's index."""
+        if self._rank is None:
+            with self.graph.inserting_before(self._first_activation()):
+                self._rank = self.graph.placeholder(f"b_{RANK}")
+            with self.mode:
+                self._rank.meta = {"val": torch.empty((), dtype=torch.int64)}
+        return self._rank
+
+    def _first_activation(self) -> fx.Node:
+        """Where the index goes: after all parameters and buffers, as in every exported program."""
+        return next(node for node in self.graph.nodes if node.name not in self.state)
+
+    @property
+    def knows_rank(self) -> bool:
+        """Whether the program asks for its rank."""
+        return self._rank is not None
+
+    def local(self, value: Tensor, placement: Placement) -> Tensor:
+        """The description of a part: one dim shrinks, and with it the steps between whatever lies outside of it."""
+        if not isinstance(placement, Shard):
+            return value
+        sizes, strides = list(value.shape), list(value.stride())
+        whole = strides[placement.dim] * sizes[placement.dim]
+        sizes[placement.dim] = sizes[placement.dim] // self.ranks
+        around = [dim for dim in range(len(sizes)) if dim != placement.dim and is_multiple(strides[dim], whole)]
+        for dim in around:
+            strides[dim] = strides[dim] // self.ranks
+        with self.mode:
+            part = torch.empty_strided(sizes, strides, dtype=value.dtype, device=value.device)
+        return torch.nn.Parameter(part, requires_grad=value.requires_grad) if _is_parameter(value) else part
+
+
+def _is_parameter(value: Tensor) -> bool:
+    return isinstance(value, torch.nn.Parameter)
+
+
+class Partitioner:
+    """Writes the local graph of a placed one, node by node."""
+
+    def __init__(self, graph: fx.Graph, placed: Propagated, builder: Builder) -> None:
+        self.old, self.placed, self.builder = graph, placed, builder
+        self.forms: dict[fx.Node, dict[Any, fx.Node]] = {}
+        self.scalars: dict[fx.Node, Any] = {}
+
+    def run(self) -> None:
+        """Everything but the output node."""
+        for node in self.old.nodes:
+            self.builder.meta = {key: value for key, value in node.meta.items() if key not in ("val", "tensor_meta")}
+            if node.op == "placeholder":
+                self._placeholder(node)
+            elif node.op == "get_attr":
+                self._keep(node, REPLICATE, self.builder.graph.get_attr(str(node.target)))
+                self.forms[node][REPLICATE].meta = dict(node.meta)
+            elif node.op == "call_function":
+                self._call(node)
+
+    def _placeholder(self, node: fx.Node) -> None:
+        placement = self.placed.placements[node]
+        value = node.meta.get("val")
+        local = self.builder.local(value, placement) if isinstance(value, Tensor) else value
+        made = self.builder.placeholder(node, local)
+        if isinstance(value, Tensor):
+            self._keep(node, placement, made)
+        else:
+            self.scalars[node] = made
+
+    def _keep(self, node: fx.Node, placement: Any, made: fx.Node) -> None:
+        self.forms.setdefault(node, {})[placement] = made
+
+    def _call(self, node: fx.Node) -> None:
+        if node.target is operator.getitem and node.args[0] in self.forms:
+            self._element(node)
+        elif node in self.placed.decisions:
+            self._operator(node, self.placed.decisions[node])
+        else:
+            args, kwargs = self._arguments(node, iter(()), {}, set())
+            made = self.builder.graph.call_function(node.target, args, kwargs)
+            made.meta = dict(node.meta)  # whole on every rank
+            if isinstance(node.meta.get("val"), (Tensor, tuple, list)):
+                self._keep(node, self.placed.placements.get(node, REPLICATE), made)
+            else:
+                self.scalars[node] = made
+
+    def _element(self, node: fx.Node) -> None:
+        source: Any = node.args[0]
+        (whole,) = self.forms[source].values()
+        made = self.builder.call(operator.getitem, whole, node.args[1])
+        held = self.placed.placements[source]
+        index: Any = node.args[1]
+        self._keep(node, held[index] if isinstance(held, tuple) else held, made)
+        self._brought(node)
+
+    def _operator(self, node: fx.Node, decision: Decision) -> None:
+        tensors = tensor_operands(node)
+        if node.target in _ASKED:
+            self._question(node, tensors[0])
+            return
+        enters = any(isinstance(want, (Shard, Partial)) for want in decision.wants)
+        local = [
+            self.form(source, want, enters=enters and isinstance(want, Replicate))
+            for source, want in zip(tensors, decision.wants, strict=True)
+        ]
+        divide = dict(decision.divide)
+        args, kwargs = self._arguments(node, iter(local), divide, set(tensors))
+        if decision.emit is not None:
+            named = {**defaults_of(node.target), **by_name(node.target, args, kwargs)}
+            made = decision.emit(self.builder, node, named)
+        else:
+            made = self.builder.described_call(node.target, args, kwargs, self._known(node, tensors, local, decision))
+        results: Any = decision.results
+        several = isinstance(node.meta.get("val"), (tuple, list))
+        self._keep(node, results if several else (results[0] if results else REPLICATE), made)
+        if not several and results:
+            self._brought(node)
+
+    def _known(self, node: fx.Node, tensors: list[fx.Node], local: list[fx.Node], decision: Decision) -> Any:
+        """The description of a result where it need not be found by running: of symbolic sizes that is slow."""
+        value = node.meta.get("val")
+        if all(one.meta["val"] is source.meta["val"] for one, source in zip(local, tensors, strict=True)):
+            return value
+        if isinstance(value, Tensor) and any(isinstance(size, torch.SymInt) for size in value.shape):
+            return self.builder.local(value, decision.results[0])
+        return None
+
+    def _question(self, node: fx.Node, source: fx.Node) -> None:
+        """A size of the whole value, asked of a part: as often as there are ranks where it is split."""
+        placement, local = next(iter(self.forms[source].items()))
+        if node.target is not aten.sym_size.int:
+            if isinstance(placement, Replicate):
+                self.builder.call(node.target, local, *node.args[1:], **node.kwargs)
+            return  # what else is asserted of a part was asserted when the whole was traced
+        made = self.builder.call(node.target, local, *node.args[1:])
+        if isinstance(placement, Shard) and placement.dim == node.args[1]:
+            made = self.builder.call(operator.mul, made, self.builder.ranks)
+        self.scalars[node] = made
+
+    def _brought(self, node: fx.Node) -> None:
+        wanted = self.placed.brought.get(node)
+        if wanted is not None:
+            self.forms[node] = {wanted: self.form(node, wanted)}
+
+    def form(self, node: fx.Node, want: Placement, *, enters: bool = False) -> fx.Node:
+        """A value in the placement wanted, made once; `enters` if ranks go on to use it differently."""
+        forms = self.forms[node]
+        value = node.meta["val"]
+        differentiable = value.dtype.is_floating_point or value.dtype.is_complex
+        key: Any = (want, "enters") if enters and differentiable else want
+        if key not in forms:
+            forms[key] = self._convert(forms, want, isinstance(key, tuple))
+        return forms[key]
+
+    def _convert(self, forms: dict[Any, fx.Node], want: Placement, enters: bool) -> fx.Node:
+        builder = self.builder
+        if want in forms:  # whole already, but not yet entered
+            return builder.call(conjugate.enter, forms[want], builder.group)
+        given, local = next(iter(forms.items()))
+        whole = forms.get(REPLICATE)
+        if isinstance(want, Replicate):
+            if isinstance(given, Partial):
+                forms[want] = builder.call(conjugate.reduce, local, "sum", builder.group)
+                return builder.call(conjugate.enter, forms[want], builder.group) if enters else forms[want]
+            return self._moved(conjugate.gather_enter if enters else conjugate.gather, local, given)
+        if whole is None and isinstance(given, Partial) and isinstance(want, Shard) and not want.sizes:
+            return self._moved(conjugate.scatter, local, want)
+        if whole is None:
+            whole = forms[REPLICATE] = self._convert(forms, REPLICATE, False)
+        if isinstance(want, Partial):
+            return builder.call(conjugate.share, whole, builder.rank())
+        return self._moved(conjugate.split, whole, want)
+
+    def _moved(self, collective: Any, local: fx.Node, shard: Any) -> fx.Node:
+        builder = self.builder
+        if isinstance(shard, Shard) and shard.sizes:
+            return self._moved_by_blocks(collective, local, shard)
+        if not isinstance(shard.outer, int):
+            raise PlanError(
+                f"{local.name}, {shard}, to be moved between ranks",
+                expected="a number of blocks that is known",
+                remedy="export without merging a dynamic dim with the split one, or with static sizes",
+            )
+        return builder.call(collective, local, shard.dim, shard.outer, builder.rank(), builder.ranks, builder.group)
+
+    def _moved_by_blocks(self, collective: Any, local: fx.Node, shard: Shard) -> fx.Node:
+        """Blocks of different sizes, one by one."""
+        builder = self.builder
+        whole = collective in (conjugate.split, conjugate.scatter)
+        sizes = [size if whole else size // builder.ranks for size in shard.sizes]
+        pieces = builder.call(aten.split_with_sizes.default, local, sizes, shard.dim)
+        moved = []
+        for index in range(len(sizes)):
+            piece = builder.call(operator.getitem, pieces, index)
+            moved.append(self._moved(collective, piece, Shard(shard.dim)))
+        return builder.call(aten.cat.default, moved, shard.dim)
+
+    def _arguments(
+        self, node: fx.Node, local: Iterator[fx.Node], divide: dict[str, int | None], tensors: set[fx.Node]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """A call's arguments with local tensors, global scalars, and sizes along the split dim divided."""
+
+        def mapped(source: fx.Node) -> Any:
+            if source in tensors:
+                return next(local)
+            return self.scalars[source] if source in self.scalars else next(iter(self.forms[source].values()))
+
+        args, kwargs = fx.map_arg((node.args, node.kwargs), mapped)
+        if not divide:
+            return args, kwargs
+        schema = [item.name for item in node.target._schema.arguments]  # type: ignore[union-attr]
+        args = tuple(self._divided(arg, schema[index], divide) for index, arg in enumerate(args))
+        return args, {name: self._divided(arg, name, divide) for name, arg in kwargs.items()}
+
+    def _divided(self, value: Any, name: str, divide: dict[str, int | None]) -> Any:
+        if name not in divide:
+            return value
+        if isinstance(value, (tuple, list)):
+            only = divide[name]
+            return [self._part(item) if only is None or index == only else item for index, item in enumerate(value)]
+        return self._part(value)
+
+    def _part(self, size: Any) -> Any:
+        if isinstance(size, int):
+            return size if size < 0 else size // self.builder.ranks
+        return self.builder.call(operator.floordiv, size, self.builder.ranks)
+
+
+_ASKED = (aten.sym_size.int, aten._assert_tensor_metadata.default, aten._assert_async.msg, aten.sym_numel.default)

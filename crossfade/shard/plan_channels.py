@@ -1,0 +1,348 @@
+"""Where the channels that a projection puts out go: which dims hold them, through views, transposes and attention.
+
+Channels are split between ranks in contiguous pieces. As long as an operator keeps the outermost factor of the channels
+apart (heads, usually), each rank can go on with its piece alone. `follow` says where the channels are after a node, or
+that a rank would need the pieces of others.
+
+Sizes are numbers here: an open size is replaced by a large prime, so that reshapes of it are told apart.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import sympy
+import torch
+from torch import fx
+
+from crossfade.graph.operators import arguments
+from crossfade.graph.private import size_expression
+from crossfade.shard.plan_names import moved_dims
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class Factor:
+    """A factor of the channels in dim `dim` of a tensor, whose size is `outer * size * inner`."""
+
+    dim: int
+    size: int
+    outer: int = 1
+    inner: int = 1
+
+
+@dataclass(frozen=True)
+class Channels:
+    """`length` channels from `start` on, held by these factors, the outermost first; inner ones may be unknown."""
+
+    start: int
+    length: int
+    factors: tuple[Factor, ...]
+
+    @property
+    def first(self) -> Factor:
+        return self.factors[0]
+
+    @property
+    def unit(self) -> int:
+        """How many channels one step along the outermost factor is."""
+        return self.length // self.first.size
+
+
+def sizes_of(node: fx.Node) -> tuple[int, ...]:
+    """The sizes of a node's tensor, with primes for symbols; none where it is several tensors."""
+    return tuple(map(_number, getattr(node.meta["val"], "shape", ())))
+
+
+def _number(size: Any) -> int:
+    expression = size_expression(size)
+    names = sorted(expression.free_symbols, key=str)
+    return int(expression.subs({name: _prime(str(name)) for name in names}))
+
+
+_PRIMES: dict[str, int] = {}
+
+
+def _prime(name: str) -> int:
+    """One prime for each symbol's name, larger than any head count or width."""
+    if name not in _PRIMES:
+        _PRIMES[name] = int(sympy.nextprime(max(_PRIMES.values(), default=1_000_003)))
+    return _PRIMES[name]
+
+
+def follow(node: fx.Node, source: fx.Node, channels: Channels) -> Channels | None:
+    """The channels in `node`'s result, given those in its argument `source`; None where ranks would need each other."""
+    schema = getattr(node.target, "_schema", None)
+    if schema is not None and schema.is_mutable and arguments(node).get("self") is not source:
+        return None  # what is written into may be read elsewhere
+    for applies, rule in _RULES:
+        if applies(node):
+            return rule(node, source, channels)
+    return None
+
+
+def _keep(channels: Channels, moved: Callable[[Factor], Factor | None]) -> Channels | None:
+    """Each factor where it is now. The outermost must be somewhere; from the first lost one on, inner ones are dropped."""
+    factors: list[Factor] = []
+    for factor in channels.factors:
+        now = moved(factor)
+        if now is None:
+            break
+        factors.append(now)
+    return replace(channels, factors=tuple(factors)) if factors else None
+
+
+def _same_shape(node: fx.Node, source: fx.Node, channels: Channels) -> Channels | None:
+    return channels if sizes_of(node) == sizes_of(source) else None
+
+
+def _broadcast(node: fx.Node, source: fx.Node, channels: Channels) -> Channels | None:
+    """Dims are aligned at the end; a dim with channels in it is never one that grows."""
+    shift = node.meta["val"].ndim - source.meta["val"].ndim
+    sizes, before = sizes_of(node), sizes_of(source)
+    if any(sizes[factor.dim + shift] != before[factor.dim] for factor in channels.factors[:1]):
+        return None
+    return _keep(channels, lambda factor: replace(factor, dim=factor.dim + shift))
+
+
+def _transposed(node: fx.Node, source: fx.Node, channels: Channels) -> Channels | None:
+    order = moved_dims(node, source.meta["val"].ndim) or ()
+    return _keep(channels, lambda factor: replace(factor, dim=order.index(factor.dim)))
+
+
+def _reshaped(node: fx.Node, source: fx.Node, channels: Channels) -> Channels | None:
+    before, after = sizes_of(source), sizes_of(node)
+    factors: list[Factor] = []
+    for factor in channels.factors:
+        step = factor.inner * math.prod(before[factor.dim + 1 :])
+        parts = _parts(step, factor.size, after)
+        if math.prod(part.size for part in parts) != factor.size:
+            break
+        factors += parts
+    return replace(channels, factors=tuple(factors)) if factors else None
+
+
+def _parts(step: int, size: int, sizes: Sequence[int]) -> list[Factor]:
+    """What dims of these sizes hold of a factor that is `size` steps of so many elements; outermost first."""
+    parts = []
+    for dim, extent in enumerate(sizes):
+        below = math.prod(sizes[dim + 1 :])
+        low, high = max(step, below), min(step * size, below * extent)
+        if high > low and high % low == 0 and low % below == 0 and (below * extent) % high == 0:
+            parts.append(Factor(dim, high // low, below * extent // high, low // below))
+    return parts
+
+
+def _sliced(node: fx.Node, source: fx.Node, channels: Channels) -> Channels | None:
+    given, sizes = arguments(node), sizes_of(source)
+    dim = given["dim"] % len(sizes)
+    start, stop, step = slice(*(_plain(given[name]) for name in ("start", "end", "step"))).indices(sizes[dim])
+    if step != 1 and dim == channels.first.dim:
+        return _every_nth(channels, start, stop == sizes[dim], step)
+    return _part_of_dim(channels, dim, start, stop - start)
+
+
+def _every_nth(channels: Channels, start: int, to_the_end: bool, step: int) -> Channels | None:
+    """Interleaved blocks: neighbours belong together, so steps of so many channels stay apart."""
+    first = channels.first
+    if (first.outer, first.inner) != (1, 1) or first.size % step or start >= step or not to_the_end:
+        return None
+    return replace(channels, factors=(replace(first, size=first.size // step),))
+
+
+def _plain(size: Any) -> int | None:
+    if isinstance(size, fx.Node):
+        size = size.meta["val"]
+    return None if size is None else _number(size)
+
+
+def _selected(node: fx.Node, source: fx.Node, channels: Channels) -> Channels | None:
+    given, sizes = arguments(node), sizes_of(source)
+    dim = given["dim"] % len(sizes)
+    index = (_plain(given["index"]) or 0) % sizes[dim]
+    part = _part_of_dim(channels, dim, index, 1)
+    return _without(part, dim) if part else None
+
+
+def _without(channels: Channels, dim: int) -> Channels | None:
+    """After a dim has gone that only one channel step, or none, was in."""
+    if channels.first.dim == dim:
+        channels = replace(channels, factors=channels.factors[1:])
+    if not channels.factors:
+        return None
+    return _keep(channels, lambda factor: None if factor.dim == dim else _lowered(factor, dim))
+
+
+def _lowered(factor: Factor, gone: int) -> Factor:
+    return replace(factor, dim=factor.dim - (factor.dim > gone))
+
+
+def _part_of_dim(channels: Channels, dim: int, start: int, length: int) -> Channels | None:
+    """A part of one dim: of the outermost factor it is a block of channels, of others it leaves the outer ones alone."""
+    first = channels.first
+    if dim != first.dim:
+        return _keep(channels, lambda factor: None if factor.dim == dim else factor)
+    if (first.outer, first.inner) != (1, 1):
+        return None
+    begin = channels.start + start * channels.unit
+    rest = channels.factors[1:]
+    return Channels(begin, length * channels.unit, (replace(first, size=length), *rest))
+
+
+def _item(node: fx.Node, source: fx.Node, channels: Channels) -> Channels | None:
+    """A piece of a split tensor: `source` is the split itself, whose channels are those of its input."""
+    given, index = arguments(source), node.args[1]
+    sizes = sizes_of(given["self"])
+    dim = given["dim"] % len(sizes)
+    if source.target is aten.unbind.int:
+        part = _part_of_dim(channels, dim, index, 1)
+        return _without(part, dim) if part else None
+    pieces = [int(_number(value.shape[dim])) for value in source.meta["val"]]
+    return _part_of_dim(channels, dim, sum(pieces[:index]), pieces[index])
+
+
+def _best_of(node: fx.Node, source: fx.Node, channels: Channels) -> Channels | None:
+    """The values or the places of a maximum along one dim."""
+    given = arguments(source)
+    dim = given["dim"] % len(sizes_of(given["self"]))
+    if channels.first.dim == dim:
+        return None
+    gone = dim if not given["keepdim"] else len(sizes_of(given["self"]))
+    return _keep(channels, lambda factor: None if factor.dim == dim else _lowered(factor, gone))
+
+
+def _pass_through(node: fx.Node, source: fx.Node, channels: Channels) -> Channels | None:
+    return channels
+
+
+def _joined(node: fx.Node, source: fx.Node, channels: Channels) -> Channels | None:
+    dim = arguments(node)["dim"] % node.meta["val"].ndim
+    return _keep(channels, lambda factor: None if factor.dim == dim else factor)
+
+
+def _stacked(node: fx.Node, source: fx.Node, channels: Channels) -> Channels | None:
+    dim = arguments(node)["dim"] % node.meta["val"].ndim
+    return _keep(channels, lambda factor: replace(factor, dim=factor.dim + (factor.dim >= dim)))
+
+
+def _indexed(node: fx.Node, source: fx.Node, channels: Channels) -> Channels | None:
+    """One dim indexed by a tensor: fine where it holds no channels."""
+    indices = arguments(node)["indices"]
+    used = [dim for dim, index in enumerate(indices) if index is not None]
+    if source is not arguments(node)["self"] or len(used) != 1 or channels.first.dim == used[0]:
+        return None
+    grown = indices[used[0]].meta["val"].ndim - 1
+    shifted = lambda dim: dim + grown if dim > used[0] else dim  # noqa: E731
+    return _keep(channels, lambda factor: None if factor.dim == used[0] else replace(factor, dim=shifted(factor.dim)))
+
+
+def _across(node: fx.Node, source: fx.Node, channels: Channels) -> Channels | None:
+    """Softmax, norms, sums: fine along dims that hold no channels."""
+    taken = _dims_taken(node, source.meta["val"].ndim)
+    if taken is None or channels.first.dim in taken:
+        return None
+    lost = source.meta["val"].ndim - node.meta["val"].ndim
+
+    def moved(factor: Factor) -> Factor | None:
+        below = sum(dim < factor.dim for dim in taken) if lost else 0
+        return None if factor.dim in taken else replace(factor, dim=factor.dim - below)
+
+    return _keep(channels, moved)
+
+
+def _dims_taken(node: fx.Node, rank: int) -> set[int] | None:
+    given = arguments(node)
+    if "normalized_shape" in given:
+        return set(range(rank - len(given["normalized_shape"]), rank))
+    dims = given.get("dim")
+    if dims is None or dims == []:
+        return None
+    return {dim % rank for dim in (dims if isinstance(dims, list | tuple) else [dims])}
+
+
+def _multiplied(node: fx.Node, source: fx.Node, channels: Channels) -> Channels | None:
+    """A product of activations: channels may be in a batch dim, in the rows of the left or the columns of the right."""
+    given = arguments(node)
+    left = given.get("batch1", given.get("self")) if node.target is not aten.baddbmm.default else given["batch1"]
+    rank, result = source.meta["val"].ndim, node.meta["val"].ndim
+    if node.target is aten.baddbmm.default and source is given["self"]:
+        return _broadcast(node, source, channels)
+    contracted = rank - 1 if source is left else rank - 2
+    if rank < 2 or channels.first.dim == contracted:
+        return None
+    return _keep(channels, lambda factor: None if factor.dim == contracted else replace(factor, dim=factor.dim + result - rank))
+
+
+def _attended(node: fx.Node, source: fx.Node, channels: Channels) -> Channels | None:
+    """Attention is one computation for each head; grouped keys and values serve several heads each."""
+    given = arguments(node)
+    head = source.meta["val"].ndim - 3
+    if source not in (given["query"], given["key"], given["value"]) or channels.first.dim != head:
+        return None
+    repeats = sizes_of(node)[node.meta["val"].ndim - 3] // sizes_of(source)[head]
+    first = replace(channels.first, dim=node.meta["val"].ndim - 3, inner=channels.first.inner * repeats)
+    return replace(channels, factors=(first,))
+
+
+_RESHAPES = {
+    aten.view.default,
+    aten.reshape.default,
+    aten._unsafe_view.default,
+    aten.flatten.using_ints,
+    aten.unflatten.int,
+    aten.unsqueeze.default,
+    aten.squeeze.default,
+    aten.squeeze.dim,
+    aten.squeeze.dims,
+}
+_SPLITS = {
+    aten.split.Tensor,
+    aten.split_with_sizes.default,
+    aten.split.sizes,
+    aten.chunk.default,
+    aten.unbind.int,
+}
+_BEST = {aten.max.dim, aten.min.dim}
+_SAME_SHAPE = {aten.dropout.default, aten.dropout_.default, aten.to.other, aten.type_as.default, aten.masked_fill.Scalar}
+_ACROSS = {
+    aten.softmax.int,
+    aten._softmax.default,
+    aten.layer_norm.default,
+    aten.rms_norm.default,
+    aten.sum.dim_IntList,
+    aten.mean.dim,
+    aten.amax.default,
+    aten.cumsum.default,
+    aten.linalg_vector_norm.default,
+}
+_PRODUCTS = {aten.matmul.default, aten.bmm.default, aten.baddbmm.default}
+
+
+def _one_of(targets: Iterable[Any]) -> Callable[[fx.Node], bool]:
+    known = set(targets)
+    return lambda node: node.target in known
+
+
+_RULES: tuple[tuple[Callable[[fx.Node], bool], Callable[[fx.Node, fx.Node, Channels], Channels | None]], ...] = (
+    (lambda node: node.target is operator.getitem and node.args[0].target in _SPLITS, _item),
+    (lambda node: node.target is operator.getitem and node.args[0].target in _BEST, _best_of),
+    (_one_of(_SPLITS | _BEST), _pass_through),
+    (_one_of(_RESHAPES), _reshaped),
+    (_one_of({aten.slice.Tensor}), _sliced),
+    (_one_of({aten.select.int}), _selected),
+    (_one_of({aten.index.Tensor}), _indexed),
+    (_one_of({aten.cat.default, aten.concat.default}), _joined),
+    (_one_of({aten.stack.default}), _stacked),
+    (_one_of({aten.expand.default, aten.broadcast_to.default}), _broadcast),
+    (_one_of(_ACROSS), _across),
+    (_one_of(_PRODUCTS), _multiplied),
+    (_one_of({aten.scaled_dot_product_attention.default}), _attended),
+    (_one_of(_SAME_SHAPE), _same_shape),
+    (lambda node: moved_dims(node, len(sizes_of(node))) is not None, _transposed),
+    (lambda node: torch.Tag.pointwise in getattr(node.target, "tags", ()), _broadcast),
+)

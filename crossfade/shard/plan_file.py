@@ -1,0 +1,48 @@
+"""Plans in files: a mapping of names to styles, as JSON or YAML by the file's suffix."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from crossfade.errors import PlanError
+
+
+def write(data: Mapping[str, Any], path: Path) -> None:
+    """Save entries, in their order."""
+    if _is_yaml(path):
+        text = _yaml(path).safe_dump(dict(data), sort_keys=False)
+    else:
+        text = json.dumps(data, indent=2) + "\n"
+    path.write_text(text, encoding="utf-8")
+
+
+def read(path: Path) -> dict[str, Any]:
+    """The entries that a file holds."""
+    text = path.read_text(encoding="utf-8")
+    yaml = _yaml(path) if _is_yaml(path) else None
+    try:
+        data = yaml.safe_load(text) if yaml else json.loads(text)
+    except (ValueError if yaml is None else yaml.YAMLError) as error:
+        kind = "JSON" if yaml is None else "YAML"
+        raise PlanError(f"{path}, which is not {kind} ({error})", remedy="correct the file") from error
+    if not isinstance(data, dict) or not all(isinstance(name, str) for name in data):
+        raise PlanError(f"{path} without a mapping in it", expected="names and styles", remedy="write 'name: style' lines")
+    return data
+
+
+def _is_yaml(path: Path) -> bool:
+    if path.suffix not in (".json", ".yaml", ".yml"):
+        raise PlanError(f"{path}", expected="a suffix .json, .yaml or .yml", remedy="rename the file")
+    return path.suffix != ".json"
+
+
+def _yaml(path: Path) -> ModuleType:
+    try:
+        import yaml
+    except ImportError as error:
+        raise PlanError(f"{path} but no PyYAML", remedy="install pyyaml, or write the plan as .json") from error
+    return yaml

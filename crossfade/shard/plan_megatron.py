@@ -1,0 +1,245 @@
+"""A plan found in the graph: column-wise and row-wise projections in pairs, as Megatron-LM pairs them.
+
+A projection multiplies activations by a parameter. It is split by columns if every way its channels take ends in the
+contraction of another projection, which is then split by rows, with each rank on its own until there. Queries, keys and
+values end in the output projection, the first half of an MLP in the second; what meets a residual does not stay apart,
+since the next norm needs all of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+from torch.export import ExportedProgram
+
+from crossfade.graph.operators import arguments
+from crossfade.shard.plan_channels import Channels, Factor, follow, sizes_of
+from crossfade.shard.plan_names import Names, Use, matches, names_of, starred
+from crossfade.shard.plan_styles import Fused, read_style
+
+aten = torch.ops.aten
+
+_INPUTS = {aten.linear.default: "input", aten.addmm.default: "mat1", aten.mm.default: "self", aten.matmul.default: "self"}
+"""The activations of operators that multiply by a matrix."""
+
+_NO_VALUES = {
+    aten.new_empty.default,
+    aten.new_zeros.default,
+    aten.new_ones.default,
+    aten.new_full.default,
+    aten.empty_like.default,
+    aten.zeros_like.default,
+    aten.ones_like.default,
+    aten.full_like.default,
+}
+"""Operators that look at a tensor's shape and not at what is in it."""
+
+
+@dataclass
+class Projection:
+    """A multiplication by a parameter, and what became of it."""
+
+    weight: str
+    use: Use
+    style: Any = None
+    reason: str = ""
+    """Why it stays whole."""
+    apart: bool = True
+    """Whether ranks can go on with their piece of what it puts out."""
+    ends: set[fx.Node] = field(default_factory=set)
+
+    @property
+    def node(self) -> fx.Node:
+        assert self.use.node is not None
+        return self.use.node
+
+    @property
+    def activations(self) -> fx.Node:
+        given = arguments(self.node)
+        if self.use.role == "expert":
+            return given["mat2" if self.use.left else "self"]
+        return given[_INPUTS[self.node.target]]
+
+    @property
+    def back(self) -> int:
+        """How far from the last the dim is that is put out, and the one of the activations contracted over."""
+        return 2 if self.use.left else 1
+
+    @property
+    def width(self) -> int:
+        return sizes_of(self.node)[-self.back]
+
+
+def find_entries(exported: ExportedProgram, vocab: bool) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """The entries of a plan, and what was left whole and why."""
+    names = names_of(exported)
+    found = _projections(names, exported.graph)
+    _pair(found)
+    tables = _split_vocabulary(found, names) if vocab else {}
+    styles = _by_name(found.values(), names) | tables
+    return _patterns(styles, names), _notes(found.values(), names)
+
+
+def _projections(names: Names, graph: fx.Graph) -> dict[fx.Node, Projection]:
+    """In the order of the graph."""
+    known = {use.node: Projection(name, use) for name, uses in names.uses.items() for use in uses if _multiplies(use)}
+    return {node: known[node] for node in graph.nodes if node in known}
+
+
+def _multiplies(use: Use) -> bool:
+    return use.role == "expert" or (use.role == "linear" and use.node is not None and use.node.target in _INPUTS)
+
+
+def _pair(found: Mapping[fx.Node, Projection]) -> None:
+    """Split what can be split by columns, in order; what it ends in is taken by rows and starts nothing itself."""
+    for one in found.values():
+        if one.style is not None:
+            continue
+        blocks = _followed(one, found)
+        if one.reason or not _all_free(one, found):
+            continue
+        one.style = "colwise" if blocks == 1 else Fused("colwise", blocks)
+        for end in one.ends:
+            found[end].style = "rowwise"
+            found[end].reason = ""
+
+
+def _all_free(one: Projection, found: Mapping[fx.Node, Projection]) -> bool:
+    ends = [found[end] for end in one.ends]
+    if any(end.style not in (None, "rowwise") or end is one for end in ends):
+        one.reason = "what it feeds is split by columns itself"
+    elif not ends:
+        one.reason = "no other projection contracts over what it puts out"
+    return not one.reason
+
+
+def _followed(one: Projection, found: Mapping[fx.Node, Projection]) -> int | tuple[int, ...]:
+    """Follow a projection's channels to their ends; the blocks of a fused one, or a reason."""
+    whole = Channels(0, one.width, (Factor(one.node.meta["val"].ndim - one.back, one.width),))
+    seen, pending, pieces = {(one.node, whole)}, [(one.node, whole)], set()
+    while pending:
+        node, channels = pending.pop()
+        for user in node.users:
+            if _contracts(user, node, channels, found):
+                one.ends.add(user)
+            if user.op == "output" or user in one.ends:
+                pieces.add((channels.start, channels.length))
+            elif _is_value(user):
+                now = follow(user, node, channels) if user not in found else None
+                if now is None:
+                    one.apart, one.reason = False, f"{_where(user)} needs all that it puts out"
+                    return 1
+                if (user, now) not in seen:
+                    seen.add((user, now))
+                    pending.append((user, now))
+    return _blocks(one, one.width, sorted(pieces))
+
+
+def _contracts(user: fx.Node, node: fx.Node, channels: Channels, found: Mapping[fx.Node, Projection]) -> bool:
+    """Whether a projection contracts over the dim that the channels fill, outermost factor outermost."""
+    if user not in found or found[user].activations is not node:
+        return False
+    return channels.first.dim == node.meta["val"].ndim - found[user].back and channels.first.outer == 1
+
+
+def _is_value(node: fx.Node) -> bool:
+    """Whether a node computes tensors: assertions and sizes do not."""
+    value = node.meta.get("val") if node.target not in _NO_VALUES else None
+    return isinstance(value, torch.Tensor) or (isinstance(value, list | tuple) and bool(value))
+
+
+def _where(node: fx.Node) -> str:
+    name = getattr(node.target, "_opname", str(node.target))
+    module = list(node.meta.get("nn_module_stack", {}).values())
+    return f"{name} in {module[-1][0]}" if module and module[-1][0] else name
+
+
+def _blocks(one: Projection, width: int, pieces: list[tuple[int, int]]) -> int | tuple[int, ...]:
+    """One block if all ends see all channels; else the pieces, which must lie side by side."""
+    edges = [start for start, _ in pieces] + [width]
+    if any(start + length != following for (start, length), following in zip(pieces, edges[1:], strict=True)):
+        one.reason = "parts of what it puts out overlap, or are not used"
+        return 1
+    sizes = tuple(length for _, length in pieces)
+    return len(sizes) if len(set(sizes)) <= 1 else sizes
+
+
+def _by_name(found: Iterable[Projection], names: Names) -> dict[str, Any]:
+    """Styles by name; a name whose uses want different things is left out."""
+    styles: dict[str, Any] = {}
+    conflicts: set[str] = set()
+    for one in found:
+        for name, style in _named(one, names).items():
+            if styles.setdefault(name, style) != style:
+                conflicts.add(name)
+    return {name: style for name, style in styles.items() if style is not None and name not in conflicts}
+
+
+def _named(one: Projection, names: Names) -> dict[str, Any]:
+    """The module that multiplies where the weight is its only matrix; else the weight and, split by columns, its bias."""
+    if one.use.role == "expert" and one.style is not None:
+        return _named_expert(one)
+    module = one.use.module
+    if module and any(name.rpartition(".")[0] == module for name in names.tied_names(one.weight)):
+        matrices = [name for name in names.modules[module] if names.tensors[name].ndim > 1]
+        if len(matrices) == 1:
+            return {module: one.style}
+    biases = [name for name, uses in names.uses.items() if any(use.node is one.node and use.role == "bias" for use in uses)]
+    return dict.fromkeys([one.weight] if one.style == "rowwise" else [one.weight, *biases], one.style)
+
+
+def _named_expert(one: Projection) -> dict[str, Any]:
+    """A stack of matrices by its dims, and the module that holds it returns whole sums."""
+    if one.style == "rowwise":
+        return {one.weight: f"shard({one.use.in_dim})", one.weight.rpartition(".")[0]: "moe_tp_experts"}
+    split = f"shard({one.use.out_dim})"
+    return {one.weight: Fused(split, one.style.blocks) if isinstance(one.style, Fused) else split}
+
+
+def _notes(found: Iterable[Projection], names: Names) -> tuple[str, ...]:
+    """What stays whole, layers that are alike in one line."""
+    notes = [f"{starred(one.weight)} stays whole: {starred(one.reason)}" for one in found if one.style is None]
+    multiplied = {one.weight for one in found}
+    for name, uses in names.uses.items():
+        matrix = name in names.parameters and names.tensors[name].ndim > 1
+        if matrix and name not in multiplied and not any(use.role == "embedding" for use in uses):
+            notes.append(f"{starred(name)} stays whole: it is not multiplied with activations as a matrix")
+    return tuple(dict.fromkeys(notes))
+
+
+def _split_vocabulary(found: Mapping[fx.Node, Projection], names: Names) -> dict[str, Any]:
+    """The token embedding is as long as the head is wide; with no such head it is the longest embedding.
+
+    A head puts out one column for each word, gathered at the end.
+    """
+    rows = {name: _rows(name, names) for name in names.uses}
+    heads = {one.width: one for one in found.values() if one.style is None and not one.ends}
+    longest = max(rows.values(), default=0)
+    words = max((count for count in rows.values() if count in heads and heads[count].apart), default=longest)
+    if words in heads:
+        heads[words].style = read_style("colwise_gather_output")
+    tables = [use for name in rows if rows[name] == words for use in names.uses[name] if use.role == "embedding"]
+    return dict.fromkeys((use.module for use in tables if use.module), "embedding_rowwise")
+
+
+def _rows(name: str, names: Names) -> int:
+    return max((names.tensors[name].shape[0] for use in names.uses[name] if use.role == "embedding"), default=0)
+
+
+def _patterns(styles: Mapping[str, Any], names: Names) -> dict[str, Any]:
+    """Layers that are alike in one entry, if its pattern names nothing else."""
+    entries: dict[str, Any] = {}
+    everything = [*names.modules, *names.tensors]
+    for name, style in styles.items():
+        pattern = starred(name)
+        alike = matches(pattern, everything) if pattern != name and pattern not in entries else []
+        together = len(alike) > 1 and all(styles.get(other) == style for other in alike)
+        if together or entries.get(pattern) == style:
+            entries[pattern] = style
+        else:
+            entries[name] = style
+    return entries

@@ -1,0 +1,269 @@
+"""The names a plan can speak of: modules, parameters and buffers of an exported program, and how each is used.
+
+A weight's use says which of its dims is put out and which is contracted over: `linear` keeps `[out, in]`, transformers'
+`Conv1D` keeps `[in, out]`, an embedding `[rows, out]`. It is read off the graph, not off class names.
+"""
+
+from __future__ import annotations
+
+import difflib
+import fnmatch
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+from torch.export import ExportedProgram
+
+from crossfade.errors import PlanError
+from crossfade.graph.operators import arguments
+
+aten = torch.ops.aten
+
+_PASS_ON = {
+    aten.to.dtype,
+    aten.to.device,
+    aten.to.dtype_layout,
+    aten.alias.default,
+    aten.detach.default,
+    aten.detach_.default,
+    aten.clone.default,
+    aten.contiguous.default,
+    aten._to_copy.default,
+}
+_CONVOLUTIONS = {aten.conv1d.default, aten.conv2d.default, aten.conv3d.default, aten.convolution.default}
+
+
+@dataclass(frozen=True)
+class Use:
+    """One way a parameter is used: by which module, as what, and which of its dims is put out or contracted over."""
+
+    module: str
+    role: str
+    """`linear`, `embedding`, `bias`, `expert` (one matrix of many for each row) or `other`"""
+    out_dim: int | None = None
+    in_dim: int | None = None
+    node: fx.Node | None = None
+    left: bool = False
+    """Whether the weight is the left factor, so that the activations' columns are their rows."""
+
+
+@dataclass(frozen=True)
+class Names:
+    """What of a program can be named."""
+
+    tensors: Mapping[str, torch.Tensor]
+    parameters: frozenset[str]
+    canonical: Mapping[str, str]
+    """Of each tensor's name the one the graph reads: the same but for tied ones."""
+    modules: Mapping[str, tuple[str, ...]]
+    """The tensors that are a module's own, by the module's name."""
+    uses: Mapping[str, tuple[Use, ...]]
+    """By canonical name."""
+
+    def matching(self, pattern: str) -> list[str]:
+        """The names of modules and tensors that a pattern matches."""
+        if not is_glob(pattern):
+            return [pattern] if pattern in self.modules or pattern in self.tensors else []
+        return matches(pattern, (*self.modules, *self.tensors))
+
+    def nearest(self, pattern: str, count: int = 3) -> list[str]:
+        """Names like the pattern, numbers in them written `*`; those that end the same way come first."""
+        known = list(dict.fromkeys(starred(name) for name in (*self.modules, *self.tensors) if name))
+        wanted = starred(pattern)
+        last = wanted.rpartition(".")[2]
+        same_end = [name for name in known if name == last or name.endswith("." + last)]
+        close = difflib.get_close_matches(wanted, known, n=count, cutoff=0.5)
+        return list(dict.fromkeys([*difflib.get_close_matches(wanted, same_end, count, 0.0), *close]))[:count]
+
+    def tied_names(self, canonical: str) -> list[str]:
+        """All names of one tensor."""
+        return [name for name, meant in self.canonical.items() if meant == canonical]
+
+    def role(self, name: str) -> Use | None:
+        """How a tensor is used as a weight or bias; None where it is neither, PlanError where uses disagree."""
+        found = [use for use in self.uses[self.canonical[name]] if use.role in ("linear", "embedding", "bias")]
+        candidates = [use for use in found if use.module == name.rpartition(".")[0]] or found
+        if len({(use.role, use.out_dim, use.in_dim) for use in candidates}) > 1:
+            ways = ", ".join(sorted(f"{use.role} in {use.module or 'the model'}" for use in candidates))
+            raise PlanError(f"{name} used in several ways ({ways})", remedy="name the parameter with 'shard(<dim>)'")
+        return candidates[0] if candidates else None
+
+
+def is_glob(pattern: str) -> bool:
+    """Whether a name has wildcards."""
+    return any(mark in pattern for mark in "*?[")
+
+
+def starred(name: str) -> str:
+    """A name with `*` for its numbers.
+
+    >>> starred("model.layers.0.mlp.w1")
+    'model.layers.*.mlp.w1'
+    """
+    return re.sub(r"(?<![^.])\d+(?![^.])", "*", name)
+
+
+def matches(pattern: str, names: Iterable[str]) -> list[str]:
+    """The names that a pattern matches.
+
+    >>> matches("layers.*.mlp", ["layers.0.mlp", "layers.1.mlp", "layers.1.mlp.up"])
+    ['layers.0.mlp', 'layers.1.mlp']
+    """
+    match = _compiled(pattern).fullmatch
+    return [name for name in names if match(name)]
+
+
+def _compiled(pattern: str) -> re.Pattern[str]:
+    """`*`, `?` and `[...]` stay within one part of a name; `**` stands for any number of parts.
+
+    >>> bool(_compiled("layers.*.mlp").fullmatch("layers.0.mlp")), bool(_compiled("layers.*").fullmatch("layers.0.mlp"))
+    (True, False)
+    >>> bool(_compiled("**.mlp").fullmatch("mlp")), bool(_compiled("**.mlp").fullmatch("a.0.mlp"))
+    (True, True)
+    """
+    text = ""
+    for part in pattern.split("."):
+        dot = r"\." if text and not text.endswith(_ANY_PARTS) else ""
+        text += _ANY_PARTS if part == "**" else dot + _one_part(part)
+    return re.compile(text)
+
+
+_ANY_PARTS = r"(?:[^.]+\.)*?"
+
+
+def _one_part(part: str) -> str:
+    return fnmatch.translate(part).replace(".*", "[^.]*").removeprefix("(?s:").removesuffix(r")\Z").removesuffix(r")\z")
+
+
+def names_of(exported: ExportedProgram) -> Names:
+    """The names of an exported program."""
+    signature = exported.graph_signature
+    places = {**signature.inputs_to_parameters, **signature.inputs_to_buffers}
+    readers = {places[node.name]: node for node in exported.graph.nodes if node.op == "placeholder" and node.name in places}
+    tensors = _tensors(exported, readers)
+    canonical = _canonical(exported, tensors, readers)
+    modules: dict[str, list[str]] = {name: [] for name in _called_modules(exported.graph)}
+    for name in tensors:
+        modules.setdefault(name.rpartition(".")[0], []).append(name)
+    return Names(
+        tensors=tensors,
+        parameters=frozenset(signature.parameters),
+        canonical=canonical,
+        modules={name: tuple(own) for name, own in modules.items()},
+        uses={name: tuple(_uses(readers[name])) if name in readers else () for name in set(canonical.values())},
+    )
+
+
+def _tensors(exported: ExportedProgram, readers: Mapping[str, fx.Node]) -> dict[str, torch.Tensor]:
+    """Everything in the state dict or read by the graph: buffers that are not saved are only the latter."""
+    tensors = {name: value for name, value in exported.state_dict.items() if isinstance(value, torch.Tensor)}
+    return {**tensors, **{name: node.meta["val"] for name, node in readers.items() if name not in tensors}}
+
+
+def _canonical(
+    exported: ExportedProgram, tensors: Mapping[str, torch.Tensor], readers: Mapping[str, fx.Node]
+) -> dict[str, str]:
+    """Tied names mean the one the graph reads; export keeps an input for each and leaves the others unread."""
+    groups: dict[Any, list[str]] = {}
+    for name, tensor in tensors.items():
+        groups.setdefault(_memory(tensor) if name in exported.state_dict else name, []).append(name)
+    canonical = {}
+    for group in groups.values():
+        read = [name for name in group if name in readers and readers[name].users]
+        canonical.update(dict.fromkeys(group, (read or group)[0]))
+    return canonical
+
+
+def _memory(tensor: torch.Tensor) -> Any:
+    """Equal for tensors that are the same; programs loaded from a file have several objects over one memory."""
+    where = tensor.data_ptr() if tensor.device.type != "meta" and type(tensor) in _PLAIN else 0
+    return (where, tensor.shape, tensor.stride(), tensor.dtype, tensor.device) if where else id(tensor)
+
+
+_PLAIN = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
+
+
+def _called_modules(graph: fx.Graph) -> Iterable[str]:
+    called: dict[str, None] = {}
+    for node in graph.nodes:
+        called.update((entry[0], None) for entry in node.meta.get("nn_module_stack", {}).values())
+    return called
+
+
+def module_of(node: fx.Node) -> str:
+    """The module that a node was called in."""
+    stack = list(node.meta.get("nn_module_stack", {}).values())
+    return stack[-1][0] if stack else ""
+
+
+def _uses(reader: fx.Node) -> Iterator[Use]:
+    """Follow a parameter through casts and transposes to what computes with it."""
+    pending = [(reader, tuple(range(reader.meta["val"].ndim)))]
+    while pending:
+        value, dims = pending.pop()
+        for user in value.users:
+            moved = moved_dims(user, len(dims))
+            if moved is not None:
+                pending.append((user, tuple(dims[dim] for dim in moved)))
+            elif _picks_matrices(user, value):
+                pending.append((user, dims))
+            elif user.op == "call_function":
+                yield _use(user, value, dims)
+
+
+def moved_dims(node: fx.Node, rank: int) -> tuple[int, ...] | None:
+    """Which dim of its input each dim of a cast or transpose is; None for other nodes."""
+    order = list(range(rank))
+    if node.target in _PASS_ON:
+        return tuple(order)
+    given = arguments(node) if node.op == "call_function" else {}
+    if node.target in (aten.t.default, aten.numpy_T.default):
+        return tuple(reversed(order))
+    if node.target in (aten.transpose.int, aten.swapaxes.default):
+        one, other = given.get("dim0", given.get("axis0")), given.get("dim1", given.get("axis1"))
+        order[one], order[other] = order[other], order[one]
+        return tuple(order)
+    if node.target is aten.permute.default:
+        return tuple(order[dim] for dim in given["dims"])
+    return None
+
+
+def _picks_matrices(node: fx.Node, value: fx.Node) -> bool:
+    """Whether a node takes for each row one matrix of a stack."""
+    if node.target is not aten.index.Tensor or value.meta["val"].ndim != 3:
+        return False
+    given = arguments(node)
+    rows = [index for index in given["indices"] if index is not None]
+    return given["self"] is value and len(rows) == 1 and given["indices"][0] is rows[0] and rows[0].meta["val"].ndim == 1
+
+
+_OPERANDS = {
+    aten.linear.default: ("weight", 0, 1, "bias"),
+    aten.addmm.default: ("mat2", 1, 0, "self"),
+    aten.mm.default: ("mat2", 1, 0, None),
+    aten.matmul.default: ("other", 1, 0, None),
+}
+"""Of an operator that multiplies by a matrix: the matrix, its dims put out and contracted over, and the bias."""
+
+
+def _use(node: fx.Node, value: fx.Node, dims: tuple[int, ...]) -> Use:
+    module, given = module_of(node), arguments(node)
+    if node.target in _OPERANDS:
+        weight, out, contracted, bias = _OPERANDS[node.target]
+        if given.get(weight) is value and len(dims) == 2:
+            return Use(module, "linear", dims[out], dims[contracted], node)
+        if bias is not None and given.get(bias) is value and len(dims) == 1:
+            return Use(module, "bias", dims[0], None, node)
+    if node.target is aten.embedding.default and given["weight"] is value:
+        return Use(module, "embedding", dims[1], dims[0], node)
+    if node.target in _CONVOLUTIONS and given["weight"] is value:
+        return Use(module, "linear", dims[0], dims[1] if given["groups"] == 1 else None, node)
+    if node.target is aten.bmm.default and value.target is aten.index.Tensor:
+        left = given["self"] is value
+        return Use(module, "expert", dims[1 if left else 2], dims[2 if left else 1], node, left)
+    if len(dims) == 1 and (node.target is aten.add.Tensor or node.target in _CONVOLUTIONS):
+        return Use(module, "bias", dims[0], None, node)
+    return Use(module, "other", node=node)
