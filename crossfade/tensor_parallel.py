@@ -59,7 +59,7 @@ class Sharded:
         """
         counted: Counter[str] = Counter()
         moved: Counter[str] = Counter()
-        for node in self.program.graph.find_nodes(op="call_function"):
+        for node in self.program.graph.nodes:
             kind = _KINDS.get(getattr(getattr(node.target, "_schema", None), "name", ""))
             if kind is not None:
                 counted[kind] += 1

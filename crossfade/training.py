@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from crossfade.capture.accumulate import accumulate as run_on_micro_batches
 from crossfade.capture.batch import BatchIs, BatchLayout, batch_key
 from crossfade.capture.optimizer import append_optimizer, check_optimizer, initial_state, options_key, parameter_names
-from crossfade.capture.training import LossFunction, capture_forward_backward, check_model
+from crossfade.capture.training import LossFunction, capture_forward_backward, check_model, loss_of, resized
 from crossfade.cost.calibrate import calibrate
 from crossfade.cost.machine import Machine
 from crossfade.cost.measure import measure
@@ -45,12 +45,23 @@ from crossfade.pipeline import (
 from crossfade.report.report import Report
 from crossfade.run.codegen import native
 from crossfade.run.members import Members
-from crossfade.run.mesh import COPY_AXIS, SPLIT_AXIS, DataParallel, MeshLike, backend_on, data_parallel_axes
+from crossfade.run.mesh import (
+    COPY_AXIS,
+    SPLIT_AXIS,
+    Axis,
+    DataParallel,
+    MeshLike,
+    backend_on,
+    data_parallel_axes,
+    without_axis,
+)
 from crossfade.run.pack_in_place import PackInPlace
 from crossfade.run.shards import Shards, is_distributed
 from crossfade.run.step import Built, Step
 from crossfade.run.update_in_place import UpdateInPlace
 from crossfade.shard.batch_dims import mark_batch_dims, needs_batch_dims
+from crossfade.shard.plan import Plan
+from crossfade.tensor_training import TensorParallel
 
 
 def compile_step(
@@ -60,6 +71,7 @@ def compile_step(
     mesh: MeshLike = None,
     *,
     data_parallel: DataParallelMode = "replicate",
+    tensor_parallel: Plan | Mapping[str, object] | None = None,
     batch: BatchIs = "global",
     accumulate: int = 1,
     clip_grad_norm: float | None = None,
@@ -85,6 +97,8 @@ def compile_step(
             forward and kept for the backward. `"zero3"`: gathered again for the backward instead. The model's
             parameters and the optimizer's state become DTensors; `step.gathered()` gives the whole model back for a
             while, `step.state_dict()` is for `torch.distributed.checkpoint`.
+        tensor_parallel: a `Plan`, or a dict as `Plan` takes: the model is split by it over the mesh's axis `tp`, and
+            its parameters and optimizer state become this rank's parts of them at the first step.
         batch: `"global"` if every rank passes the whole batch (each computes its part), `"local"` if each passes its
             own part, as under a distributed sampler.
         accumulate: number of micro-batches whose gradients are averaged before they are exchanged.
@@ -116,6 +130,16 @@ def compile_step(
     names = parameter_names(model)
     check_model(model)
     check_optimizer(optimizer, names)
+    tensor: TensorParallel | None = None
+    tensor_members, tensor_group = None, {}
+    if tensor_parallel is not None:
+        axis, mesh = without_axis(mesh, "tp")
+        _check_tensor_parallel(axis, data_parallel)
+        tensor_members, name = axis.open(timeout)
+        tensor_group = {axis.name: name}
+        tensor = TensorParallel.of(
+            tensor_parallel, axis, model, optimizer, lambda call, batch: loss_of(call, loss_fn, batch)
+        )
     axes = data_parallel_axes(mesh)
     mode: DataParallelMode = data_parallel if axes is not None else "replicate"
     _check_wholeness(model, mode)
@@ -132,11 +156,25 @@ def compile_step(
     compiler = _StepCompiler(
         model, tuple(model.modules()), loss_fn, optimizer, axes, mode, shards, batch, accumulate, clip_grad_norm,
         semantics, loss_is, None if passes is None else tuple(passes), planned_for, memory_limit,
+        tensor, tensor_members,
     )  # fmt: skip
     return Step(
-        model, optimizer, lambda b: compiler.build(b, members), compiler.key, members, groups, shards,
-        compiler.initial_state, compiler.state_keys, shares_random_numbers=axes is None or semantics == "global",
+        model, optimizer, lambda b: compiler.build(b, members), compiler.key, members or tensor_members,
+        groups | tensor_group, shards, compiler.initial_state, compiler.state_keys,
+        shares_random_numbers=axes is None or semantics == "global", part_of_batch=members.rank if members else 0,
+        own_part=tensor.part_of if tensor else lambda name, whole: whole,
     )  # fmt: skip
+
+
+def _check_tensor_parallel(axis: Axis, mode: DataParallelMode) -> None:
+    if mode != "replicate":
+        raise NotYetError(
+            f"data_parallel={mode!r} together with tensor_parallel",
+            expected='data_parallel="replicate" over the other axis',
+            remedy="leave out one of the two",
+        )
+    if axis.size == 1:
+        raise MeshError("an axis tp of one rank", remedy="give it ranks, or pass no tensor_parallel plan")
 
 
 def _check_wholeness(model: nn.Module, mode: DataParallelMode) -> None:
@@ -267,6 +305,8 @@ class _StepCompiler:
     passes: tuple[Pass, ...] | None
     machine: Machine | None
     memory_limit: int | None
+    tensor: TensorParallel | None = None
+    tensor_members: Members | None = None
 
     def key(self, batch: tuple[Any, ...]) -> Any:
         """What a captured program depends on."""
@@ -279,9 +319,12 @@ class _StepCompiler:
             check_optimizer(self.optimizer, parameter_names(self.model))
             built = self._build(batch, members)
         except Exception as error:
-            if members is not None:
-                members.fail(f"{type(error).__name__}: {error}")
+            for one in (members, self.tensor_members):
+                if one is not None:
+                    one.fail(f"{type(error).__name__}: {error}")
             raise
+        if self.tensor_members is not None:
+            self.tensor_members.agree(fingerprint(built.program), str(built.program))
         if members is not None:
             common = [f"planned for {self.machine}", self._stream(built.program), *self._state()]
             members.agree(" ".join([fingerprint(built.program), *common]), "\n".join([*common, str(built.program)]))
@@ -306,8 +349,9 @@ class _StepCompiler:
         layout = BatchLayout.of(batch, ranks=ranks, accumulate=self.accumulate, given=self.batch)
 
         program = self._capture(batch, layout)
+        program.groups = {self.tensor.axis.name: self.tensor.axis.size} if self.tensor else {}
         program = self._data_parallel(program) if self.axes else self._on_micro_batches(program)
-        split_over = self.axes.split.name if self.axes and self.shards else None
+        split_over = self._split_over(names)
         program = append_optimizer(
             program, self.optimizer, names, clip_grad_norm=self.clip_grad_norm, split_over=split_over
         )
@@ -322,6 +366,14 @@ class _StepCompiler:
         report = report.with_timelines(predicted=predicted, memory=live_by_name(program)) if predicted else report
         stepped = {out.name for out in before.outputs if out.kind is OutputKind.UPDATE}
         return Built(program, layout, report, self.state_keys(stepped))
+
+    def _split_over(self, names: Mapping[torch.Tensor, str]) -> dict[str, str]:
+        """The parameters of which this rank has a part, with the axis that the parts are spread over."""
+        if self.tensor is not None:
+            return self.tensor.split_over()
+        if self.axes is None or self.shards is None:
+            return {}
+        return {name: self.axes.split.name for parameter, name in names.items() if parameter.dim()}
 
     def _communicating(self, before: Program, members: Members | None) -> tuple[Program, Timeline | None]:
         """The program with its collectives fused, bucketed and in order; and what it is predicted to do, if planned."""
@@ -338,7 +390,8 @@ class _StepCompiler:
         return dict(measure(program, binding=native)) if self._device() == "cpu" else {}
 
     def _backends(self) -> dict[str, str]:
-        axes = (self.axes.whole, self.axes.split, self.axes.copies) if self.axes else ()
+        axes = [self.axes.whole, self.axes.split, self.axes.copies] if self.axes else []
+        axes += [self.tensor.axis] if self.tensor else []
         return {axis.name: backend_on(self._device(), axis.backend) for axis in axes if axis is not None}
 
     def _exchanged(self) -> list[str]:
@@ -374,7 +427,7 @@ class _StepCompiler:
         """The program of one rank: its part of the batch, its part of the parameters, everyone's gradients."""
         assert self.axes is not None
         whole, split = self.axes.whole, self.axes.split
-        program.groups = {whole.name: whole.size}
+        program.groups = {**program.groups, whole.name: whole.size}
         if self.shards is not None:
             program.groups |= {one.name: one.size for one in (split, self.axes.copies) if one is not None}
         can_gather = self._backend() != "gloo" or self._device() != "cuda"  # gloo's all-gather crashes on CUDA tensors
@@ -396,12 +449,17 @@ class _StepCompiler:
                 trained=trained,
                 layout=layout,
                 plain_norms=as_one_device,
+                forward=self._local_forward(batch, layout, size),
             )
 
         program = capture(layout.micro_batch_size)
         if as_one_device and needs_batch_dims(program):
             mark_batch_dims(program, capture(layout.micro_batch_size_of_all_ranks))
         return program
+
+    def _local_forward(self, batch: tuple[Any, ...], layout: BatchLayout, size: int) -> Any:
+        """The loss on this rank's parts of the model, where it is split over an axis."""
+        return self.tensor.forward(resized(batch, size, layout)) if self.tensor is not None else None
 
     def _lowering(self) -> list[Pass]:
         return lowering(self._backends(), self._exchanged())
@@ -414,9 +472,10 @@ class _StepCompiler:
 
     def _facts(self, seconds: float, layout: BatchLayout) -> dict[str, str]:
         axes = [self.axes.copies, self.axes.split] if self.axes else []
+        axes += [self.tensor.axis] if self.tensor else []
         sizes = " x ".join(f"{axis.name}={axis.size}" for axis in axes if axis is not None)
         return {
-            "mesh": f"{sizes} over {axes[1].backend}" if axes and axes[1] else "one device",
+            "mesh": f"{sizes} over {axes[-1].backend}" if axes and axes[-1] else "one device",
             "data parallel": self.mode,
             "planned for": self.machine.name if self.machine else "no machine in particular",
             "batch": f"{layout.size} samples ({layout.given}), {layout.accumulate} x {layout.micro_batch_size} a rank",

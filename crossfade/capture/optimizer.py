@@ -120,14 +120,14 @@ def append_optimizer(
     names: Mapping[Tensor, str],
     *,
     clip_grad_norm: float | None = None,
-    split_over: str | None = None,
+    split_over: Mapping[str, str] | None = None,
 ) -> Program:
     """Add the optimizer's step to a program with gradient outputs; gradients become updates of parameters and state.
 
     Parameters are updated in the order in which their gradients become ready, so that early updates run while late
     gradients still travel. `foreach` optimizers are captured as one update per parameter, for the same reason: the
-    numbers are the same. Where the program returns a shard of a parameter, that is what is updated. `split_over` is the
-    group over which gradients are split by rows, if they are: their norm is then that of all ranks' rows.
+    numbers are the same. Where the program returns a shard of a parameter, that is what is updated. `split_over`
+    gives the parameters whose gradients are split, with the group: their norm is then that of all ranks' parts.
     """
     program = program.copy()
     ready = _gradients_in_order(program)
@@ -152,7 +152,7 @@ def append_optimizer(
             dict(zip(ready, states, strict=True)),
             lr,
         )
-        norm = _clip([by_name[n] for n in names.values() if n in by_name], clip_grad_norm, split_over)
+        norm = _clip({n: by_name[n] for n in names.values() if n in by_name}, clip_grad_norm, split_over or {})
         shadow.step()
         return [*parameter_values, *(value for one in states for value in one.values()), *norm]
 
@@ -228,32 +228,35 @@ def _point_at(
         shadow.state[parameter] = states[name]
 
 
-def _clip(parameters: list[Tensor], limit: float | None, split_over: str | None) -> list[Tensor]:
+def _clip(parameters: Mapping[str, Tensor], limit: float | None, split_over: Mapping[str, str]) -> list[Tensor]:
     if limit is None:
         return []
-    if split_over is None:
-        return [torch.nn.utils.clip_grad_norm_(parameters, limit, foreach=False)]
-    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    if not split_over:
+        return [torch.nn.utils.clip_grad_norm_(list(parameters.values()), limit, foreach=False)]
+    gradients = {name: parameter.grad for name, parameter in parameters.items() if parameter.grad is not None}
     norm = _norm_of_all(gradients, split_over)
     scale = torch.clamp(limit / (norm + 1e-6), max=1.0)  # as torch.nn.utils.clip_grad_norm_ does
-    for one in gradients:
+    for one in gradients.values():
         one.mul_(scale)
-    return [norm.to(gradients[0].dtype)]
+    return [norm.to(next(iter(gradients.values())).dtype)]
 
 
-def _norm_of_all(gradients: list[Tensor], split_over: str) -> Tensor:
-    """The norm of gradients of which each rank has its rows, but for single numbers, which every rank has.
+def _norm_of_all(gradients: Mapping[str, Tensor], split_over: Mapping[str, str]) -> Tensor:
+    """The norm of gradients of which each rank of a group has a part, or all where they are not split.
 
     Squares are summed in float32 at least: those of half precision overflow at a norm of 256.
     """
-    wide = torch.promote_types(gradients[0].dtype, torch.float32)
-    squares = [torch.linalg.vector_norm(one, dtype=wide).square() for one in gradients if one.dim()]
-    total = gradients[0].new_zeros((), dtype=wide)
-    if squares:
-        total = collectives.wait(collectives.all_reduce(torch.stack(squares).sum(), "sum", split_over))
-    for one in gradients:
-        if not one.dim():
-            total = total + one.to(wide).square()
+    first = next(iter(gradients.values()))
+    wide = torch.promote_types(first.dtype, torch.float32)
+    total = first.new_zeros((), dtype=wide)
+    for group in dict.fromkeys(split_over.values()):
+        own = [one for name, one in gradients.items() if split_over.get(name) == group]
+        if own:
+            squares = torch.stack([torch.linalg.vector_norm(one, dtype=wide).square() for one in own]).sum()
+            total = total + collectives.wait(collectives.all_reduce(squares, "sum", group))
+    for name, one in gradients.items():
+        if name not in split_over:
+            total = total + torch.linalg.vector_norm(one, dtype=wide).square()
     return total.sqrt()
 
 

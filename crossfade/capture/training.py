@@ -61,12 +61,14 @@ def capture_forward_backward(
     trained: Sequence[str],
     layout: BatchLayout,
     plain_norms: bool = False,
+    forward: Callable[[dict[str, Tensor], tuple[Any, ...]], Tensor] | None = None,
 ) -> Program:
     """Forward, loss and backward on a batch of `batch_size` samples, as one functional program.
 
     Inputs are the parameters, the buffers and the batch's tensors; outputs are the loss, a gradient for each of the
     parameters named in `trained` that has one, and the new value of each buffer that the forward changes. With
-    `plain_norms`, batch normalisation is captured in ATen's own spelling also where cuDNN would be used.
+    `plain_norms`, batch normalisation is captured in ATen's own spelling also where cuDNN would be used. `forward`
+    gives the loss for a state by name and a batch, instead of the model and the loss function.
 
         >>> model, batch = nn.Linear(2, 1), (torch.ones(4, 2), torch.ones(4, 1))
         >>> layout = BatchLayout.of(batch, ranks=1, accumulate=1, given="global")
@@ -85,7 +87,8 @@ def capture_forward_backward(
         state = dict(zip([*parameters, *buffers], [*fresh, *buffer_values], strict=True))
         wanted = [state[name] for name in trained]
         with torch.enable_grad(), swapped_state(model, state):  # until after the backward, which may run parts again
-            loss = _loss(model, loss_fn, tree_unflatten(_fill(leaves, batch_values), spec))
+            filled = tree_unflatten(_fill(leaves, batch_values), spec)
+            loss = loss_of(model, loss_fn, filled) if forward is None else forward(state, filled)
             with _NoDraws():
                 gradients = torch.autograd.grad(loss, wanted, allow_unused=True)
         return [loss.detach(), *gradients, *(state[name] for name in buffers), *parameter_values]
@@ -147,7 +150,7 @@ def _plain_kernels(model: nn.Module, plain_norms: bool) -> Iterator[None]:
         yield
 
 
-def _loss(model: nn.Module, loss_fn: LossFunction | None, batch: tuple[Any, ...]) -> Tensor:
+def loss_of(model: Callable[..., Any], loss_fn: LossFunction | None, batch: tuple[Any, ...]) -> Tensor:
     """The loss of a batch. With a loss function, the batch's first element is the model's inputs, the rest its own."""
     whole = batch[0] if len(batch) == 1 and isinstance(batch[0], dict) else batch
     args, kwargs = _call_arguments(whole if loss_fn is None else batch[0])
@@ -184,6 +187,19 @@ def _resized(mode: FakeTensorMode, leaf: Tensor, batch_size: int, given: int) ->
     shape = (leaf.shape[0] * batch_size // given, *leaf.shape[1:]) if is_split(leaf) else leaf.shape
     with mode:
         return torch.empty(shape, dtype=leaf.dtype, device=leaf.device)
+
+
+def resized(batch: tuple[Any, ...], batch_size: int, layout: BatchLayout) -> tuple[Any, ...]:
+    """A batch like the given one with `batch_size` samples, of zeros."""
+    leaves, spec = tree_flatten(batch)
+    made = []
+    for leaf in leaves:
+        if isinstance(leaf, Tensor):
+            rows = leaf.shape[0] * batch_size // layout.size if is_split(leaf) else None
+            shape = (rows, *leaf.shape[1:]) if rows is not None else leaf.shape
+            leaf = torch.zeros(shape, dtype=leaf.dtype, device=leaf.device)
+        made.append(leaf)
+    return tree_unflatten(made, spec)
 
 
 def _fill(leaves: Sequence[Any], tensors: Sequence[Tensor]) -> list[Any]:

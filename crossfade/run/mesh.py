@@ -76,6 +76,32 @@ class DataParallel:
         return init_device_mesh(device, shape, mesh_dim_names=(self.copies.name, self.split.name))
 
 
+def without_axis(mesh: MeshLike, name: str) -> tuple[Axis, DeviceMesh | None]:
+    """One axis of a mesh, and the mesh of the others; None where there are none."""
+    if isinstance(mesh, Mapping):
+        sizes = dict(mesh)
+        world = dist.get_world_size() if dist.is_initialized() else 1
+        if math.prod(sizes.values()) != world:
+            raise MeshError(
+                f"a mesh of {math.prod(sizes.values())} ranks in a world of {world}",
+                expected="as many ranks in the mesh as in the world",
+                remedy="start as many processes (crossfade launch --ranks N script.py)",
+            )
+        mesh = init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+    names = (mesh.mesh_dim_names or ()) if mesh is not None else ()
+    if mesh is None or name not in names:
+        raise MeshError(
+            f"a mesh with {'the axes ' + ', '.join(names) if names else 'no named axes'}",
+            expected=f"an axis called {name} to split the model over",
+            remedy=f'pass mesh={{"dp": ..., "{name}": ...}}, or no tensor_parallel plan',
+        )
+    group = mesh.get_group(name)
+    ranks = tuple(dist.get_process_group_ranks(group))
+    axis = Axis(name, ranks, ranks.index(dist.get_rank()), dist.get_backend(group))
+    others = tuple(other for other in names if other != name)
+    return axis, mesh[others if len(others) > 1 else others[0]] if others else None
+
+
 def data_parallel_axes(mesh: MeshLike) -> DataParallel | None:
     """The axes that a batch is split over: `dp`, or the only one; or `dp_replicate` and `dp_shard`. None: one device.
 

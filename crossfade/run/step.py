@@ -81,8 +81,12 @@ class Step:
         initial_state: Callable[[Collection[str]], Mapping[str, Mapping[str, Tensor]]] = lambda names: {},
         state_keys: Callable[[], Mapping[str, Collection[str]]] = dict,
         shares_random_numbers: bool = True,
+        part_of_batch: int | None = None,
+        own_part: Callable[[str, Tensor], Tensor] = lambda name, whole: whole,
     ) -> None:
+        self._own_part = own_part
         self.model, self.optimizer = model, optimizer
+        self._part_of_batch = part_of_batch if part_of_batch is not None else members.rank if members else 0
         self._shards, self._shares_random_numbers = shards, shares_random_numbers
         self._initial_state, self._state_keys = initial_state, state_keys
         self._build, self._key = build, key
@@ -139,9 +143,8 @@ class Step:
 
     def _taken(self, ready: _Ready, batch: tuple[Any, ...]) -> dict[str, Tensor]:
         """This rank's part of a batch, by the names of the program's inputs."""
-        rank = self._members.rank if self._members else 0
         names = [item.name for item in ready.built.program.inputs if item.kind is InputKind.INPUT]
-        return dict(zip(names, ready.built.layout.take(batch, rank), strict=True))
+        return dict(zip(names, ready.built.layout.take(batch, self._part_of_batch), strict=True))
 
     def _train(self, ready: _Ready, executable: Executable, values: dict[str, Tensor]) -> Tensor:
         self._create_state(ready.state_keys)
@@ -169,6 +172,15 @@ class Step:
         """
         with self._shards.gathered() if self._shards is not None else contextlib.nullcontext(self.model) as model:
             yield model
+
+    def own_parts(self, whole: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """This rank's parts of whole parameters, where the model is split over an axis by a plan.
+
+            >>> step = Step(nn.Linear(2, 1), None, None, None, None, {})
+            >>> step.own_parts({"bias": torch.ones(1)})
+            {'bias': tensor([1.])}
+        """
+        return {name: self._own_part(name, value) for name, value in whole.items()}
 
     def state_dict(self) -> dict[str, Any]:
         """The model, the optimizer, the number of steps and, where ranks share it, the random generator.

@@ -2,18 +2,21 @@
 
 `"... i, o i, o -> ... o"` says of a linear layer: the leading dims pass through, `o` may be split in weight, bias and
 result alike, and `i`, which the result lacks, is summed over: split, it leaves a partial sum. `!k` is a factor that
-must not be split (a softmax's own dim). A dim of size 1 that broadcasts carries no factor.
+must not be split (a softmax's own dim). Operands of fewer dims are aligned from the right, and a dim of size 1 that
+broadcasts carries no factor.
 """
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from typing import Any
 
 from crossfade.errors import PlanError
-from crossfade.shard.placements import PARTIAL, REPLICATE, Partial, Placement, Replicate, Shard, divides
+from crossfade.graph.private import statically_equal
+from crossfade.shard.placements import PARTIAL, REPLICATE, Partial, Placement, Shard, divides
 
 Dims = tuple[str | None, ...]
 
@@ -24,7 +27,8 @@ class Factors:
 
     `fixed` may not be split. `summed` says whether the operator adds up over the factors that its results lack.
     `linear` lists sets of operands in which it is linear together: if all of one set are partial sums and nothing else
-    is split, so is the result. `added` are operands that are added to the rest (a bias).
+    is split, so is the result. `added` are operands that are added to the rest (a bias). `scaled` are factors whose
+    sizes may differ: of several heads that share one, a rank has all.
     """
 
     inputs: tuple[Dims, ...]
@@ -33,6 +37,7 @@ class Factors:
     summed: bool = True
     linear: tuple[frozenset[int], ...] = ()
     added: frozenset[int] = frozenset()
+    scaled: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -49,7 +54,6 @@ class Decision:
     divide: tuple[tuple[str, int | None], ...] = ()
     emit: Any = None
     why: str = ""
-    extra: dict[str, Any] = field(default_factory=dict, compare=False)
 
 
 def replicated(operands: int, results: int, why: str = "") -> Decision:
@@ -57,21 +61,45 @@ def replicated(operands: int, results: int, why: str = "") -> Decision:
     return Decision((REPLICATE,) * operands, (REPLICATE,) * results, why=why)
 
 
-def parse_factors(text: str, ranks_of: Sequence[int], **more: Any) -> Factors:
+@functools.cache
+def parse_factors(text: str, ranks_of: tuple[int, ...], **more: Any) -> Factors:
     """Factors from their text, for operands of so many dims; `...` are as many dims as are left.
 
-    >>> parse_factors("... i, o i -> ... o", [3, 2]).inputs
+    >>> parse_factors("... i, o i, o -> ... o", (3, 2)).inputs
     (('...1', '...0', 'i'), ('o', 'i'))
+    >>> parse_factors("m n, m k, k n -> m n", (1, 2, 2)).inputs
+    (('n',), ('m', 'k'), ('k', 'n'))
     """
-    left, _, right = text.partition("->")
-    fixed = frozenset(re.findall(r"!(\w+)", text))
-    parts = [part.replace("!", "").split() for part in left.split(",")][: len(ranks_of)]
-    leading = max(
-        (rank - len(part) + 1 for part, rank in zip(parts, ranks_of, strict=True) if "..." in part), default=0
-    )
-    inputs = tuple(_expand(part, rank - len(part) + 1) for part, rank in zip(parts, ranks_of, strict=True))
-    outputs = tuple(_expand(part.replace("!", "").split(), leading) for part in right.split(","))
-    return Factors(inputs, outputs, fixed, **more)
+    left, right = read_factors(text)
+    used = list(zip(left, ranks_of, strict=False))  # operands behind may be left out
+    if len(used) < len(ranks_of) or any(rank > len(part) and "..." not in part for part, rank in used):
+        raise PlanError(
+            f"operands of {', '.join(map(str, ranks_of))} dims for the factors {text!r}",
+            expected="a name for every dim of every operand",
+            remedy="register a rule that fits the operator",
+        )
+    leading = max((rank - len(part) + 1 for part, rank in used if "..." in part), default=0)
+    inputs = tuple(_expand(part, rank - len(part) + 1)[-rank:] if rank else () for part, rank in used)
+    outputs = tuple(_expand(part, leading) for part in right)
+    return Factors(inputs, outputs, frozenset(re.findall(r"!(\w+)", text)), **more)
+
+
+def read_factors(text: str) -> tuple[list[list[str]], list[list[str]]]:
+    """The names of every operand's and every result's dims; PlanError if the text is not of that form.
+
+    >>> read_factors("... !k, k -> ...")
+    ([['...', 'k'], ['k']], [['...']])
+    """
+    sides = [[part.replace("!", "").split() for part in side.split(",")] for side in text.split("->")]
+    names = [part for side in sides for part in side]
+    twice = any(len(set(part)) < len(part) for part in names)
+    if len(sides) != 2 or twice or not all(re.fullmatch(r"\w+|\.\.\.", name) for part in names for name in part):
+        raise PlanError(
+            f"the factors {text!r}",
+            expected="names of dims, each once in an operand, like '... i, o i -> ... o'",
+            remedy="write one group of names for every operand, '->', and one for every result",
+        )
+    return sides[0], sides[1]
 
 
 def _expand(part: list[str], leading: int) -> Dims:
@@ -93,7 +121,7 @@ def without_broadcasts(factors: Factors, shapes: Sequence[Sequence[Any]]) -> Fac
         tuple(None if name in wide and _is_one(size) else name for name, size in zip(dims, shape, strict=True))
         for dims, shape in zip(factors.inputs, shapes, strict=True)
     )
-    return Factors(inputs, factors.outputs, factors.fixed, factors.summed, factors.linear, factors.added)
+    return replace(factors, inputs=inputs)
 
 
 def _is_one(size: Any) -> bool:
@@ -132,11 +160,10 @@ def decide(factors: Factors, operands: Sequence[Operand], ranks: int) -> Decisio
         why = why or problem
         if operands[index].is_weight:
             raise WeightStuck(index, problem)
-    if partial and not votes and any(partial == group for group in factors.linear):
-        return Decision(tuple(o.placement for o in operands), (PARTIAL,) * results)
-    shared = _shared_weights(factors, operands, partial)
-    if shared is not None and not votes:
-        return Decision(shared, (PARTIAL,) * results)
+    group = _linear_group(factors, operands, partial)
+    if group and not votes:
+        wants = tuple(PARTIAL if index in group else REPLICATE for index in range(len(operands)))
+        return Decision(wants, (PARTIAL,) * results)
     return replicated(len(operands), results, why or ("it is not linear in the partial sum" if partial else ""))
 
 
@@ -163,10 +190,12 @@ def _problem(factors: Factors, operands: Sequence[Operand], name: str, shard: Sh
         return "it needs that dim whole"
     if not factors.summed and not any(name in dims for dims in factors.outputs):
         return "it reduces over that dim by other than a sum"
-    for dims, operand in zip(factors.inputs, operands, strict=True):
-        if name in dims and not divides(shard, operand.shape[dims.index(name)], ranks):
-            return f"its {operand.shape[dims.index(name)]} do not divide by {ranks} ranks"
-    return None
+    pairs = zip(factors.inputs, operands, strict=True)
+    sizes = [operand.shape[dims.index(name)] for dims, operand in pairs if name in dims]
+    if name not in factors.scaled and not all(statically_equal(size, sizes[0]) for size in sizes):
+        return "its operands' sizes differ in that dim"
+    uneven = [size for size in sizes if not divides(shard, size, ranks)]
+    return f"its {uneven[0]} do not divide by {ranks} ranks" if uneven else None
 
 
 def _split(factors: Factors, operands: Sequence[Operand], name: str, shard: Shard, why: str) -> Decision:
@@ -179,22 +208,13 @@ def _split(factors: Factors, operands: Sequence[Operand], name: str, shard: Shar
     return Decision(tuple(wants), tuple(results), why=why)
 
 
-def _shared_weights(
-    factors: Factors, operands: Sequence[Operand], partial: frozenset[int]
-) -> tuple[Placement, ...] | None:
-    """Placements under which replicated parameters are added to partial sums as shares: a bias is cheap to divide."""
-    if not partial:
-        return None
+def _linear_group(factors: Factors, operands: Sequence[Operand], partial: frozenset[int]) -> frozenset[int]:
+    """The operands that may be partial sums together: all of them are, or else constants, which one rank can add."""
     for group in factors.linear:
-        others = group - partial
-        if len(group) > 1 and partial < group and all(operands[index].is_constant for index in others):
-            return tuple(PARTIAL if i in group else o.placement for i, o in enumerate(operands))
-    return None
-
-
-def is_replicated(placement: Placement) -> bool:
-    """Whether a value is whole on every rank."""
-    return isinstance(placement, Replicate)
+        rest = group - partial
+        if partial and partial <= group and max(group) < len(operands) and all(operands[i].is_constant for i in rest):
+            return group
+    return frozenset()
 
 
 def refuse(operand: str, placement: Placement, why: str) -> PlanError:

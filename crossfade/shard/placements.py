@@ -82,34 +82,52 @@ def divides(shard: Shard, size: Any, ranks: int) -> bool:
     (True, False)
     """
     if shard.sizes:
-        return all(block % ranks == 0 for block in shard.sizes)
+        return sum(shard.sizes) == size_expression(size) and all(block % ranks == 0 for block in shard.sizes)
     return _is_whole(size_expression(size) / size_expression(shard.outer) / ranks)
 
 
 def reshaped(shard: Shard, before: Sequence[Any], after: Sequence[Any], ranks: int) -> Shard | None:
     """The placement of a reshaped value, such that reshaping the parts is all there is to do; None if there is none.
 
-    Which rank holds an element follows from its linear index, divided by `period / ranks`, modulo the ranks. The dim of
-    the result in which such periods are whole is the one that is split.
+    Blocks follow each other through the whole value, each split over all ranks. The dim of the result in which every
+    block is a multiple of the ranks, and in which the blocks come round a whole number of times, is the one that is
+    split.
 
     >>> reshaped(Shard(2), (2, 12, 64), (2, 12, 4, 16), 2)  # heads apart
     Shard(dim=2, outer=1, sizes=())
     >>> reshaped(Shard(1), (2, 4, 12, 16), (8, 12, 16), 2)  # heads merged into the batch
     Shard(dim=0, outer=2, sizes=())
+    >>> reshaped(Shard(0, sizes=(64, 32)), (96,), (6, 16), 2)  # heads of queries and of keys
+    Shard(dim=0, outer=1, sizes=(4, 2))
     >>> reshaped(Shard(2), (2, 12, 64), (2, 12, 2, 32), 4)  # half a head each: not without communication
     """
     old, new = [[size_expression(size) for size in sizes] for sizes in (before, after)]
-    below = math.prod(old[shard.dim + 1 :])
-    if shard.sizes:
-        kept = [dim for dim, size in enumerate(new) if size == old[shard.dim] and math.prod(new[dim + 1 :]) == below]
-        return shard.on(kept[0]) if kept else None
-    period = below * old[shard.dim] / size_expression(shard.outer)
+    cycle = _cycle(shard.sizes) or (old[shard.dim] / size_expression(shard.outer),)
+    blocks = [block * math.prod(old[shard.dim + 1 :]) for block in cycle]
     for dim, size in enumerate(new):
-        inner = period / math.prod(new[dim + 1 :])
-        if _is_whole(inner / ranks) and _is_whole(size / inner):
-            outer = size / inner
-            return Shard(dim, int(outer) if outer.is_Integer else outer)
+        below = math.prod(new[dim + 1 :])
+        parts = [block / below for block in blocks] if below != 0 else []
+        if parts and all(_is_whole(part / ranks) for part in parts) and _is_whole(size / sum(parts)):
+            return _in_cycles(dim, parts, size / sum(parts))
     return None
+
+
+def _cycle(sizes: tuple[int, ...]) -> tuple[int, ...]:
+    """The blocks that recur, once.
+
+    >>> _cycle((4, 2, 4, 2)), _cycle((4, 2, 2))
+    ((4, 2), (4, 2, 2))
+    """
+    lengths = [length for length in range(1, len(sizes)) if sizes == sizes[:length] * (len(sizes) // length)]
+    return sizes[: lengths[0]] if lengths else sizes
+
+
+def _in_cycles(dim: int, parts: list[Any], times: Any) -> Shard | None:
+    """A split in blocks that come round so often; None if that cannot be written, as the number is not known."""
+    if len(parts) == 1:
+        return Shard(dim, int(times) if times.is_Integer else times)
+    known = all(number.is_Integer for number in (*parts, times))
+    return in_blocks(dim, [int(part) for part in parts] * int(times)) if known else None
 
 
 def is_multiple(size: Any, of: Any) -> bool:

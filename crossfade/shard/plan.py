@@ -1,20 +1,20 @@
 """The user's side of the tensor-parallel transform: which parameters are split, how, and where results are reduced.
 
-    >>> import torch
-    >>> from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
-    >>> model = torch.nn.Sequential(torch.nn.Linear(8, 32), torch.nn.GELU(), torch.nn.Linear(32, 8))
-    >>> exported = torch.export.export(model, (torch.ones(4, 8),))
-    >>> plan = Plan({"0": ColwiseParallel(), "2": RowwiseParallel()})
-    >>> print(plan.resolve(exported, ranks=2))
-      parameter      shape   style             split dim   per rank   bytes per rank
-     ────────────────────────────────────────────────────────────────────────────────
-      0.weight       32x8    ColwiseParallel   0           16x8                512 B
-      0.bias         32      ColwiseParallel   0           16                   64 B
-      2.weight       8x32    RowwiseParallel   1           8x16                512 B
-      2.bias         8       RowwiseParallel   -           8                    32 B
-      4 of 2.2 KiB                                                           1.1 KiB
-    >>> Plan.megatron(exported)
-    Plan({'0': 'colwise', '2': 'rowwise'})
+>>> import torch
+>>> from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
+>>> model = torch.nn.Sequential(torch.nn.Linear(8, 32), torch.nn.GELU(), torch.nn.Linear(32, 8))
+>>> exported = torch.export.export(model, (torch.ones(4, 8),))
+>>> plan = Plan({"0": ColwiseParallel(), "2": RowwiseParallel()})
+>>> print(plan.resolve(exported, ranks=2))
+  parameter      shape   style             split dim   per rank   bytes per rank
+ ────────────────────────────────────────────────────────────────────────────────
+  0.weight       32x8    ColwiseParallel   0           16x8                512 B
+  0.bias         32      ColwiseParallel   0           16                   64 B
+  2.weight       8x32    RowwiseParallel   1           8x16                512 B
+  2.bias         8       RowwiseParallel   -           8                    32 B
+  4 of 2.2 KiB                                                           1.1 KiB
+>>> Plan.megatron(exported)
+Plan({'0': 'colwise', '2': 'rowwise'})
 """
 
 from __future__ import annotations
@@ -113,4 +113,6 @@ def _read(name: str, entry: object) -> Style:
     try:
         return read_style(entry)
     except PlanError as error:
-        raise PlanError(f"in the plan's {name!r} {error.found}", expected=error.expected, remedy=error.remedy) from error
+        raise PlanError(
+            f"in the plan's {name!r} {error.found}", expected=error.expected, remedy=error.remedy
+        ) from error

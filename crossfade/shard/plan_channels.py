@@ -9,6 +9,7 @@ Sizes are numbers here: an open size is replaced by a large prime, so that resha
 
 from __future__ import annotations
 
+import functools
 import math
 import operator
 from collections.abc import Callable, Iterable, Sequence
@@ -60,19 +61,22 @@ def sizes_of(node: fx.Node) -> tuple[int, ...]:
 
 
 def _number(size: Any) -> int:
-    expression = size_expression(size)
-    names = sorted(expression.free_symbols, key=str)
-    return int(expression.subs({name: _prime(str(name)) for name in names}))
+    return size if isinstance(size, int) else _evaluated(size_expression(size))
 
 
-_PRIMES: dict[str, int] = {}
+@functools.lru_cache(maxsize=4096)
+def _evaluated(expression: Any) -> int:
+    return int(expression.subs({symbol: _prime(str(symbol)) for symbol in expression.free_symbols}))
 
 
 def _prime(name: str) -> int:
-    """One prime for each symbol's name, larger than any head count or width."""
-    if name not in _PRIMES:
-        _PRIMES[name] = int(sympy.nextprime(max(_PRIMES.values(), default=1_000_003)))
-    return _PRIMES[name]
+    """A prime for a symbol's name, larger than head counts and widths; other names have others.
+
+    >>> _prime("s0"), _prime("s1"), _prime("u0")
+    (1150027, 1151021, 1170007)
+    """
+    digits = "".join(mark for mark in name if mark.isdigit())
+    return int(sympy.nextprime(1_000_000 + 10_000 * (ord(name[0]) - ord("d")) + 1_000 * int(digits or 0)))
 
 
 def follow(node: fx.Node, source: fx.Node, channels: Channels) -> Channels | None:
@@ -87,7 +91,7 @@ def follow(node: fx.Node, source: fx.Node, channels: Channels) -> Channels | Non
 
 
 def _keep(channels: Channels, moved: Callable[[Factor], Factor | None]) -> Channels | None:
-    """Each factor where it is now. The outermost must be somewhere; from the first lost one on, inner ones are dropped."""
+    """Each factor where it is now. The outermost must be somewhere; the first lost one takes the inner ones along."""
     factors: list[Factor] = []
     for factor in channels.factors:
         now = moved(factor)
@@ -268,14 +272,16 @@ def _dims_taken(node: fx.Node, rank: int) -> set[int] | None:
 def _multiplied(node: fx.Node, source: fx.Node, channels: Channels) -> Channels | None:
     """A product of activations: channels may be in a batch dim, in the rows of the left or the columns of the right."""
     given = arguments(node)
-    left = given.get("batch1", given.get("self")) if node.target is not aten.baddbmm.default else given["batch1"]
+    left, right = (given[name] for name in _FACTORS[node.target])
     rank, result = source.meta["val"].ndim, node.meta["val"].ndim
     if node.target is aten.baddbmm.default and source is given["self"]:
         return _broadcast(node, source, channels)
     contracted = rank - 1 if source is left else rank - 2
-    if rank < 2 or channels.first.dim == contracted:
+    if left is right or rank < 2 or channels.first.dim == contracted:
         return None
-    return _keep(channels, lambda factor: None if factor.dim == contracted else replace(factor, dim=factor.dim + result - rank))
+    return _keep(
+        channels, lambda factor: None if factor.dim == contracted else replace(factor, dim=factor.dim + result - rank)
+    )
 
 
 def _attended(node: fx.Node, source: fx.Node, channels: Channels) -> Channels | None:
@@ -300,15 +306,21 @@ _RESHAPES = {
     aten.squeeze.dim,
     aten.squeeze.dims,
 }
-_SPLITS = {
+_SPLITS: set[Any] = {
     aten.split.Tensor,
     aten.split_with_sizes.default,
     aten.split.sizes,
     aten.chunk.default,
     aten.unbind.int,
 }
-_BEST = {aten.max.dim, aten.min.dim}
-_SAME_SHAPE = {aten.dropout.default, aten.dropout_.default, aten.to.other, aten.type_as.default, aten.masked_fill.Scalar}
+_BEST: set[Any] = {aten.max.dim, aten.min.dim}
+_SAME_SHAPE = {
+    aten.dropout.default,
+    aten.dropout_.default,
+    aten.to.other,
+    aten.type_as.default,
+    aten.masked_fill.Scalar,
+}
 _ACROSS = {
     aten.softmax.int,
     aten._softmax.default,
@@ -320,7 +332,17 @@ _ACROSS = {
     aten.cumsum.default,
     aten.linalg_vector_norm.default,
 }
-_PRODUCTS = {aten.matmul.default, aten.bmm.default, aten.baddbmm.default}
+_FACTORS: dict[Any, tuple[str, str]] = {
+    aten.matmul.default: ("self", "other"),
+    aten.bmm.default: ("self", "mat2"),
+    aten.baddbmm.default: ("batch1", "batch2"),
+}
+
+
+def _item_of(node: fx.Node) -> Any:
+    """The operator that a node takes one result of."""
+    source = node.args[0] if node.target is operator.getitem else None
+    return source.target if isinstance(source, fx.Node) else None
 
 
 def _one_of(targets: Iterable[Any]) -> Callable[[fx.Node], bool]:
@@ -329,8 +351,8 @@ def _one_of(targets: Iterable[Any]) -> Callable[[fx.Node], bool]:
 
 
 _RULES: tuple[tuple[Callable[[fx.Node], bool], Callable[[fx.Node, fx.Node, Channels], Channels | None]], ...] = (
-    (lambda node: node.target is operator.getitem and node.args[0].target in _SPLITS, _item),
-    (lambda node: node.target is operator.getitem and node.args[0].target in _BEST, _best_of),
+    (lambda node: _item_of(node) in _SPLITS, _item),
+    (lambda node: _item_of(node) in _BEST, _best_of),
     (_one_of(_SPLITS | _BEST), _pass_through),
     (_one_of(_RESHAPES), _reshaped),
     (_one_of({aten.slice.Tensor}), _sliced),
@@ -340,7 +362,7 @@ _RULES: tuple[tuple[Callable[[fx.Node], bool], Callable[[fx.Node, fx.Node, Chann
     (_one_of({aten.stack.default}), _stacked),
     (_one_of({aten.expand.default, aten.broadcast_to.default}), _broadcast),
     (_one_of(_ACROSS), _across),
-    (_one_of(_PRODUCTS), _multiplied),
+    (_one_of(_FACTORS), _multiplied),
     (_one_of({aten.scaled_dot_product_attention.default}), _attended),
     (_one_of(_SAME_SHAPE), _same_shape),
     (lambda node: moved_dims(node, len(sizes_of(node))) is not None, _transposed),

@@ -26,11 +26,13 @@ def read(path: Path) -> dict[str, Any]:
     yaml = _yaml(path) if _is_yaml(path) else None
     try:
         data = yaml.safe_load(text) if yaml else json.loads(text)
-    except (ValueError if yaml is None else yaml.YAMLError) as error:
+    except ValueError if yaml is None else yaml.YAMLError as error:
         kind = "JSON" if yaml is None else "YAML"
         raise PlanError(f"{path}, which is not {kind} ({error})", remedy="correct the file") from error
     if not isinstance(data, dict) or not all(isinstance(name, str) for name in data):
-        raise PlanError(f"{path} without a mapping in it", expected="names and styles", remedy="write 'name: style' lines")
+        raise PlanError(
+            f"{path} without a mapping in it", expected="names and styles", remedy="write 'name: style' lines"
+        )
     return data
 
 

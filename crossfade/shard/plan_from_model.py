@@ -40,6 +40,8 @@ def _base_plan(model: Any) -> dict[str, str]:
 
 
 def _names(model: Any) -> list[str]:
-    tensors = itertools.chain(model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False))
+    tensors = itertools.chain(
+        model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False)
+    )
     modules = model.named_modules(remove_duplicate=False)
     return [name for name, _ in itertools.chain(modules, tensors)]

@@ -18,12 +18,17 @@ from torch.export import ExportedProgram
 
 from crossfade.graph.operators import arguments
 from crossfade.shard.plan_channels import Channels, Factor, follow, sizes_of
-from crossfade.shard.plan_names import Names, Use, matches, names_of, starred
+from crossfade.shard.plan_names import Names, Use, is_glob, matches, names_of, starred
 from crossfade.shard.plan_styles import Fused, read_style
 
 aten = torch.ops.aten
 
-_INPUTS = {aten.linear.default: "input", aten.addmm.default: "mat1", aten.mm.default: "self", aten.matmul.default: "self"}
+_INPUTS: dict[Any, str] = {
+    aten.linear.default: "input",
+    aten.addmm.default: "mat1",
+    aten.mm.default: "self",
+    aten.matmul.default: "self",
+}
 """The activations of operators that multiply by a matrix."""
 
 _NO_VALUES = {
@@ -45,6 +50,7 @@ class Projection:
 
     weight: str
     use: Use
+    bias: str | None = None
     style: Any = None
     reason: str = ""
     """Why it stays whole."""
@@ -86,7 +92,9 @@ def find_entries(exported: ExportedProgram, vocab: bool) -> tuple[dict[str, Any]
 
 def _projections(names: Names, graph: fx.Graph) -> dict[fx.Node, Projection]:
     """In the order of the graph."""
-    known = {use.node: Projection(name, use) for name, uses in names.uses.items() for use in uses if _multiplies(use)}
+    every = [(name, use) for name, uses in names.uses.items() for use in uses]
+    biases = {use.node: name for name, use in every if use.role == "bias"}
+    known = {use.node: Projection(name, use, biases.get(use.node)) for name, use in every if _multiplies(use)}
     return {node: known[node] for node in graph.nodes if node in known}
 
 
@@ -184,12 +192,12 @@ def _named(one: Projection, names: Names) -> dict[str, Any]:
     if one.use.role == "expert" and one.style is not None:
         return _named_expert(one)
     module = one.use.module
-    if module and any(name.rpartition(".")[0] == module for name in names.tied_names(one.weight)):
+    if module and any(name.rpartition(".")[0] == module for name in names.tied[one.weight]):
         matrices = [name for name in names.modules[module] if names.tensors[name].ndim > 1]
         if len(matrices) == 1:
             return {module: one.style}
-    biases = [name for name, uses in names.uses.items() if any(use.node is one.node and use.role == "bias" for use in uses)]
-    return dict.fromkeys([one.weight] if one.style == "rowwise" else [one.weight, *biases], one.style)
+    own = [one.weight] if one.style == "rowwise" or one.bias is None else [one.weight, one.bias]
+    return dict.fromkeys(own, one.style)
 
 
 def _named_expert(one: Projection) -> dict[str, Any]:
@@ -232,14 +240,13 @@ def _rows(name: str, names: Names) -> int:
 
 def _patterns(styles: Mapping[str, Any], names: Names) -> dict[str, Any]:
     """Layers that are alike in one entry, if its pattern names nothing else."""
-    entries: dict[str, Any] = {}
     everything = [*names.modules, *names.tensors]
-    for name, style in styles.items():
-        pattern = starred(name)
-        alike = matches(pattern, everything) if pattern != name and pattern not in entries else []
-        together = len(alike) > 1 and all(styles.get(other) == style for other in alike)
-        if together or entries.get(pattern) == style:
-            entries[pattern] = style
-        else:
-            entries[name] = style
-    return entries
+    alike = {
+        pattern: matches(pattern, everything) for pattern in dict.fromkeys(map(starred, styles)) if is_glob(pattern)
+    }
+    one_style = {
+        pattern
+        for pattern, found in alike.items()
+        if len(found) > 1 and all(styles.get(name) == styles.get(found[0]) for name in found)
+    }
+    return {starred(name) if starred(name) in one_style else name: style for name, style in styles.items()}

@@ -58,6 +58,8 @@ class Names:
     parameters: frozenset[str]
     canonical: Mapping[str, str]
     """Of each tensor's name the one the graph reads: the same but for tied ones."""
+    tied: Mapping[str, tuple[str, ...]]
+    """All names of one tensor, by the canonical one."""
     modules: Mapping[str, tuple[str, ...]]
     """The tensors that are a module's own, by the module's name."""
     uses: Mapping[str, tuple[Use, ...]]
@@ -77,10 +79,6 @@ class Names:
         same_end = [name for name in known if name == last or name.endswith("." + last)]
         close = difflib.get_close_matches(wanted, known, n=count, cutoff=0.5)
         return list(dict.fromkeys([*difflib.get_close_matches(wanted, same_end, count, 0.0), *close]))[:count]
-
-    def tied_names(self, canonical: str) -> list[str]:
-        """All names of one tensor."""
-        return [name for name, meant in self.canonical.items() if meant == canonical]
 
     def role(self, name: str) -> Use | None:
         """How a tensor is used as a weight or bias; None where it is neither, PlanError where uses disagree."""
@@ -142,9 +140,14 @@ def names_of(exported: ExportedProgram) -> Names:
     """The names of an exported program."""
     signature = exported.graph_signature
     places = {**signature.inputs_to_parameters, **signature.inputs_to_buffers}
-    readers = {places[node.name]: node for node in exported.graph.nodes if node.op == "placeholder" and node.name in places}
+    readers = {
+        places[node.name]: node for node in exported.graph.nodes if node.op == "placeholder" and node.name in places
+    }
     tensors = _tensors(exported, readers)
     canonical = _canonical(exported, tensors, readers)
+    tied: dict[str, list[str]] = {}
+    for name, meant in canonical.items():
+        tied.setdefault(meant, []).append(name)
     modules: dict[str, list[str]] = {name: [] for name in _called_modules(exported.graph)}
     for name in tensors:
         modules.setdefault(name.rpartition(".")[0], []).append(name)
@@ -152,8 +155,9 @@ def names_of(exported: ExportedProgram) -> Names:
         tensors=tensors,
         parameters=frozenset(signature.parameters),
         canonical=canonical,
+        tied={meant: tuple(group) for meant, group in tied.items()},
         modules={name: tuple(own) for name, own in modules.items()},
-        uses={name: tuple(_uses(readers[name])) if name in readers else () for name in set(canonical.values())},
+        uses={name: tuple(_uses(readers[name])) if name in readers else () for name in tied},
     )
 
 
@@ -237,7 +241,9 @@ def _picks_matrices(node: fx.Node, value: fx.Node) -> bool:
         return False
     given = arguments(node)
     rows = [index for index in given["indices"] if index is not None]
-    return given["self"] is value and len(rows) == 1 and given["indices"][0] is rows[0] and rows[0].meta["val"].ndim == 1
+    return (
+        given["self"] is value and len(rows) == 1 and given["indices"][0] is rows[0] and rows[0].meta["val"].ndim == 1
+    )
 
 
 _OPERANDS = {

@@ -7,7 +7,7 @@ agree, and so must claims on the names of one tied parameter.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torch.export import ExportedProgram
 
@@ -39,29 +39,33 @@ def resolve(entries: Mapping[str, Style], exported: ExportedProgram, ranks: int)
     if ranks < 1:
         raise PlanError(f"{ranks} ranks", expected="at least one", remedy="give the size of the mesh's axis")
     names = names_of(exported)
-    claims: dict[str, list[Claim]] = {}
-    borders: dict[str, list[tuple[str, ModuleBoundary]]] = {}
-    notes: list[str] = []
+    wanted = _Wanted()
     for pattern, style in entries.items():
-        _apply(pattern, style, names, claims, borders, notes)
-    chosen = {name: _strongest(name, found) for name, found in claims.items()}
-    merged = _merge_tied(chosen, names)
-    boundaries = {module: _agreed(module, found) for module, found in borders.items()}
+        _apply(pattern, style, names, wanted)
+    merged = _merge_tied({name: _strongest(name, found) for name, found in wanted.claims.items()}, names)
+    boundaries = {module: _agreed(module, found) for module, found in wanted.borders.items()}
     _keep_partners_whole(boundaries, merged, names)
     parameters = _shardings(merged, names, ranks)
-    notes += [_uneven_note(one) for one in parameters.values() if one.uneven]
-    aliases = {name: meant for name, meant in names.canonical.items() if name != meant}
-    return ResolvedPlan(parameters, boundaries, aliases, ranks, tuple(notes))
+    notes = wanted.notes + [_uneven_note(one) for one in parameters.values() if one.uneven]
+    return ResolvedPlan(
+        parameters=parameters,
+        boundaries={module: border for module, border in boundaries.items() if border.input or border.output},
+        aliases={name: meant for name, meant in names.canonical.items() if name != meant},
+        ranks=ranks,
+        notes=tuple(notes),
+    )
 
 
-def _apply(
-    pattern: str,
-    style: Style,
-    names: Names,
-    claims: dict[str, list[Claim]],
-    borders: dict[str, list[tuple[str, ModuleBoundary]]],
-    notes: list[str],
-) -> None:
+@dataclass
+class _Wanted:
+    """What the entries want, before they are compared."""
+
+    claims: dict[str, list[Claim]] = field(default_factory=dict)
+    borders: dict[str, list[tuple[str, ModuleBoundary]]] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+
+
+def _apply(pattern: str, style: Style, names: Names, wanted: _Wanted) -> None:
     """Let one entry claim what it names."""
     matched = names.matching(pattern)
     if not matched:
@@ -69,14 +73,14 @@ def _apply(
     shards = False
     for name in matched:
         direct = name in names.tensors
-        own = [name] if direct else list(names.modules[name])
-        splits = _direct_split(pattern, style, name, names) if direct else _module_splits(pattern, style, name, names, notes)
-        for tensor in own:
-            if tensor in splits:
-                claims.setdefault(tensor, []).append(Claim(pattern, direct, splits[tensor], style))
+        if direct:
+            splits = _direct_split(pattern, style, name, names)
+        else:
+            splits = _module_splits(pattern, style, name, names, wanted.notes)
+            wanted.borders.setdefault(name, []).append((pattern, _boundary(style, name, names)))
+        for tensor, split in splits.items():
+            wanted.claims.setdefault(tensor, []).append(Claim(pattern, direct, split, style))
         shards |= any(dim is not None for dim, _ in splits.values())
-        if not direct and (border := _boundary(style, name, names)):
-            borders.setdefault(name, []).append((pattern, border))
     if style.shards and not shards:
         raise _shards_nothing(pattern, style, matched, names)
 
@@ -163,16 +167,14 @@ def _block_sizes(pattern: str, style: Style, name: str, size: int) -> tuple[int,
     raise PlanError(found, expected=f"blocks that make up {size}", remedy="give the sizes of the blocks")
 
 
-def _boundary(style: Style, module: str, names: Names) -> ModuleBoundary | None:
-    roles = {use.role for name in names.modules[module] if (use := names.role(name)) is not None}
+def _boundary(style: Style, module: str, names: Names) -> ModuleBoundary:
     if style.kind == "colwise":
         return ModuleBoundary(module, "replicate", style.output)
     if style.kind == "rowwise":
+        roles = {use.role for name in names.modules[module] if (use := names.role(name)) is not None}
         arrives = "replicate" if "embedding" in roles else "shard(-1)"
         return ModuleBoundary(module, arrives, style.output or "replicate")
-    if style.input or style.output:
-        return ModuleBoundary(module, style.input, style.output)
-    return None
+    return ModuleBoundary(module, style.input, style.output)
 
 
 def _strongest(name: str, claims: Iterable[Claim]) -> Claim:
@@ -201,7 +203,7 @@ def _merge_tied(chosen: Mapping[str, Claim], names: Names) -> dict[str, Claim]:
         canonical = names.canonical[name]
         known = merged.setdefault(canonical, claim)
         if known.split != claim.split:
-            tied = " and ".join(names.tied_names(canonical))
+            tied = " and ".join(names.tied[canonical])
             raise _disagree(canonical, known, claim, f"split {tied} alike: they are one tensor")
     return merged
 
@@ -219,7 +221,7 @@ def _agreed(module: str, found: list[tuple[str, ModuleBoundary]]) -> ModuleBound
 def _keep_partners_whole(boundaries: dict[str, ModuleBoundary], merged: Mapping[str, Claim], names: Names) -> None:
     """A module whose parameter is split because a tied module was named returns what it returned before."""
     for canonical, claim in merged.items():
-        if claim.direct or claim.split[0] is None or len(names.tied_names(canonical)) == 1:
+        if claim.direct or claim.split[0] is None or len(names.tied[canonical]) == 1:
             continue
         for use in names.uses[canonical]:
             boundaries.setdefault(use.module, ModuleBoundary(use.module, None, "replicate"))

@@ -19,9 +19,9 @@ from crossfade.shard.plan_names import starred
 class ParameterSharding:
     """How one parameter (or a buffer that the plan names) is spread over the ranks.
 
-        >>> fused = ParameterSharding("qkv.weight", dim=0, blocks=(8, 4, 4), shape=(16, 8), ranks=2)
-        >>> fused.local_shape, fused.local_blocks(1)
-        ((8, 8), (slice(4, 8, None), slice(10, 12, None), slice(14, 16, None)))
+    >>> fused = ParameterSharding("qkv.weight", dim=0, blocks=(8, 4, 4), shape=(16, 8), ranks=2)
+    >>> fused.local_shape, fused.local_blocks(1)
+    ((8, 8), (slice(4, 8, None), slice(10, 12, None), slice(14, 16, None)))
     """
 
     name: str

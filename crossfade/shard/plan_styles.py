@@ -52,7 +52,9 @@ class Style:
 
     def __repr__(self) -> str:
         told = [("kind", self.kind)]
-        told += [(one.name, getattr(self, one.name)) for one in fields(self)[1:-1] if getattr(self, one.name) != one.default]
+        told += [
+            (one.name, getattr(self, one.name)) for one in fields(self)[1:-1] if getattr(self, one.name) != one.default
+        ]
         return f"Style({', '.join(f'{name}={value!r}' for name, value in told)})"
 
     def __str__(self) -> str:
@@ -160,7 +162,9 @@ def _from_string(text: str) -> Style:
     if shard := _SHARD.fullmatch(text):
         return Style("shard", dim=int(shard[1]), spelling=text)
     if text in REFUSED:
-        remedy = "leave the entry out, or name the parameters with 'shard(<dim>)' and their module with 'moe_tp_experts'"
+        remedy = (
+            "leave the entry out, or name the parameters with 'shard(<dim>)' and their module with 'moe_tp_experts'"
+        )
         raise PlanError(f"the style {text!r}: {REFUSED[text]}", remedy=remedy)
     raise _unreadable(f"the style {text!r}", f"'shard(<dim>)' or one of {', '.join(sorted(STRINGS))}")
 
@@ -184,7 +188,9 @@ def _from_mapping(entry: Mapping[str, Any]) -> Style:
     """The form of plan files: `{style: colwise, blocks: 3, output: replicate}`."""
     unknown = sorted(set(map(str, entry)) - {"style", "blocks", "input", "output"})
     if "style" not in entry or unknown:
-        raise _unreadable(f"an entry with {', '.join(map(str, entry)) or 'nothing in it'}", "style, blocks, input, output")
+        raise _unreadable(
+            f"an entry with {', '.join(map(str, entry)) or 'nothing in it'}", "style, blocks, input, output"
+        )
     name = str(entry["style"])
     style = _BARE.get(name) or _from_string(name)
     said = {name: entry[name] for name in ("input", "output") if entry.get(name) is not None}
@@ -237,7 +243,10 @@ def _from_torch(entry: Any) -> Style:
     style_type = entry if isinstance(entry, type) else type(entry)
     if style_type not in read:
         raise _unreadable(f"an entry of type {style_type.__name__}", "a style or a placement that torch offers itself")
-    if isinstance(entry, type) and style_type in (torch_styles.PrepareModuleOutput, torch_styles.PrepareModuleInputOutput):
+    if isinstance(entry, type) and style_type in (
+        torch_styles.PrepareModuleOutput,
+        torch_styles.PrepareModuleInputOutput,
+    ):
         raise _unreadable(f"the class {style_type.__name__}", "an instance, since it needs layouts")
     style = read[style_type](entry() if isinstance(entry, type) else entry)
     return replace(style, spelling=style_type.__name__)

@@ -11,8 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from crossfade.errors import PlanError
 from crossfade.graph.operators import arguments, remembered
-from crossfade.shard.factors import Decision, Factors, Operand, decide, parse_factors, replicated
+from crossfade.shard.factors import Decision, Factors, Operand, decide, parse_factors, read_factors, replicated
 from crossfade.shard.placements import Placement
 
 RuleFunction = Callable[["Call"], Decision]
@@ -34,6 +35,12 @@ class Call:
         """All arguments by name, defaults included."""
         return arguments(self.node)
 
+    @property
+    def name(self) -> str:
+        """The operator's name, without its overload."""
+        target: Any = self.node.target
+        return str(target._schema.name)
+
     @cached_property
     def results(self) -> tuple[Any, ...]:
         """The descriptions of the results: one, or those of a list."""
@@ -50,11 +57,6 @@ class Call:
         """The operands' global sizes."""
         return [operand.shape for operand in self.operands]
 
-    def position(self, name: str) -> int | None:
-        """Which operand the argument of this name is, if it is a tensor."""
-        value = self.args.get(name)
-        return self.sources.index(value) if isinstance(value, fx.Node) and value in self.sources else None
-
     def dim(self, name: str = "dim", rank: int | None = None) -> int:
         """A dim argument, counted from the front."""
         rank = len(self.shapes[0]) if rank is None else rank
@@ -66,7 +68,7 @@ class Call:
 
     def by_text(self, text: str, **more: Any) -> Decision:
         """What a rule's text says for these operands."""
-        return self.decide(parse_factors(text, [len(shape) for shape in self.shapes], **more))
+        return self.decide(parse_factors(text, tuple(map(len, self.shapes)), **more))
 
     def replicated(self, why: str = "") -> Decision:
         """Everything whole."""
@@ -85,13 +87,43 @@ def rule(*names: str) -> Callable[[RuleFunction], RuleFunction]:
 
 
 def register_rule(operator: Any, factors: str) -> None:
-    """Say how an operator of your own may be split, in one line.
+    """Say how an operator of your own may be split: by its overload, or by name, then for all its overloads.
+
+    One name for each dim of each tensor, in the order of the schema: dims of the same name are split alike, `...` are
+    any number of dims in front, `!k` must stay whole, and over a name that the results lack the operator must sum.
 
     >>> register_rule("mylib::low_rank", "... i, r i, o r -> ... o")
     """
-    name = operator if isinstance(operator, str) else operator._schema.name
-    parse_factors(factors, [part.split().__len__() for part in factors.partition("->")[0].split(",")])
-    _RULES[re.sub(r"\.", "::", name, count=1) if "::" not in name else name] = lambda call: call.by_text(factors)
+    read_factors(factors)
+    _RULES[_name_of(operator)] = lambda call: _checked(call, call.by_text(factors), factors)
+
+
+def _name_of(operator: Any) -> str:
+    overload = getattr(operator, "_opoverload", operator)  # what torch.library.custom_op returns holds it
+    schema = getattr(overload, "_schema", None)
+    if schema is not None:
+        return f"{schema.name}.{schema.overload_name}".rstrip(".")
+    name = getattr(operator, "_qualified_op_name", operator)
+    if not isinstance(name, str) or not re.fullmatch(r"\w+::\w+(\.\w+)?", name):
+        raise PlanError(
+            f"the operator {operator!r}",
+            expected="'library::name', or an operator",
+            remedy="pass torch.ops.library.name",
+        )
+    return name
+
+
+def _checked(call: Call, decision: Decision, factors: str) -> Decision:
+    """The decision, if the rule speaks of as many results, of as many dims, as there are."""
+    named = [len(part) for part in parse_factors(factors, tuple(map(len, call.shapes))).outputs]
+    found = [value.dim() if isinstance(value, Tensor) else 0 for value in call.results]
+    if named != found:
+        raise PlanError(
+            f"results of {', '.join(map(str, found))} dims of {call.node.target} for the factors {factors!r}",
+            expected="a name for every dim of every result",
+            remedy="register a rule that fits the operator",
+        )
+    return decision
 
 
 def rule_of(target: Any) -> RuleFunction | None:
@@ -99,9 +131,7 @@ def rule_of(target: Any) -> RuleFunction | None:
     schema = getattr(target, "_schema", None)
     if schema is None:
         return None
-    full = f"{schema.name}.{schema.overload_name}"
-    found = _RULES.get(full) or _RULES.get(schema.name)
-    return found if found is not None else (_pointwise_rule(target))
+    return _RULES.get(f"{schema.name}.{schema.overload_name}") or _RULES.get(schema.name) or _pointwise_rule(target)
 
 
 @remembered

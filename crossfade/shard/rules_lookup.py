@@ -11,7 +11,7 @@ import torch
 
 from crossfade.shard import conjugate
 from crossfade.shard.factors import Decision
-from crossfade.shard.placements import PARTIAL, REPLICATE, Shard
+from crossfade.shard.placements import PARTIAL, REPLICATE, Placement, Shard
 from crossfade.shard.rules import Call, rule
 
 aten = torch.ops.aten
@@ -24,9 +24,10 @@ def embedding(call: Call) -> Decision:
     if isinstance(weight, Shard) and weight.dim == 0:
         if weight.outer != 1 or weight.sizes:
             return call.replicated("its rows are split in blocks")
-        if not isinstance(indices, Shard):
-            return Decision((weight, REPLICATE), (PARTIAL,), emit=_emit_embedding)
-        return Decision((weight, REPLICATE), (PARTIAL,), emit=_emit_embedding, why="rows and positions are both split")
+        if call.args["scale_grad_by_freq"] or call.args["sparse"]:
+            return call.replicated("its gradient is scaled by frequency, or sparse")
+        why = "rows and positions are both split" if isinstance(indices, Shard) else ""
+        return Decision((weight, REPLICATE), (PARTIAL,), emit=_emit_embedding, why=why)
     return call.by_text("!v d, ... -> ... d")
 
 
@@ -34,6 +35,10 @@ def _emit_embedding(builder: Any, node: Any, args: dict[str, Any]) -> Any:
     weight, indices = args["weight"], args["indices"]
     own, known = _own_numbers(builder, indices, weight.meta["val"].shape[0])
     rows = builder.call(aten.embedding.default, weight, own)
+    if args["padding_idx"] >= 0:  # that row gets no gradient
+        padding = builder.call(aten.eq.Scalar, indices, args["padding_idx"])
+        padding = builder.call(aten.unsqueeze.default, padding, -1)
+        rows = builder.call(aten.where.self, padding, builder.call(aten.detach.default, rows), rows)
     outside = builder.call(aten.logical_not.default, builder.call(aten.unsqueeze.default, known, -1))
     return builder.call(aten.masked_fill.Scalar, rows, outside, 0.0)
 
@@ -51,7 +56,7 @@ def _own_numbers(builder: Any, numbers: Any, count: int) -> tuple[Any, Any]:
 
 @rule("cross_entropy_loss")
 def cross_entropy(call: Call) -> Decision:
-    """Over split classes: the largest logit, the sum of exponentials and the target's logit are reduced, not gathered."""
+    """Over split classes: the largest logit, the sum of exponentials and the target's logit are reduced."""
     logits = call.placements[0]
     classes = 1 if len(call.shapes[0]) > 1 else 0
     args = call.args
@@ -62,7 +67,7 @@ def cross_entropy(call: Call) -> Decision:
     target: Any = call.sources[1].meta["val"]
     if args.get("weight") is not None or args.get("label_smoothing", 0.0) != 0.0 or target.is_floating_point():
         return call.replicated("class weights, smoothing and probabilities need all classes")
-    wants = (logits, *((REPLICATE,) * (len(call.operands) - 1)))
+    wants: tuple[Placement, ...] = (logits, *((REPLICATE,) * (len(call.operands) - 1)))
     return Decision(wants, (REPLICATE,), emit=_emit_cross_entropy)
 
 

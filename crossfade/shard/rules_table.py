@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
+import torch
+
 from crossfade.shard.factors import Decision, Factors
-from crossfade.shard.placements import REPLICATE, Shard
+from crossfade.shard.placements import REPLICATE, Placement, Shard
 from crossfade.shard.rules import Call, pointwise, rule
 
-_FIRST, _SECOND = frozenset({0}), frozenset({1})
+_FIRST, _SECOND, _BOTH = frozenset({0}), frozenset({1}), frozenset({0, 1})
 
 TABLE = {
     "mm": "m k, k n -> m n",
@@ -19,53 +22,42 @@ TABLE = {
     "linear": "... i, o i, o -> ... o",
     "addmm": "m n, m k, k n -> m n",
     "baddbmm": "b m n, b m k, b k n -> b m n",
-    "diagonal": "... !a !b -> ... !c",
-    "masked_scatter": "... !a, ... !a, ... !a -> ... !a",
 }
-"""Operators whose dims are always the same: what each is called, and which are the same thing."""
+"""Products, whose dims are always the same: what each is called, and which are the same thing."""
 
 _ADDED = {"linear": frozenset({2}), "addmm": _FIRST, "baddbmm": _FIRST}
-_LINEAR = {
-    "mm": (_FIRST, _SECOND),
-    "bmm": (_FIRST, _SECOND),
-    "mv": (_FIRST, _SECOND),
-    "outer": (_FIRST, _SECOND),
-}
 
 
-def _from_table(text: str, added: frozenset[int], linear: tuple[frozenset[int], ...]) -> Any:
-    return lambda call: call.by_text(_ranked(text, call), added=added, linear=linear)
-
-
-def _ranked(text: str, call: Call) -> str:
-    """The text with a bias of fewer dims aligned from the right."""
-    parts = text.partition("->")[0].split(",")
-    fitted = []
-    for part, shape in zip(parts, call.shapes, strict=False):
-        names = part.split()
-        fitted.append(" ".join(names if "..." in names else names[len(names) - len(shape) :]))
-    return ", ".join(fitted) + " ->" + text.partition("->")[2]
+def _from_table(text: str, added: frozenset[int]) -> Any:
+    linear = () if added else (_FIRST, _SECOND)
+    return lambda call: call.by_text(text, added=added, linear=linear)
 
 
 for _name, _text in TABLE.items():
-    rule(_name)(_from_table(_text, _ADDED.get(_name, frozenset()), _LINEAR.get(_name, ())))
+    rule(_name)(_from_table(_text, _ADDED.get(_name, frozenset())))
 
 
 @rule("scaled_dot_product_attention", "_scaled_dot_product_flash_attention_for_cpu",
       "_scaled_dot_product_flash_attention", "_scaled_dot_product_efficient_attention",
-      "_scaled_dot_product_cudnn_attention", "_scaled_dot_product_fused_attention_overrideable")  # fmt: skip
+      "_scaled_dot_product_cudnn_attention")  # fmt: skip
 def attention(call: Call) -> Decision:
-    """Batch and heads may be split, the mask's with them; seeds and the like, behind the second result, are whole."""
-    text = "b h q !d, b h !k !d, b h !k e, b h q !k -> b h q e"
-    if len(call.shapes[0]) == 3:
-        text = "h q !d, h !k !d, h !k e, h q !k -> h q e"
-    decision = call.by_text(_ranked(text, call))
-    if len(call.results) == 1:
-        return decision
-    split = decision.results[0]
-    statistics = split if not isinstance(split, Shard) or split.dim < 3 else REPLICATE
+    """Batch and heads may be split, the mask's with them, and queries, unless what they see depends on their position.
+
+    Of kernels, which have several results, the second has the statistics of each query; seeds and the like are whole.
+    """
+    if call.args.get("dropout_p", 0.0) != 0.0:
+        return call.replicated("ranks must draw alike")
+    rank = len(call.shapes[0])
+    if rank < 3 or any(len(shape) != rank for shape in call.shapes[1:3]) or len(call.shapes[-1]) > rank:
+        return call.replicated("its operands' numbers of dims differ")
+    batch = " ".join([*(f"b{index}" for index in range(rank - 3)), "h"])
+    queries = "!q" if call.args.get("is_causal") else "q"
+    width = "!e" if len(call.results) > 1 else "e"
+    text = f"{batch} {queries} !d, {batch} !k !d, {batch} !k {width}, {batch} {queries} !k -> {batch} {queries} {width}"
+    decision = call.by_text(text, scaled=frozenset({"h"}))
+    statistics = decision.results[:1] * min(len(call.results) - 1, 1)
     rest = (REPLICATE,) * (len(call.results) - 2)
-    return Decision(decision.wants, (split, statistics, *rest), why=decision.why)
+    return replace(decision, results=(*decision.results, *statistics, *rest))
 
 
 @rule("matmul")
@@ -87,24 +79,29 @@ def einsum(call: Call) -> Decision:
     if "." in equation or "->" not in equation:
         return call.replicated("its equation leaves dims unnamed")
     left, _, right = equation.partition("->")
-    linear = tuple(frozenset({index}) for index in range(len(call.operands)))
-    return call.decide(Factors(tuple(tuple(part) for part in left.split(",")), (tuple(right),), linear=linear))
+    parts = [tuple(part) for part in left.split(",")]
+    diagonal = frozenset(name for part in parts for name in part if part.count(name) > 1)
+    linear = tuple(frozenset({index}) for index in range(len(parts)))
+    return call.decide(Factors(tuple(parts), (tuple(right),), diagonal, linear=linear))
 
 
 @rule("conv1d", "conv2d", "conv3d", "convolution")
 def convolution(call: Call) -> Decision:
     """Channels may be split; each group's, if there are as many groups as channels; positions may not."""
-    groups = int(call.args.get("groups", 1))
-    space = [f"!x{index}" for index in range(len(call.shapes[0]) - 2)]
-    window = " ".join(f"!w{index}" for index in range(len(space)))
-    result = " ".join(f"!y{index}" for index in range(len(space)))
-    places = " ".join(space)
+    if call.args.get("transposed"):
+        return call.replicated("it is transposed")
+    value, weight = call.shapes[:2]
+    batch = "b" if len(value) == len(weight) else ""
+    space = range(len(weight) - 2)
+    places, window, result = (" ".join(f"!{letter}{index}" for index in space) for letter in "xwy")
+    groups = call.args["groups"]
     if groups == 1:
-        return call.by_text(f"b i {places}, o i {window}, o -> b o {result}", added=frozenset({2}))
-    if groups == call.shapes[0][1] and groups == call.shapes[1][0]:
-        decision = call.by_text(f"b c {places}, c !one {window}, c -> b c {result}")
-        split = getattr(decision.results[0], "dim", None) == 1
-        return Decision(decision.wants, decision.results, (("groups", None),) if split else (), why=decision.why)
+        return call.by_text(f"{batch} i {places}, o i {window}, o -> {batch} o {result}", added=frozenset({2}))
+    if groups == value[len(batch)] == weight[0]:
+        decision = call.by_text(f"{batch} c {places}, c !one {window}, c -> {batch} c {result}")
+        split = decision.results[0]
+        by_channel = isinstance(split, Shard) and split.dim == len(batch)
+        return replace(decision, divide=(("groups", None),) if by_channel else ())
     return call.replicated("its groups have several channels each")
 
 
@@ -126,15 +123,18 @@ def reduction(call: Call) -> Decision:
         return pointwise(call)
     rank = len(call.shapes[0])
     given = call.args.get("dim")
-    listed = list(range(rank)) if given is None or given == [] else [given] if isinstance(given, int) else list(given)
+    if given == []:
+        return call.replicated("whether no dims are all or none differs by operator")
+    listed = list(range(rank)) if given is None else [given] if isinstance(given, int) else list(given)
     reduced = {int(dim) % max(rank, 1) for dim in listed}
     keep = bool(call.args.get("keepdim", False))
     names = tuple(f"d{dim}" for dim in range(rank))
     result = tuple(None if dim in reduced else names[dim] for dim in range(rank) if keep or dim not in reduced)
-    is_sum = call.node.target._schema.name == "aten::sum"
-    is_mean = call.node.target._schema.name == "aten::mean"
-    linear = (_FIRST,) if is_sum or is_mean else ()
-    return call.decide(Factors((names,), (result,) * len(call.results), summed=is_sum, linear=linear))
+    dtype = call.results[0].dtype
+    summed = call.name == "aten::sum" and dtype is not torch.bool
+    keeps_dtype = dtype is call.sources[0].meta["val"].dtype  # whole numbers that are cut off do not add up
+    linear = (_FIRST,) if call.name in ("aten::sum", "aten::mean") and keeps_dtype else ()
+    return call.decide(Factors((names,), (result,) * len(call.results), summed=summed, linear=linear))
 
 
 @rule("layer_norm", "native_layer_norm", "rms_norm", "_fused_rms_norm")
@@ -150,60 +150,68 @@ def norm(call: Call) -> Decision:
     return call.decide(Factors(inputs, outputs, frozenset(inner)))
 
 
-@rule("group_norm", "native_group_norm", "batch_norm", "native_batch_norm", "instance_norm")
-def batch_first(call: Call) -> Decision:
-    """Everything whole: statistics run over batch or channels."""
-    return call.replicated("its statistics need the whole value")
-
-
-for _name, _linear in {
-    "add": (frozenset({0, 1}),),
-    "sub": (frozenset({0, 1}),),
+LINEAR = {
+    "add": (_BOTH,),
+    "sub": (_BOTH,),
     "mul": (_FIRST, _SECOND),
     "div": (_FIRST,),
     "neg": (_FIRST,),
     "where": (frozenset({1, 2}),),
-}.items():
-
-    def _pointwise(call: Call, linear: Any = _linear) -> Decision:
-        single = len(call.operands) == 1 and call.node.target._schema.name in ("aten::add", "aten::sub")
-        return pointwise(call, () if single else linear)
-
-    rule(_name, f"{_name}_")(_pointwise)
-
-
-@rule("clone", "contiguous", "detach", "alias", "lift_fresh_copy", "detach_", "view_as_real_copy")
-def identity(call: Call) -> Decision:
-    """The value itself, partial sums included."""
-    return pointwise(call, (_FIRST,))
+    "clone": (_FIRST,),
+    "contiguous": (_FIRST,),
+    "detach": (_FIRST,),
+    "alias": (_FIRST,),
+    "lift_fresh_copy": (_FIRST,),
+}
+"""Elementwise operators through which partial sums pass, and the operands that may be such together."""
 
 
-@rule("dropout", "native_dropout", "feature_dropout", "alpha_dropout")
-def dropout(call: Call) -> Decision:
-    """Without training the value itself; with it, drawn for whole values only, alike on all ranks."""
-    training = call.args.get("train", call.args.get("training", True))
-    if training and call.args.get("p", 0.0) != 0.0:
-        return call.replicated("ranks must draw alike")
-    return pointwise(call, (_FIRST,))
+def _from_linear(linear: tuple[frozenset[int], ...]) -> Any:
+    return lambda call: pointwise(call, () if call.args.get("rounding_mode") else linear)
 
 
-@rule("to", "_to_copy", "type_as", "zeros_like", "ones_like", "full_like", "empty_like", "bernoulli", "rand_like",
-      "masked_fill", "masked_fill_", "__and__", "__or__", "__xor__", "gelu", "silu", "silu_", "relu", "relu_", "softplus",
-      "sigmoid", "tanh", "hardtanh", "leaky_relu", "elu", "clamp", "clip", "bitwise_and", "bitwise_or", "bitwise_not",
-      "fill", "copy", "prelu", "isin_scalar", "nan_to_num", "mish", "hardswish", "copy_", "float_power")  # fmt: skip
+for _name, _linear in LINEAR.items():
+    rule(_name)(_from_linear(_linear))
+
+
+@rule("masked_fill", "__and__", "__or__", "fill", "copy", "hardswish")
 def elementwise(call: Call) -> Decision:
     """Operators that torch does not mark as pointwise though they are."""
     return pointwise(call)
 
 
+@rule("dropout", "native_dropout")
+def dropout(call: Call) -> Decision:
+    """Without training the value itself; with it, drawn for whole values only, alike on all ranks."""
+    if call.args["train"] is not False and call.args["p"] != 0.0:
+        return call.replicated("ranks must draw alike")
+    return pointwise(call, (_FIRST,) if len(call.results) == 1 else ())
+
+
+@rule("to", "_to_copy", "type_as")
+def cast(call: Call) -> Decision:
+    """Partial sums are added up before they are rounded. Another operand lends its dtype, wherever it lies."""
+    kept = _unless_partial(call.placements[0])
+    return Decision((kept, *call.placements[1:]), (kept,))
+
+
+@rule("zeros_like", "ones_like", "full_like", "empty_like")
+def like(call: Call) -> Decision:
+    """Only the value's sizes matter."""
+    return Decision(call.placements, (_unless_partial(call.placements[0]),))
+
+
+def _unless_partial(placement: Placement) -> Placement:
+    return placement if isinstance(placement, Shard) else REPLICATE
+
+
 @rule("new_zeros", "new_ones", "new_full", "new_empty")
 def from_sizes(call: Call) -> Decision:
     """Sizes are global: whole, whatever the value is that gives the dtype."""
-    decision = call.replicated()
-    return Decision(call.placements, decision.results)
+    return Decision(call.placements, (REPLICATE,))
 
 
-@rule("_assert_tensor_metadata", "_assert_async", "sym_size", "sym_numel", "sym_stride")
+@rule("_assert_tensor_metadata", "_assert_async.msg", "sym_size.int", "sym_numel")
 def question(call: Call) -> Decision:
     """Asks the value, wherever it lies."""
     return Decision(call.placements, ())

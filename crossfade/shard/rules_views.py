@@ -2,24 +2,18 @@
 
 from __future__ import annotations
 
-import sys
+from itertools import accumulate, pairwise
 from typing import Any
 
+import torch
 from torch import Tensor, fx
 
 from crossfade.graph.private import statically_equal
 from crossfade.shard.factors import Decision, Factors
-from crossfade.shard.placements import (
-    REPLICATE,
-    Placement,
-    Replicate,
-    Shard,
-    block_sizes,
-    divides,
-    in_blocks,
-    reshaped,
-)
+from crossfade.shard.placements import Placement, Shard, block_sizes, in_blocks, reshaped
 from crossfade.shard.rules import Call, rule
+
+aten = torch.ops.aten
 
 _FIRST = frozenset({0})
 
@@ -34,27 +28,48 @@ def _through(call: Call, dims: dict[int, int], why: str = "it needs that dim who
     return Decision(call.placements, (placement.on(dims[placement.dim]),) * len(call.results))
 
 
-@rule("view", "reshape", "_unsafe_view", "flatten", "unflatten", "squeeze", "unsqueeze", "_reshape_copy", "view_copy")
+@rule("view", "reshape", "_unsafe_view", "flatten", "ravel", "unsqueeze")
 def reshape(call: Call) -> Decision:
     """Whatever keeps the elements' order; refused where a rank's part would not be one of the result's dims."""
+    if "dtype" in call.args:
+        return call.replicated("it reads the bytes anew")
+    after = _reshaped(call)
+    named = [name for name in ("size", "shape") if name in call.args]
+    return _viewed(call, after, divide=tuple((name, after.dim) for name in named if isinstance(after, Shard)))
+
+
+@rule("unflatten")
+def unflatten(call: Call) -> Decision:
+    """One dim becomes several; their sizes are given without the others'."""
+    after, first = _reshaped(call), call.dim()
+    inside = isinstance(after, Shard) and first <= after.dim < first + len(call.args["sizes"])
+    return _viewed(call, after, divide=(("sizes", after.dim - first),) if isinstance(after, Shard) and inside else ())
+
+
+@rule("squeeze")
+def squeeze(call: Call) -> Decision:
+    """Dims of size 1 go: those of the whole value, not one of which a rank has a part of that size."""
+    asked = call.args.get("dim", list(range(len(call.shapes[0]))))
+    dims = [int(dim) % max(len(call.shapes[0]), 1) for dim in (asked if isinstance(asked, (list, tuple)) else [asked])]
+    gone = [dim for dim in dims if call.shapes[0] and statically_equal(call.shapes[0][dim], 1)]
+    return _viewed(call, _reshaped(call), emit=_emit(aten.squeeze.dims, gone))
+
+
+def _reshaped(call: Call) -> Placement | None:
+    """The placement of the only result, if the elements keep their order; None if it has none."""
     placement = call.placements[0]
     if not isinstance(placement, Shard):
-        return Decision(call.placements, (placement,))
-    after = reshaped(placement, call.shapes[0], call.results[0].shape, call.ranks)
+        return placement
+    return reshaped(placement, call.shapes[0], call.results[0].shape, call.ranks)
+
+
+def _viewed(call: Call, after: Placement | None, **more: Any) -> Decision:
     if after is None:
         return call.replicated("no dim of the reshaped value is split alike")
-    name = call.node.target._schema.name
-    if name == "aten::unflatten":
-        first = call.dim()
-        inside = first <= after.dim < first + len(call.args["sizes"])
-        divide = ((("sizes", after.dim - first),) if inside else ())  # fmt: skip
-    else:
-        named = next((name for name in ("size", "shape") if name in call.args), None)
-        divide = ((named, after.dim),) if named is not None else ()
-    return Decision(call.placements, (after,), divide)
+    return Decision(call.placements, (after,), **more)
 
 
-@rule("expand", "expand_copy", "broadcast_to")
+@rule("expand", "broadcast_to")
 def expand(call: Call) -> Decision:
     """New dims come in front, dims of size 1 grow; a split dim stays as it is."""
     ahead = call.results[0].dim() - len(call.shapes[0])
@@ -79,10 +94,10 @@ def repeat(call: Call) -> Decision:
     if not isinstance(placement, Shard):
         return Decision(call.placements, (placement,))
     times = call.args["repeats"][placement.dim + ahead]
-    if not isinstance(times, int):
-        return call.replicated("it is repeated a number of times known only when it runs")
-    after = Shard(placement.dim + ahead, placement.outer * times, placement.sizes * times)
-    return Decision(call.placements, (after,))
+    if not isinstance(times, int) or times < 1:
+        return call.replicated("it is repeated a number of times known only when it runs, or never")
+    outer = placement.outer if placement.sizes else placement.outer * times
+    return Decision(call.placements, (Shard(placement.dim + ahead, outer, placement.sizes * times),))
 
 
 @rule("repeat_interleave.self_int")
@@ -91,31 +106,39 @@ def repeat_interleave(call: Call) -> Decision:
     if call.args.get("dim") is None:
         return call.replicated("it flattens the value")
     placement = call.placements[0]
-    on_it = isinstance(placement, Shard) and placement.dim == call.dim()
-    if on_it and isinstance(placement, Shard) and placement.sizes:
+    if not isinstance(placement, Shard) or placement.dim != call.dim():
+        return Decision(call.placements, (placement,))
+    if placement.sizes:
         return call.replicated("its blocks are uneven")
-    divide = (("output_size", None),) if on_it and call.args.get("output_size") is not None else ()
+    divide = (("output_size", None),) if call.args.get("output_size") is not None else ()
     return Decision(call.placements, (placement,), divide)
 
 
-@rule("permute", "permute_copy")
+@rule("permute")
 def permute(call: Call) -> Decision:
     """Dims in another order."""
     order = [int(dim) % len(call.shapes[0]) for dim in call.args["dims"]]
     return _through(call, {old: new for new, old in enumerate(order)})
 
 
-@rule("transpose", "swapaxes", "t", "adjoint", "numpy_T", "mT")
+@rule("transpose", "swapdims", "swapaxes", "t", "mT", "adjoint")
 def transpose(call: Call) -> Decision:
-    """Two dims swapped."""
+    """Two dims swapped, the last two if none are named."""
     rank = len(call.shapes[0])
-    names = [name for name in ("dim0", "dim1", "axis0", "axis1") if name in call.args]
-    first, second = (int(call.args[name]) % rank for name in names) if names else (max(rank - 2, 0), rank - 1)
-    moved = {first: second, second: first}
+    named = [call.args[name] for name in ("dim0", "dim1", "axis0", "axis1") if name in call.args]
+    first, second = (int(dim) % max(rank, 1) for dim in named or (-2, -1))
+    moved = {first: second, second: first} if rank > 1 else {}
     return _through(call, {dim: moved.get(dim, dim) for dim in range(rank)})
 
 
-@rule("movedim")
+@rule("numpy_T")
+def reversed_dims(call: Call) -> Decision:
+    """All dims in reverse."""
+    rank = len(call.shapes[0])
+    return _through(call, {dim: rank - 1 - dim for dim in range(rank)})
+
+
+@rule("movedim", "moveaxis")
 def movedim(call: Call) -> Decision:
     """Some dims moved, the others in their order."""
     rank = len(call.shapes[0])
@@ -129,72 +152,66 @@ def movedim(call: Call) -> Decision:
     return _through(call, {old: new for new, old in enumerate(filled)})
 
 
-@rule("select", "select_copy")
+@rule("select", "unbind")
 def select(call: Call) -> Decision:
-    """One index of a dim: that dim goes."""
+    """One index of a dim, or each: that dim goes."""
     taken = call.dim()
     return _through(call, {dim: dim - (dim > taken) for dim in range(len(call.shapes[0])) if dim != taken})
 
 
-@rule("unbind")
-def unbind(call: Call) -> Decision:
-    """Every index of a dim: that dim goes."""
-    return select(call)
-
-
-@rule("slice", "narrow", "slice_copy")
+@rule("slice", "narrow")
 def slice_(call: Call) -> Decision:
     """A range of a dim: of a split one all of it, or whole blocks of it."""
     placement = call.placements[0]
     if not isinstance(placement, Shard) or placement.dim != call.dim():
         return Decision(call.placements, (placement,))
-    size = call.shapes[0][placement.dim]
-    if statically_equal(call.results[0].shape[placement.dim], size):
+    size, length = call.shapes[0][placement.dim], call.results[0].shape[placement.dim]
+    if statically_equal(length, size):
         return Decision(call.placements, (placement,), (("length", None),) if "length" in call.args else ())
-    start = call.args.get("start") or 0
-    if not isinstance(start, int) or not isinstance(size, int) or call.args.get("step", 1) != 1:
+    start = call.args["start"] or 0
+    if any(not isinstance(number, int) for number in (start, size, length)) or call.args.get("step", 1) != 1:
         return call.replicated("it takes a part of the split dim")
-    start = start + size if start < 0 else start
-    taken = _blocks_between(placement, size, start, start + int(call.results[0].shape[placement.dim]))
-    if taken is None or not divides(in_blocks(0, taken), sum(taken), call.ranks):
+    start += size if start < 0 else 0
+    taken = _blocks_between(call, start, start + length)
+    if taken is None:
         return call.replicated("it takes a part of the split dim")
-    ends = ("start", "length") if "length" in call.args else ("start", "end")
-    given = [name for name in ends if call.args.get(name) not in (None, sys.maxsize)]
-    return Decision(call.placements, (in_blocks(placement.dim, taken),), tuple((name, None) for name in given))
+    ends = start // call.ranks, (start + length) // call.ranks
+    return Decision(call.placements, (taken,), emit=_emit(aten.slice.Tensor, placement.dim, *ends))
 
 
-def _blocks_between(shard: Shard, size: int, start: int, end: int) -> tuple[int, ...] | None:
-    """The blocks of a split dim between two positions, if both are ends of blocks."""
+def _emit(target: Any, *rest: Any) -> Any:
+    """Something else than the operator itself, of its first operand and these arguments."""
+    return lambda builder, node, args: builder.call(target, args["self"], *rest)
+
+
+def _blocks_between(call: Call, start: int, end: int) -> Shard | None:
+    """The first operand's split between two positions along it, if both are ends of blocks."""
+    shard: Any = call.placements[0]
     position, found, ends = 0, [], {0}
-    for block in block_sizes(shard, size):
+    for block in block_sizes(shard, call.shapes[0][shard.dim]):
         if start <= position and position + block <= end:
             found.append(block)
         position += block
         ends.add(position)
-    return tuple(found) if {start, end} <= ends and found else None
+    return in_blocks(shard.dim, found) if {start, end} <= ends and found else None
 
 
-@rule("split", "split_with_sizes", "chunk", "tensor_split", "unsafe_split", "unsafe_chunk", "split_copy",
-      "split_with_sizes_copy", "unsafe_split_with_sizes")  # fmt: skip
+@rule("split", "split_with_sizes", "chunk", "tensor_split")
 def split(call: Call) -> Decision:
     """Pieces along a dim: of a split one, each piece must be whole blocks of it."""
     placement = call.placements[0]
-    pieces = len(call.results)
     if not isinstance(placement, Shard) or placement.dim != call.dim():
-        return Decision(call.placements, (placement,) * pieces)
-    size = call.shapes[0][placement.dim]
+        return Decision(call.placements, (placement,) * len(call.results))
     sizes = [piece.shape[placement.dim] for piece in call.results]
-    if not isinstance(size, int) or not isinstance(placement.outer, int):
+    if not all(isinstance(size, int) for size in (*sizes, call.shapes[0][placement.dim])):
         return call.replicated("it cuts the split dim")
-    position, results = 0, []
-    for piece in sizes:
-        taken = _blocks_between(placement, size, position, position + piece)
-        if taken is None or not divides(in_blocks(0, taken), sum(taken), call.ranks):
-            return call.replicated("it cuts the split dim")
-        results.append(in_blocks(placement.dim, taken))
-        position += piece
-    named = [name for name in ("split_size", "split_sizes", "split_size_or_sections") if name in call.args]
-    return Decision(call.placements, tuple(results), tuple((name, None) for name in named))
+    ends = [0, *accumulate(sizes)]
+    pieces = [_blocks_between(call, *between) for between in pairwise(ends)]
+    results = tuple(piece for piece in pieces if piece is not None)
+    if len(results) < len(pieces):
+        return call.replicated("it cuts the split dim")
+    local = [size // call.ranks for size in sizes]
+    return Decision(call.placements, results, emit=_emit(aten.split_with_sizes.default, local, placement.dim))
 
 
 @rule("cat", "concat")
@@ -242,29 +259,39 @@ def triangle(call: Call) -> Decision:
     return call.decide(Factors((names,), (names,), frozenset(names[-2:]), linear=(_FIRST,)))
 
 
-@rule("index_select", "gather", "scatter", "scatter_add", "index_add", "index_copy", "take_along_dim", "index_fill",
-      "scatter_reduce", "index_add_", "scatter_", "scatter_add_")  # fmt: skip
-def indexed_dim(call: Call) -> Decision:
-    """All dims pass but the indexed one, whose positions are counted over the whole dim."""
-    rank = len(call.shapes[0])
-    dim = call.dim()
-    names = tuple(f"d{index}" for index in range(rank))
+@rule("index_select", "gather")
+def picked(call: Call) -> Decision:
+    """All dims pass but the indexed one, of which positions are counted; what is picked may be split."""
+    names, pieces, fixed = _indexed(call)
+    index = pieces if len(call.shapes[1]) == len(names) else ("picked",) * len(call.shapes[1])
+    return call.decide(Factors((names, index), (pieces,), fixed, linear=(_FIRST,)))
+
+
+@rule("scatter", "scatter_add", "scatter_reduce", "index_add", "index_copy", "index_fill")
+def placed(call: Call) -> Decision:
+    """All dims pass but the indexed one; so do partial sums that are added or put in place."""
+    names, pieces, fixed = _indexed(call)
+    rest = tuple(pieces if len(shape) == len(names) else ("picked",) * len(shape) for shape in call.shapes[1:])
+    linear = () if "reduce" in call.args else (frozenset({0, 2}),)
+    return call.decide(Factors((names, *rest), (names,), fixed | {"picked"}, linear=linear))
+
+
+def _indexed(call: Call) -> tuple[tuple[str, ...], tuple[str, ...], frozenset[str]]:
+    """The dims of the value, those of what is picked of it or put in it, and those that may not be split.
+
+    The others need not be as large as the value's: then its first ones are meant, wherever they lie.
+    """
+    value, dim = call.shapes[0], call.dim()
+    names = tuple(f"d{index}" for index in range(len(value)))
     pieces = tuple("picked" if index == dim else name for index, name in enumerate(names))
-    inputs = tuple(
-        names if index == 0 else pieces if len(shape) == rank else ("picked",) * len(shape)
-        for index, shape in enumerate(call.shapes)
-    )
-    name = call.node.target._schema.name.removeprefix("aten::").rstrip("_")
-    result = pieces if name in ("index_select", "gather", "take_along_dim") else names
-    linear: tuple[frozenset[int], ...] = ()
-    if name in ("index_select", "gather", "take_along_dim"):
-        linear = (_FIRST,)
-    elif name in ("scatter_add", "index_add", "index_copy", "scatter") and len(call.operands) == 3:
-        linear = (frozenset({0, 2}),)
-    return call.decide(Factors(inputs, (result,), frozenset({f"d{dim}", "picked"}), linear=linear))
+    alike = [shape for shape in call.shapes if len(shape) == len(value)]
+    shorter = [
+        name for index, name in enumerate(names) if any(not statically_equal(s[index], value[index]) for s in alike)
+    ]
+    return names, pieces, frozenset({f"d{dim}", *shorter})
 
 
-@rule("index", "_unsafe_index")
+@rule("index")
 def index(call: Call) -> Decision:
     """Dims that are not indexed pass; indices and indexed dims are whole."""
     indices = list(call.args["indices"])
@@ -277,9 +304,7 @@ def index(call: Call) -> Decision:
     result = (*names[: used[0]], *((None,) * wide), *names[used[-1] + 1 :])
     inputs = (names, *((None,) * len(shape) for shape in call.shapes[1:]))
     fixed = frozenset(names[dim] for dim in used)
-    wants = call.decide(Factors(inputs, (result,), fixed, linear=(_FIRST,)))
-    whole: tuple[Placement, ...] = tuple(REPLICATE for _ in call.operands[1:])
-    return Decision((wants.wants[0], *whole), wants.results, why=wants.why)
+    return call.decide(Factors(inputs, (result,), fixed, linear=(_FIRST,)))
 
 
 def _is_mask(one: Any) -> bool:

@@ -1,0 +1,96 @@
+"""Models split over an axis, and over an axis beside data parallelism: trained on ranks equals trained on one device."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import crossfade as cf
+from crossfade.errors import CrossfadeError
+from crossfade.shard.plan import Plan
+from tests.models import zoo
+
+STEPS, BATCH, LENGTH = 2, 4, 8
+
+
+def language_loss(output: Any, labels: Tensor) -> Tensor:
+    return nn.functional.cross_entropy(output.logits.flatten(0, 1), labels.flatten())
+
+
+def _batches() -> list[tuple[dict[str, Tensor], Tensor]]:
+    generator = torch.Generator().manual_seed(1)
+    ids = torch.randint(0, 128, (STEPS, BATCH, LENGTH + 1), generator=generator)
+    return [({"input_ids": one[:, :-1].contiguous()}, one[:, 1:].contiguous()) for one in ids]
+
+
+def _started(name: str) -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = zoo.architecture(name).build()
+    for parameter in model.parameters():
+        parameter.requires_grad_(True)
+    return model, torch.optim.AdamW(model.parameters(), lr=1e-3)
+
+
+def _plan(name: str, model: nn.Module) -> Plan | dict[str, object]:
+    if name == "gpt2":
+        both = {"attn.c_proj": "rowwise", "mlp.c_fc": "colwise", "mlp.c_proj": "rowwise"}
+        fused = {"transformer.h.*.attn.c_attn": cf.Fused("colwise", blocks=3)}
+        return {f"transformer.h.*.{key}": style for key, style in both.items()} | fused
+    return Plan.from_model(model)
+
+
+def train(name: str, mesh: dict[str, int], clip: float | None) -> dict[str, Any]:
+    """Losses, and for every parameter how far it is from one device's, trained here too."""
+    model, optimizer = _started(name)
+    alone, alone_optimizer = _started(name)
+    step = cf.compile_step(
+        model, language_loss, optimizer, mesh, tensor_parallel=_plan(name, model), clip_grad_norm=clip, timeout=60
+    )
+    losses, expected = [], []
+    for inputs, labels in _batches():
+        losses.append(float(step(inputs, labels)))
+        loss = language_loss(alone(**inputs), labels)
+        loss.backward()
+        if clip is not None:
+            torch.nn.utils.clip_grad_norm_(alone.parameters(), clip)
+        alone_optimizer.step()
+        alone_optimizer.zero_grad()
+        expected.append(float(loss.detach()))
+    worst = max(
+        float((part - model.get_parameter(name).detach()).abs().max())
+        for name, part in step.own_parts({name: whole.detach() for name, whole in alone.named_parameters()}).items()
+    )
+    split = sum(part.shape != alone.get_parameter(name).shape for name, part in model.named_parameters())
+    return {"losses": losses, "expected": expected, "worst": worst, "split": split}
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("mesh", [{"tp": 2}, {"tp": 4}, {"dp": 2, "tp": 2}], ids=str)
+@pytest.mark.parametrize("name", ["llama", "gpt2", "mixtral"])
+def test_split_models_equal_one_device(ranks: Any, name: str, mesh: dict[str, int]) -> None:
+    clip = 0.1 if name == "llama" else None
+    for trained in ranks(torch.tensor(list(mesh.values())).prod().item()).run(train, name, mesh, clip):
+        assert trained["losses"] == pytest.approx(trained["expected"], rel=1e-5)
+        assert trained["worst"] < 2e-5
+        assert trained["split"] > 8
+
+
+def refused() -> list[str]:
+    """What cannot be split says so."""
+    messages = []
+    for options in ({"mesh": {"dp": 2}}, {"mesh": {"tp": 2}, "data_parallel": "zero2"}):
+        model, optimizer = _started("llama")
+        try:
+            cf.compile_step(model, language_loss, optimizer, tensor_parallel=Plan.from_model(model), **options)
+        except CrossfadeError as error:
+            messages.append(str(error))
+    return messages
+
+
+@pytest.mark.ranks
+def test_what_cannot_be_split_says_so(ranks: Any) -> None:
+    for messages in ranks(2).run(refused):
+        assert "an axis called tp" in messages[0]
+        assert "together with tensor_parallel" in messages[1]
