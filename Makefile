@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: help demo test lint bench fuzz clean
+.PHONY: help demo test lint bench fuzz models clean
 .DEFAULT_GOAL := help
 
 help: ## list the targets
@@ -33,6 +33,9 @@ bench: $(READY) ## step time against torch's DDP on this machine, as ratios
 
 fuzz: $(READY) ## the sampled-program tests, many more examples
 	$(BIN)/python -m pytest tests/properties --hypothesis-profile=fuzz
+
+models: $(READY) ## the tests of real models, in all combinations: static and dynamic, raw and decomposed
+	$(BIN)/python -m pytest tests/models -m 'models or not models'
 
 clean: ## remove the virtual environment and caches
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info

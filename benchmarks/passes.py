@@ -1,12 +1,13 @@
-"""Time of our passes and of torch's on the same graphs, in one process: nodes, seconds, ratio, growth.
+"""Time of our passes and of torch's on the same graphs, in one process: nodes, CPU seconds, ratio, growth.
 
     python -m benchmarks.passes                       # 4, 16 and 64 layers
     python -m benchmarks.passes --layers 4,16         # quicker
     python -m benchmarks.passes --layers 64,256 --save
+    python -m benchmarks.passes --only simplified --layers 4,16,64,256
 
-Graphs are those of `benchmarks/graphs.py`. Each pass runs on a fresh copy; copying is not timed. Ours is the best of
-three runs, torch's one run; torch's is left out where it would take more than `--patience` seconds, as far as its
-smaller sizes tell.
+Graphs are those of `benchmarks/graphs.py` and `benchmarks/training_graphs.py`. Each pass runs on a fresh copy; copying
+is not timed. Ours is the best of three runs, torch's one run; torch's is left out where it would take more than
+`--patience` seconds, as far as its smaller sizes tell. Beside the seconds, how many nodes are gone.
 """
 
 from __future__ import annotations
@@ -17,13 +18,14 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from typing import NamedTuple
 
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 from torch import fx
 
-from benchmarks import graphs
+from benchmarks import graphs, training_graphs
 from benchmarks.figures import save
 from crossfade.communicate.bucket_all_gathers import BucketAllGathers
 from crossfade.communicate.bucket_all_reduces import BucketAllReduces
@@ -32,45 +34,67 @@ from crossfade.communicate.raise_launches import RaiseLaunches
 from crossfade.communicate.sink_waits import SinkWaits
 from crossfade.graph.passes import Pass
 from crossfade.graph.program import from_graph_module
+from crossfade.pipeline import simplification
 
 CAP_MB = 100.0
-Timed = Callable[[fx.GraphModule], float]
+
+
+class Done(NamedTuple):
+    """What passes took, and how many nodes they left."""
+
+    seconds: float
+    nodes: int
+
+
+Timed = Callable[[fx.GraphModule], Done]
 
 
 def _ours(*passes: Pass) -> Timed:
-    def run(module: fx.GraphModule) -> float:
+    def run(module: fx.GraphModule) -> Done:
         program = from_graph_module(module, groups={graphs.start_fake_world(): graphs.RANKS})
-        start = time.perf_counter()
+        start = time.process_time()
         for one in passes:
             one.run(program)
-        return time.perf_counter() - start
+        return Done(time.process_time() - start, len(program.graph.nodes))
 
     return run
 
 
 def _torch_buckets(*names: str) -> Timed:
-    def run(module: fx.GraphModule) -> float:
+    def run(module: fx.GraphModule) -> Done:
         from torch._inductor.fx_passes import bucketing
 
         module = copy.deepcopy(module)
-        start = time.perf_counter()
+        start = time.process_time()
         for name in names:
             getattr(bucketing, name)(module, lambda index: CAP_MB)
-        return time.perf_counter() - start
+        return Done(time.process_time() - start, len(module.graph.nodes))
 
     return run
 
 
-def _torch_ddp_fusion(module: fx.GraphModule) -> float:
+def _torch_ddp_fusion(module: fx.GraphModule) -> Done:
     from torch._inductor.fx_passes.ddp_fusion import fuse_ddp_communication
     from torch._inductor.virtualized import V
 
     module = copy.deepcopy(module)
     mode = next(node.meta["val"].fake_mode for node in module.graph.nodes if "val" in node.meta)
-    start = time.perf_counter()
+    start = time.process_time()
     with V.set_fake_mode(mode):
         fuse_ddp_communication(module.graph, ["fuse_ddp_with_concat_op", "schedule_comm_wait"], int(CAP_MB))
-    return time.perf_counter() - start
+    return Done(time.process_time() - start, len(module.graph.nodes))
+
+
+def _torch_post_grad(module: fx.GraphModule) -> Done:
+    from torch._inductor.fx_passes.post_grad import post_grad_passes
+    from torch._inductor.virtualized import V
+
+    module = copy.deepcopy(module)
+    mode = next(node.meta["val"].fake_mode for node in module.graph.nodes if "val" in node.meta)
+    start = time.process_time()
+    with V.set_fake_mode(mode):
+        post_grad_passes(module, is_inference=False)
+    return Done(time.process_time() - start, len(module.graph.nodes))
 
 
 CONTESTS: dict[str, tuple[Callable[[int], fx.GraphModule], Timed, Timed]] = {
@@ -91,6 +115,8 @@ CONTESTS: dict[str, tuple[Callable[[int], fx.GraphModule], Timed, Timed]] = {
         _ours(BucketAllGathers(CAP_MB), BucketReduceScatters(CAP_MB), BucketAllReduces(CAP_MB)),
         _torch_buckets("bucket_all_gather", "bucket_reduce_scatter", "bucket_all_reduce"),
     ),
+    "gpt, simplified": (training_graphs.gpt, _ours(*simplification()), _torch_post_grad),
+    "llama, simplified": (training_graphs.llama, _ours(*simplification()), _torch_post_grad),
 }
 
 
@@ -104,6 +130,8 @@ class Timing:
     ours: float
     theirs: float | None
     growth: float | None
+    our_nodes: int
+    their_nodes: int | None
 
 
 def main() -> None:
@@ -112,14 +140,16 @@ def main() -> None:
     parser.add_argument("--layers", default="4,16,64", help="sizes to try, smallest first")
     parser.add_argument("--save", action="store_true", help="keep the figures in benchmarks/results")
     parser.add_argument("--patience", type=float, default=150.0, help="seconds to wait for torch's passes, at most")
+    parser.add_argument("--only", default="", help="the contests that have this in their name")
     given = parser.parse_args()
+    contests = {name: contest for name, contest in CONTESTS.items() if given.only in name}
     sizes = [int(size) for size in given.layers.split(",")]
     timings: list[Timing] = []
     with Progress(transient=True) as progress:
-        task = progress.add_task("passes", total=len(CONTESTS) * len(sizes))
+        task = progress.add_task("passes", total=len(contests) * len(sizes))
         for layers in sizes:
             modules: dict[Callable[[int], fx.GraphModule], fx.GraphModule] = {}
-            for contest, (make, ours, theirs) in CONTESTS.items():
+            for contest, (make, ours, theirs) in contests.items():
                 progress.update(task, description=f"{contest}, {layers} layers", advance=1)
                 if make not in modules:
                     modules = {make: make(layers)}  # one at a time: a graph of 100,000 nodes takes a gigabyte
@@ -141,23 +171,37 @@ def _contest(
 ) -> Timing:
     nodes = len(module.graph.nodes)
     ours(module)  # operators are looked up at first use
-    seconds = min(ours(module) for _ in range(3))
-    if not earlier:
-        return Timing(contest, layers, nodes, seconds, theirs(module), None)
-    last = earlier[-1]
-    larger = nodes / last.nodes
-    hopeless = last.theirs is None or last.theirs * larger**2 > patience
-    growth = math.log(seconds / last.ours) / math.log(larger)
-    return Timing(contest, layers, nodes, seconds, None if hopeless else theirs(module), growth)
+    done = min(ours(module) for _ in range(3))
+    growth, hopeless = None, False
+    if earlier:
+        last = earlier[-1]
+        larger = nodes / last.nodes
+        hopeless = last.theirs is None or last.theirs * larger**2 > patience
+        growth = math.log(done.seconds / last.ours) / math.log(larger)
+    other = None if hopeless else theirs(module)
+    return Timing(
+        contest,
+        layers,
+        nodes,
+        done.seconds,
+        other.seconds if other is not None else None,
+        growth,
+        done.nodes,
+        other.nodes if other is not None else None,
+    )
 
 
 def _show(timings: list[Timing]) -> None:
-    table = Table("graph and passes", "layers", "nodes", "ours, s", "torch, s", "torch / ours", "our growth")
+    heads = ["layers", "nodes", "ours, s", "torch, s", "torch / ours", "our growth", "gone, ours", "gone, torch"]
+    table = Table("graph and passes", *heads)
     for one in timings:
         growth = f"{one.growth:.2f}" if one.growth is not None else ""
         theirs = f"{one.theirs:.2f}" if one.theirs is not None else "not awaited"
         ratio = f"{one.theirs / one.ours:.1f}" if one.theirs is not None else ""
-        table.add_row(one.contest, str(one.layers), f"{one.nodes:,}", f"{one.ours:.3f}", theirs, ratio, growth)
+        gone = f"{one.nodes - one.our_nodes:,}"
+        their_gone = f"{one.nodes - one.their_nodes:,}" if one.their_nodes is not None else ""
+        figures = [f"{one.nodes:,}", f"{one.ours:.3f}", theirs, ratio, growth, gone, their_gone]
+        table.add_row(one.contest, str(one.layers), *figures)
     Console(width=120).print(table)
 
 

@@ -10,27 +10,35 @@ step.report.show()
 from crossfade.cost.machine import Machine
 from crossfade.errors import CrossfadeError
 from crossfade.graph.passes import Pass, PassResult, Verdict, run_passes
+from crossfade.graph.pipelines import Pipeline
 from crossfade.graph.program import Program
 from crossfade.pipeline import Optimized, optimize
 from crossfade.report.report import Report
 from crossfade.run.ranks import Ranks
 from crossfade.run.step import Step
+from crossfade.shard.plan import Fused, Plan
+from crossfade.tensor_parallel import Sharded, shard
 from crossfade.training import compile_step
 
 __version__ = "0.1.0"
 
 __all__ = [
     "CrossfadeError",
+    "Fused",
     "Machine",
     "Optimized",
     "Pass",
     "PassResult",
+    "Pipeline",
+    "Plan",
     "Program",
     "Ranks",
     "Report",
+    "Sharded",
     "Step",
     "Verdict",
     "compile_step",
     "optimize",
     "run_passes",
+    "shard",
 ]

@@ -31,7 +31,15 @@ def options_of(one: type[Pass]) -> list[str]:
     ["groups: tuple[str, ...] = ('dp',)", 'piece_mb: float = 1.0']
     """
     kinds = get_type_hints(one)
-    return [f"{option.name}: {_spelled_type(kinds[option.name])} = {option.default!r}" for option in fields(one)]
+    return [
+        f"{option.name}: {_spelled_type(kinds[option.name])} = {_default(option.default)}" for option in fields(one)
+    ]
+
+
+def _default(value: Any) -> str:
+    """A default as text; passes by their spellings."""
+    is_passes = isinstance(value, tuple) and value and all(isinstance(one, Pass) for one in value)
+    return repr(tuple(one.spelling for one in value) if is_passes else value)
 
 
 def _spelled_type(kind: Any) -> str:
@@ -56,6 +64,8 @@ def pass_from_spelling(spelling: str) -> Pass:
 
     >>> pass_from_spelling("bucket-all-reduces(cap_mb=8)").cap_mb
     8.0
+    >>> pass_from_spelling("simplify-nodes(passes=('remove-aliases',))").spelling
+    "simplify-nodes(passes=('remove-aliases',))"
     """
     name, _, options = spelling.partition("(")
     if name not in known_passes():
@@ -75,11 +85,13 @@ def pass_from_spelling(spelling: str) -> Pass:
 
 
 def _as_option(kind: Any, default: Any, value: Any) -> Any:
-    """A value from the command line as the option's type; only a whole number for a float is not yet that."""
+    """A value from the command line as the option's type: whole numbers for floats and spellings for passes are not."""
     if value is None and type(None) in get_args(kind):
         return None
     if isinstance(default, float) and type(value) is int:
         return float(value)
+    if isinstance(default, tuple) and any(isinstance(one, Pass) for one in default):
+        return tuple(pass_from_spelling(one) for one in value)
     if default is not None and not isinstance(value, (type(default), tuple)):
         raise ValueError(value)
     return value

@@ -1,4 +1,4 @@
-"""The command line: `crossfade calibrate | demo | explain | launch | passes | simulate`."""
+"""The command line: `crossfade calibrate | demo | explain | launch | passes | simplify | simulate`."""
 
 from __future__ import annotations
 
@@ -125,6 +125,42 @@ def simulate(
     console.print(table)
     if html is not None:
         console.print(f"HTML report: {found[-1].report.to_html(html)}", soft_wrap=True)
+
+
+@app.command()
+def simplify(
+    model: Annotated[Path, typer.Argument(help="A model saved with torch.export.save.", exists=True, dir_okay=False)],
+    output: Annotated[Path | None, typer.Option("--output", "-o", help="Save the simplified model here.")] = None,
+    only: Annotated[list[str] | None, typer.Option(help="Run this pass, by its spelling, instead of all.")] = None,
+    without: Annotated[list[str] | None, typer.Option(help="Leave this pass out.")] = None,
+    before: Annotated[list[str] | None, typer.Option(help="NAME=SPELLING: add a pass before another.")] = None,
+    after: Annotated[list[str] | None, typer.Option(help="NAME=SPELLING: add a pass after another.")] = None,
+    html: Annotated[Path | None, typer.Option(help="Also write an HTML report here.")] = None,
+) -> None:
+    """Make an exported model smaller, for inference, and say what each pass did.
+
+    Each of --only, --without, --before and --after may be given several times; `crossfade passes` lists the names.
+    """
+    from rich.table import Table
+
+    from crossfade import pipeline, simplification
+
+    exported = simplification.load(model)
+    whole = pipeline.simplification()
+    chosen = simplification.choose(
+        whole, only=only or (), without=without or (), before=before or (), after=after or ()
+    )
+    done = simplification.simplify(exported, chosen, title=model.name)
+    table = Table("pass", "nodes", "became", "applied", title=model.name)
+    for record in done.report.records:
+        applied = ", ".join(f"{name} {count}" for name, count in record.counts.items() if count)
+        table.add_row(escape(record.spelling), str(record.nodes_before), str(record.nodes_after), escape(applied))
+    console.print(table)
+    if output is not None:
+        simplification.save(done.exported, output)
+        console.print(f"simplified model: {output}", soft_wrap=True)
+    if html is not None:
+        console.print(f"HTML report: {done.report.to_html(html)}", soft_wrap=True)
 
 
 @app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})

@@ -1,6 +1,7 @@
 """The compiler, top to bottom: which passes run, in which order. Only this file knows.
 
-`crossfade.training` runs these lists on a training step; `optimize` on a graph that already has collectives.
+`crossfade.training` runs these on a training step; `optimize` on a graph that already has collectives;
+`crossfade.simplification` runs the first of them on exported models.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from crossfade.cost.machine import Machine
 from crossfade.graph import collectives, packing
 from crossfade.graph.collectives import Kind
 from crossfade.graph.passes import Pass, run_passes
+from crossfade.graph.pipelines import Pipeline
 from crossfade.graph.private import backend_of_group, tree_flatten, tree_unflatten
 from crossfade.graph.program import Program, from_graph_module
 from crossfade.report.report import Report
@@ -41,17 +43,36 @@ from crossfade.shard.gather_parameters import GatherParameters
 from crossfade.shard.gather_updates import GatherUpdates
 from crossfade.shard.scatter_gradients import ScatterGradients
 from crossfade.shard.synchronize_batch_norm import SynchronizeBatchNorm
-from crossfade.simplify.remove_aliases import RemoveAliases
+from crossfade.simplify.add_matmuls import AddMatmuls
+from crossfade.simplify.associate_matmuls import AssociateMatmuls
+from crossfade.simplify.decompose_thin_matmuls import DecomposeThinMatmuls
+from crossfade.simplify.fold_constants import FoldConstants
+from crossfade.simplify.merge_common_subexpressions import MergeCommonSubexpressions
+from crossfade.simplify.remove_asserts import RemoveAsserts
 from crossfade.simplify.remove_dead_code import RemoveDeadCode
+from crossfade.simplify.reorder_for_locality import ReorderForLocality
+from crossfade.simplify.simplify_nodes import SimplifyNodes
 
 Semantics = Literal["global", "per-rank"]
 LossIs = Literal["mean", "sum"]
 DataParallelMode = Literal["replicate", "zero1", "zero2", "zero3"]
 
 
-def simplification() -> list[Pass]:
-    """Passes that make a captured graph smaller."""
-    return [RemoveAliases(), RemoveDeadCode()]
+def simplification(machine: Machine | None = None) -> Pipeline:
+    """Passes that make a captured graph smaller, bit for bit; with a machine, also those of matmuls that pay on it,
+    which reassociate.
+
+    >>> simplification()
+    remove-asserts
+    fold-constants
+    simplify-nodes
+    merge-common-subexpressions
+    remove-dead-code
+    reorder-for-locality
+    """
+    smaller = [RemoveAsserts(), FoldConstants(), SimplifyNodes(), MergeCommonSubexpressions(), RemoveDeadCode()]
+    faster = [AddMatmuls(machine), AssociateMatmuls(machine), DecomposeThinMatmuls(machine)]
+    return Pipeline([*smaller, *(faster if machine is not None else []), ReorderForLocality()])
 
 
 def batch_parallelism(axis: str, ranks: int, semantics: Semantics, *, can_gather: bool = True) -> list[Pass]:
@@ -89,11 +110,11 @@ def updates_gathered(mode: DataParallelMode, axes: DataParallel) -> list[Pass]:
     return [GatherUpdates(axes.split.name, axes.split.size)] if mode == "zero1" else []
 
 
-def communication() -> list[Pass]:
+def communication() -> Pipeline:
     """Passes that make collectives few, early to start and late to be waited for: the ones to add to or replace."""
     fewer = [MergeDuplicateCollectives(), AddBeforeReducing(), ScatterSlicedReductions()]
     larger = [BucketAllGathers(), BucketReduceScatters(), BucketAllReduces()]
-    return [*fewer, *larger, RaiseLaunches(), SinkWaits()]
+    return Pipeline([*fewer, *larger, RaiseLaunches(), SinkWaits()])
 
 
 def overlap(
@@ -129,9 +150,13 @@ def lowering(backends: Mapping[str, str], exchanged: Collection[str] | None = No
     return passes + ([LowerCoalescedGathers(gloo)] if gloo else [])
 
 
-def optimization(backends: Mapping[str, str] | None = None) -> list[Pass]:
-    """What `optimize` runs over a graph that already has collectives."""
-    return [*simplification(), *communication(), *lowering(backends or {})]
+def optimization(backends: Mapping[str, str] | None = None, machine: Machine | None = None) -> Pipeline:
+    """What `optimize` runs over a graph that already has collectives.
+
+    >>> optimization({"dp": "gloo"}).without("reorder-for-locality", "bucket-all-gathers")[-2]
+    LowerReduceScatters(groups=('dp',), piece_mb=1.0)
+    """
+    return simplification(machine) + communication() + lowering(backends or {})
 
 
 def copy_kernel(program: Program) -> dict[str, str]:
@@ -164,13 +189,15 @@ def optimize(
     passes: Sequence[Pass] | None = None,
     groups: Mapping[str, int] | None = None,
     backends: Mapping[str, str] | None = None,
+    machine: Machine | None = None,
 ) -> Optimized:
     """Improve any FX graph of ATen ops and functional collectives; `module` is left as it is.
 
     The result takes the same inputs and returns the same structure. `groups` gives the sizes of process groups that
     the graph names; by default those that the graph's own ops say. `backends` gives what each group runs on, by default
     as torch knows it in this process: gloo's reduce-scatters become all-to-alls and local sums, which is twice as fast;
-    `backends={}` keeps them. With `passes`, exactly those run.
+    `backends={}` keeps them. A `machine` adds what pays only on some. With `passes`, exactly those run: a list, or a
+    pipeline like `crossfade.pipeline.optimization().without("bucket-all-reduces")`.
 
         >>> from crossfade.graph.text import parse
         >>> program = parse('''
@@ -190,7 +217,7 @@ def optimize(
     before = from_graph_module(module, groups=groups)
     if backends is None:
         backends = _backends_here(before)
-    after = run_passes(before, optimization(backends) if passes is None else passes)
+    after = run_passes(before, optimization(backends, machine) if passes is None else passes)
     report = Report.of(before, after, title=type(module).__name__, facts=copy_kernel(after))
     result = after.copy()
     result.output_node.args = (tree_unflatten(result.results, spec),)

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from crossfade.cost.machine import Machine
 
@@ -27,7 +28,7 @@ def crossfade(*arguments: str, timeout: float = 60) -> subprocess.CompletedProce
     return subprocess.run(command, capture_output=True, text=True, timeout=timeout, check=False)
 
 
-@pytest.mark.parametrize("command", ["", "calibrate", "demo", "explain", "launch", "passes", "simulate"])
+@pytest.mark.parametrize("command", ["", "calibrate", "demo", "explain", "launch", "passes", "simplify", "simulate"])
 def test_help_is_there(command: str) -> None:
     result = crossfade(*([command] if command else []), "--help")
     assert result.returncode == 0
@@ -66,6 +67,37 @@ def test_a_broken_program_names_the_line(tmp_path: Path) -> None:
 def test_passes_lists_options() -> None:
     assert "cap_mb: float | tuple[float, ...] | Callable[[int], float] = 2.0" in crossfade("passes").stdout
     assert "After:" in crossfade("passes", "sink-waits").stdout
+
+
+def saved_model(folder: Path) -> Path:
+    model = torch.nn.Sequential(torch.nn.Dropout(), torch.nn.Linear(4, 2)).eval()
+    torch.export.save(torch.export.export(model, (torch.ones(3, 4),)), folder / "model.pt2")
+    return folder / "model.pt2"
+
+
+def test_simplify_writes_a_smaller_model(tmp_path: Path) -> None:
+    path, out, page = saved_model(tmp_path), tmp_path / "small.pt2", tmp_path / "r.html"
+    result = crossfade("simplify", str(path), "-o", str(out), "--without", "remove-asserts", "--html", str(page))
+    assert result.returncode == 0, result.stderr
+    assert "remove-dead-code" in result.stdout and "remove-asserts" not in result.stdout
+    before, after = torch.export.load(path), torch.export.load(out)
+    assert len(after.graph.nodes) == len(before.graph.nodes) - 1
+    x = torch.randn(3, 4)
+    assert torch.equal(after.module()(x), before.module()(x))
+    assert "simplify-nodes" in page.read_text()
+
+
+def test_simplify_runs_what_it_is_told(tmp_path: Path) -> None:
+    path = saved_model(tmp_path)
+    result = crossfade(
+        "simplify", str(path), "--only", "remove-dead-code", "--after", "remove-dead-code=remove-asserts"
+    )
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.index("remove-dead-code") < result.stdout.index("remove-asserts")
+    wrong = crossfade("simplify", str(path), "--without", "remove-noop")
+    assert wrong.returncode == 1
+    assert "did you mean remove-noops" in " ".join(wrong.stderr.split())
+    assert "Traceback" not in wrong.stderr
 
 
 def test_launch_names_the_rank_that_failed(tmp_path: Path) -> None:

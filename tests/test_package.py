@@ -23,6 +23,7 @@ def test_the_public_names_are_these() -> None:
         "Optimized",
         "Pass",
         "PassResult",
+        "Pipeline",
         "Program",
         "Ranks",
         "Report",

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, fx
 
 from crossfade.graph.effects import memory_of, written_inputs
+from crossfade.graph.operators import remembered
 from crossfade.graph.private import statically_equal
 from crossfade.graph.program import Program
 
@@ -49,6 +50,8 @@ class Aliasing:
         if (reason := _seen_difference(node.meta.get("val"), other.meta.get("val"))) is not None:
             return reason
         old, new = memory_of(node), memory_of(other)
+        if old == new and old in self._written and may_copy(node.target):
+            return "its memory is written to"
         if old == new:
             return "it is a result of the program, which keeps a tensor of its own" if _collide(node, other) else None
         if {old, new} & self._written:
@@ -68,6 +71,16 @@ class Aliasing:
         """Keep account of `other` now standing for `node`."""
         if memory_of(node) in self._results:
             self._results.add(memory_of(other))
+
+
+@remembered
+def may_copy(target: Any) -> bool:
+    """Whether an operator returns its input's memory only where it need not copy: then a write is seen or not."""
+    schema = getattr(target, "_schema", None)
+    return schema is not None and schema.name in _MAY_COPY
+
+
+_MAY_COPY = frozenset(f"aten::{name}" for name in ("to", "type_as", "reshape", "contiguous", "flatten", "reshape_as"))
 
 
 def _collide(node: fx.Node, other: fx.Node) -> bool:

@@ -25,6 +25,9 @@ _UNDECLARED_WRITES = {"batch_norm", "native_batch_norm", "cudnn_batch_norm", "_b
 """ATen ops that update their running statistics (arguments 3 and 4) while training (argument 5), undeclared."""
 
 
+_TRITON_CALL = "triton_kernel_wrapper_mutation"
+
+
 def alias_roots(nodes: Iterable[fx.Node]) -> dict[fx.Node, fx.Node]:
     """For each node, the node that owns its memory: views, in-place results and waits share their input's.
 
@@ -64,6 +67,10 @@ def written_inputs(node: fx.Node) -> list[fx.Node]:
     """The argument nodes whose memory this node writes, from its operator's schema."""
     if node.op != "call_function":
         return []
+    if str(node.target) == _TRITON_CALL:  # which of its tensors a kernel writes is known to Triton only
+        passed: list[fx.Node] = []
+        fx.map_arg(node.kwargs["kwargs"], passed.append)
+        return passed
     traits = _traits(node.target)
     if not traits.written or (traits.only_training and _argument(node, (5, "training")) is False):
         return []

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import re
 import time
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 from enum import StrEnum
 from typing import Any, ClassVar
 
+import torch
 from torch import fx
 
 from crossfade.errors import MemoryLimitError, PassError
-from crossfade.graph.program import Program, source_line
+from crossfade.graph.nested import closed, nested_graphs, node_count, opened, why_closed
+from crossfade.graph.private import FakeTensor
+from crossfade.graph.program import Program, attribute, source_line
 from crossfade.graph.text import render, render_type
 from crossfade.graph.verify import verify
 
@@ -99,6 +104,8 @@ class Pass:
     numerics: ClassVar[Numerics]
     requires: ClassVar[frozenset[str]] = frozenset()
     provides: ClassVar[frozenset[str]] = frozenset()
+    nested: ClassVar[bool] = False
+    """Whether the runner gives the pass, after the program, the graphs that its higher-order operators call."""
 
     def run(self, program: Program) -> PassResult:
         """Transform `program` in place and account for it."""
@@ -118,7 +125,9 @@ class Pass:
 
 
 def _spelled(value: Any) -> str:
-    """An option's value, without spaces, and without the address that a function prints with."""
+    """An option's value, without spaces, and without the address that a function prints with; passes by spelling."""
+    if isinstance(value, tuple) and value and all(isinstance(one, Pass) for one in value):
+        value = tuple(one.spelling for one in value)
     return getattr(value, "__qualname__", type(value).__qualname__) if callable(value) else repr(value).replace(" ", "")
 
 
@@ -183,14 +192,40 @@ def fingerprint(program: Program) -> str:
     Node names do not count; the order of nodes does.
     """
     types = [render_type(node.meta.get("val")) for node in program.placeholders]
-    border = (program.inputs, types, program.outputs, sorted(program.groups.items()), sorted(program.constants))
+    border = (program.inputs, types, program.outputs, sorted(program.groups.items()), _described(program.constants))
     digest = hashlib.sha256(repr(border).encode())
+    for line in _lines(program.graph, program.constants.get):
+        digest.update(line.encode())
+    return digest.hexdigest()[:16]
+
+
+def _described(constants: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Constants by name and value; large ones, which no pass makes, by type: they are hashed before and after each."""
+    found = []
+    for name, value in sorted(constants.items()):
+        text = render_type(value) if isinstance(value, torch.Tensor) else ""
+        if isinstance(value, torch.Tensor) and type(value) is not FakeTensor and value.device.type == "cpu":
+            small = value.layout == torch.strided and value.numel() * value.element_size() <= _SMALL_CONSTANT
+            text += str(value.detach().reshape(-1).tolist()) if small else ""
+        found.append((name, text))
+    return found
+
+
+_SMALL_CONSTANT = 2**16
+
+
+def _lines(graph: fx.Graph, constant: Callable[[str], Any]) -> Iterator[str]:
+    """What a graph computes, line by line, nodes by their positions; nested graphs where they are named."""
     position: dict[fx.Node, Any] = {}
-    for index, node in enumerate(program.graph.nodes):
+    for index, node in enumerate(graph.nodes):
         position[node] = _Reference(index)
         arguments = fx.map_arg((node.args, node.kwargs), position.__getitem__)
-        digest.update(f"{node.op} {_target_name(node)} {arguments}\n".encode())
-    return digest.hexdigest()[:16]
+        yield f"{node.op} {_target_name(node)} {arguments}\n"
+        if node.op == "get_attr" and isinstance(module := constant(str(node.target)), fx.GraphModule):
+            types = [render_type(one.meta.get("val")) for one in module.graph.find_nodes(op="placeholder")]
+            yield f"{types} {{\n"
+            yield from _lines(module.graph, functools.partial(attribute, module))
+            yield "}\n"
 
 
 def _target_name(node: fx.Node) -> str:
@@ -213,20 +248,47 @@ class _Reference:
 
 
 def _run_one(program: Program, one: Pass, keep_text: bool | None) -> None:
-    nodes_before = len(program.graph.nodes)
+    nodes_before = node_count(program)
     texts = keep_text if keep_text is not None else nodes_before <= TEXT_LIMIT
     before = render(program) if texts else ""
-    hash_before = fingerprint(program)
     start = time.perf_counter()
+    result, checking = _run_checked(program, one)
+    seconds = time.perf_counter() - start - checking
+    program.facts |= one.provides
+    program.history += (
+        PassRecord(
+            one.name,
+            one.spelling,
+            str(one.numerics),
+            seconds,
+            result.changed,
+            dict(result.counts),
+            result.verdicts,
+            nodes_before,
+            node_count(program),
+            before if result.changed else "",
+            render(program) if texts and result.changed else "",
+        ),
+    )
+
+
+def _run_checked(program: Program, one: Pass) -> tuple[PassResult, float]:
+    """Run a pass on a program, then on the graphs inside it; also says how many seconds went into watching it."""
+    start = time.perf_counter()
+    hash_before, graphs_before = fingerprint(program), nested_graphs(program)
+    checking = time.perf_counter() - start
     try:
         result = one.run(program)
     except MemoryLimitError:  # the pass did its work: there is no such order
         raise
     except Exception as error:
         raise _blame(one, "failed", error) from error
-    seconds = time.perf_counter() - start
+    start = time.perf_counter()
     try:
-        verify(program)
+        verify(program, nested=False)
+        for name, module in nested_graphs(program).items():
+            if graphs_before.get(name) is not module and (inside := opened(module, program)) is not None:
+                verify(inside)
     except Exception as error:
         raise _blame(one, "left a broken program", error) from error
     changed = fingerprint(program) != hash_before
@@ -235,22 +297,33 @@ def _run_one(program: Program, one: Pass, keep_text: bool | None) -> None:
             f"pass {one.name} reporting changed={result.changed} on a graph that did{'' if changed else ' not'} change",
             remedy=f"return the truth from {type(one).__name__}.run",
         )
-    program.facts |= one.provides
-    program.history += (
-        PassRecord(
-            one.name,
-            one.spelling,
-            str(one.numerics),
-            seconds,
-            changed,
-            dict(result.counts),
-            result.verdicts,
-            nodes_before,
-            len(program.graph.nodes),
-            before if changed else "",
-            render(program) if texts and changed else "",
-        ),
-    )
+    checking += time.perf_counter() - start
+    if not one.nested:
+        return result, checking
+    return _run_inside(program, one, result, checking)
+
+
+def _run_inside(program: Program, one: Pass, result: PassResult, checking: float) -> tuple[PassResult, float]:
+    """Run a pass on each graph inside a program once, whatever its names, and add to what it did outside."""
+    counts, changed, verdicts = Counter(result.counts), result.changed, list(result.verdicts)
+    done: dict[fx.GraphModule, fx.GraphModule] = {}
+    for name, module in nested_graphs(program).items():
+        inside = opened(module, program)
+        if inside is None:
+            verdicts.append(Verdict(name, Outcome.LEFT, "its graph is not one of operators with metadata"))
+            continue
+        if (reason := why_closed(program, name)) is not None:
+            verdicts.append(Verdict(name, Outcome.LEFT, reason))
+            continue
+        if module not in done:
+            deeper, seconds = _run_checked(inside, one)
+            checking += seconds
+            counts.update(deeper.counts)
+            verdicts += [replace(verdict, subject=f"{name}.{verdict.subject}") for verdict in deeper.verdicts]
+            changed |= deeper.changed
+            done[module] = closed(inside, module) if deeper.changed else module
+        program.constants = {**program.constants, name: done[module]}
+    return PassResult(changed, dict(counts), tuple(verdicts)), checking
 
 
 def _blame(one: Pass, what: str, error: Exception) -> PassError:

@@ -91,7 +91,7 @@ def size_expression(size: Any) -> Any:
     """The sympy expression of a size, symbolic or not: equal for equal sizes. Known on 2.11, 2.13."""
     import sympy
 
-    return size.node.expr if isinstance(size, torch.SymInt | torch.SymFloat) else sympy.Integer(size)
+    return size.node.expr if isinstance(size, torch.SymInt | torch.SymFloat) else sympy.sympify(size)
 
 
 def statically_equal(one: Any, other: Any) -> bool:
@@ -202,7 +202,7 @@ def exported_program(like: Any, graph: Any, signature: Any, state: dict[str, tor
     from torch.export import ExportedProgram
 
     return ExportedProgram(
-        root={name: module for name, module in like.graph_module.named_children()},
+        root=dict(like.graph_module.named_children()),
         graph=graph,
         graph_signature=signature,
         state_dict=state,

@@ -16,7 +16,7 @@ import torch
 from torch import fx
 
 from crossfade.errors import CaptureError
-from crossfade.graph.private import FakeTensor, FakeTensorMode, tree_flatten
+from crossfade.graph.private import FakeTensor, FakeTensorMode, symbolic_shapes, tree_flatten
 
 if TYPE_CHECKING:
     from crossfade.graph.passes import PassRecord
@@ -70,7 +70,8 @@ class Program:
 
     `inputs` and `outputs` run parallel to the placeholders and to the output node's flat tuple. `groups` maps the
     group names that collectives use to their sizes: logical names (`dp`), resolved to process groups only when run.
-    `constants` holds what `get_attr` nodes name. `history` is what each pass did; `facts` what passes established.
+    `constants` holds what `get_attr` nodes name: tensors, and the graphs that higher-order operators call. `history`
+    is what each pass did; `facts` what passes established.
 
         >>> from crossfade.graph.text import parse
         >>> program = parse('''
@@ -189,7 +190,7 @@ def from_graph_module(module: fx.GraphModule, *, groups: Mapping[str, int] | Non
     flat, _ = tree_flatten(result)
     graph.output(tuple(flat))
     complete_metadata(graph)
-    constants = {str(node.target): _attribute(module, str(node.target)) for node in graph.find_nodes(op="get_attr")}
+    constants = {str(node.target): attribute(module, str(node.target)) for node in graph.find_nodes(op="get_attr")}
     if len(_fake_modes(graph)) != 1:
         _describe_anew(graph, constants)
     ask_inputs_for_sizes(graph)
@@ -226,7 +227,7 @@ def _fake_modes(graph: fx.Graph) -> set[FakeTensorMode | None]:
 
 def _describe_anew(graph: fx.Graph, constants: Mapping[str, Any]) -> None:
     """Run a graph once on fake tensors of one mode: `make_fx` on real tensors gives every node a mode of its own."""
-    mode = FakeTensorMode()
+    mode = FakeTensorMode(shape_env=symbolic_shapes())
 
     def fake(value: Any) -> Any:
         if not isinstance(value, torch.Tensor):
@@ -237,12 +238,18 @@ def _describe_anew(graph: fx.Graph, constants: Mapping[str, Any]) -> None:
     for node in graph.nodes:
         if node.op == "placeholder":
             node.meta["val"] = fake(node.meta.get("val"))
-        elif node.op == "get_attr":
+        elif node.op == "get_attr" and not isinstance(constants[str(node.target)], fx.GraphModule):
             node.meta["val"] = fake(constants[str(node.target)])
         elif node.op == "call_function":
-            args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
+            args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: described(n, constants))
             with mode:
                 node.meta["val"] = node.target(*args, **kwargs)
+
+
+def described(node: fx.Node, constants: Mapping[str, Any]) -> Any:
+    """What stands for a node's value where there is no data: its metadata, or the graph that it names."""
+    value = constants.get(str(node.target)) if node.op == "get_attr" else None
+    return value if isinstance(value, fx.GraphModule) else node.meta.get("val")
 
 
 def complete_metadata(graph: fx.Graph) -> None:
@@ -306,7 +313,8 @@ def rows_per_rank(rows: int, ranks: int) -> int:
     return -(-rows // ranks)
 
 
-def _attribute(module: torch.nn.Module, path: str) -> Any:
+def attribute(module: torch.nn.Module, path: str) -> Any:
+    """What a dotted path names in a module."""
     value: Any = module
     for part in path.split("."):
         value = getattr(value, part)

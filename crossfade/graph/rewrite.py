@@ -154,7 +154,7 @@ class _Rewriter:
             made = []
             while (previous := previous.next) is not node:
                 made.append(previous)
-            if (reason := self._seen(node, replacement, made)) is not None:
+            if (reason := self._seen(match, pattern, replacement, made)) is not None:
                 self.declined[rule, node] = reason
                 for one in reversed(made):
                     self.program.graph.erase_node(one)
@@ -167,13 +167,14 @@ class _Rewriter:
             return [*users, *made, *([replacement] if isinstance(replacement, fx.Node) else [])]
         return []
 
-    def _seen(self, node: fx.Node, replacement: Any, made: list[fx.Node]) -> str | None:
+    def _seen(self, match: Match, pattern: _Call, replacement: Any, made: list[fx.Node]) -> str | None:
         """How somebody could see in memory that the rule was applied, if anybody could."""
-        new, near = set(made), set(node.all_input_nodes)
-        for source in {source for one in made for source in one.all_input_nodes} - new - near:
-            if self.aliasing.is_written(source):
-                return "it would read later what is written to"
-        return self.aliasing.may_replace(node, replacement) if isinstance(replacement, fx.Node) else None
+        read = {source for one in made for source in one.all_input_nodes} - set(made)
+        if pattern.depth == 1:  # what the root itself reads is read where it was
+            read -= set(match.root.all_input_nodes)
+        if any(self.aliasing.is_written(source) for source in read):
+            return "it would read later what is written to"
+        return self.aliasing.may_replace(match.root, replacement) if isinstance(replacement, fx.Node) else None
 
     def _count(self, rule: Rule, node: fx.Node, replacement: Any) -> None:
         self.counts[rule.name] += 1
@@ -185,13 +186,17 @@ class _Rewriter:
 
 
 def _replace(node: fx.Node, replacement: Any) -> None:
-    """Give a node's users the replacement, then erase it and whatever only it kept alive."""
+    """Give a node's users the replacement, then erase it, whatever its effects, and what only it kept alive."""
     if isinstance(replacement, fx.Node):
         node.replace_all_uses_with(replacement)
     else:
         for user in list(node.users):
             user.args, user.kwargs = fx.map_arg((user.args, user.kwargs), lambda n: replacement if n is node else n)
-    erase_if_dead(node)
+    inputs = node.all_input_nodes
+    if not node.users:
+        node.graph.erase_node(node)
+    for source in inputs:
+        erase_if_dead(source)
 
 
 # ---------------------------------------------------------------------------------------------------------- patterns

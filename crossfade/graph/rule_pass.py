@@ -18,6 +18,8 @@ class RulePass(Pass):
     memory (a new alias, a lost one, other strides, a write in between) is seen to by `apply_rules`.
     """
 
+    nested = True
+
     def rules(self) -> Sequence[Rule]:
         """The rules, in the order in which they are tried on a node."""
         raise NotImplementedError

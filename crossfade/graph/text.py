@@ -9,6 +9,17 @@
 
 Each line is Python: an annotated assignment, its annotation the dtype and shape. `aten.mm` is an operator's default
 overload, `aten.add.Tensor` another one, `x[0]` an element of a multi-output op, `operator.mul` arithmetic on scalars.
+The graphs that higher-order operators call stand before the lines, as functions:
+
+    def body():
+        row: f32[3] = input("row")
+        relu: f32[3] = aten.relu(row)
+        return output("0", relu)
+    rows: f32[4, 3] = input("rows")
+    body: graph = constant("body")
+    map_impl: (f32[4, 3],) = higher_order.map_impl(body, [rows], [])
+    y: f32[4, 3] = map_impl[0]
+    return output("y", y)
 """
 
 from __future__ import annotations
@@ -20,7 +31,7 @@ import math
 import operator
 import re
 import textwrap
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from typing import Any
 
 import torch
@@ -28,8 +39,9 @@ from torch import fx
 
 from crossfade.errors import TextError
 from crossfade.graph import collectives
-from crossfade.graph.private import FakeTensorMode
-from crossfade.graph.program import Input, InputKind, Output, OutputKind, Program
+from crossfade.graph.nested import nested_graphs, opened
+from crossfade.graph.private import FakeTensorMode, symbolic_shapes
+from crossfade.graph.program import Input, InputKind, Output, OutputKind, Program, described, identifier
 
 DTYPES = {
     "f64": torch.float64,
@@ -57,15 +69,28 @@ _MEMORY_FORMATS = {
 _CONSTANT_NAMES = {value: name for name, value in _MEMORY_FORMATS.items()}
 _MODULES: dict[str, Any] = {"operator": operator, "math": math, "builtins": builtins, "torch": torch}
 _TYPES: dict[str, Any] = {"float": 1.0, "int": 1, "bool": True}
-_ANNOTATION = re.compile(r"^(\w+: )([^\"'=]*)( = )", re.MULTILINE)
+_ANNOTATION = re.compile(r"^(\s*\w+: )([^\"'=]*)( = )", re.MULTILINE)
+_GRAPH = "graph"  # the type of a constant that is one
 
 
 def render(program: Program) -> str:
     """The whole program as text; `parse` reads it back."""
-    described = {node: item for item, node in program.named_inputs()}
-    lines = [_line(node, described) for node in program.graph.nodes if node.op != "output"]
+    graphs = nested_graphs(program)
+    functions = [_function(name, module, program) for name, module in graphs.items()]
+    inputs = {node: item for item, node in program.named_inputs()}
+    lines = [_line(node, inputs, graphs) for node in program.graph.nodes if node.op != "output"]
     results = ", ".join(f"{out.kind}({_quote(out.name)}, {_value(value)})" for out, value in program.named_results())
-    return "\n".join([*lines, f"return {results}".rstrip()])
+    return "\n".join([*functions, *lines, f"return {results}".rstrip()])
+
+
+def _function(name: str, module: fx.GraphModule, program: Program) -> str:
+    """A nested graph; one that is not of operators with metadata is not shown."""
+    inside = opened(module, program)
+    body = render(inside) if inside is not None else "..."
+    result = module.graph.output_node().args[0]
+    if inside is not None and isinstance(result, fx.Node):  # one value, not a tuple of one
+        body = f"{body.rpartition(chr(10))[0]}\nreturn {_value(inside.results[0])}"
+    return f"def {identifier(name)}():\n{textwrap.indent(body, '    ')}"
 
 
 def render_node(node: fx.Node) -> str:
@@ -122,19 +147,23 @@ def resolve_operator(name: str) -> Any:
     if namespace in _MODULES and len(path) == 1 and hasattr(_MODULES[namespace], path[0]):
         return getattr(_MODULES[namespace], path[0])
     packet = getattr(getattr(torch.ops, _NAMESPACES.get(namespace, namespace)), path[0], None) if path else None
+    if isinstance(packet, torch._ops.HigherOrderOperator) and len(path) == 1:
+        return packet
     overload = path[1] if len(path) > 1 else "default"
-    if packet is None or overload not in packet.overloads():
-        known = f"; {name} has {', '.join(packet.overloads())}" if packet is not None else ""
+    overloads = packet.overloads() if isinstance(packet, torch._ops.OpOverloadPacket) else []
+    if overload not in overloads:
+        known = f"; {name} has {', '.join(overloads)}" if overloads else ""
         raise TextError(
             f"the operator {name}", expected=f"one like aten.mm or aten.add.Tensor{known}", remedy="correct it"
         )
     return getattr(packet, overload)
 
 
-def _line(node: fx.Node, described: Mapping[fx.Node, Input]) -> str:
-    left = f"{node.name}: {render_type(node.meta.get('val'))} = "
+def _line(node: fx.Node, inputs: Mapping[fx.Node, Input], graphs: Container[str]) -> str:
+    is_graph = node.op == "get_attr" and node.target in graphs
+    left = f"{node.name}: {_GRAPH if is_graph else render_type(node.meta.get('val'))} = "
     if node.op == "placeholder":
-        item = described[node]
+        item = inputs[node]
         return f"{left}{item.kind}({_quote(item.name)})"
     return left + _call(node)
 
@@ -174,12 +203,16 @@ def _value(value: Any) -> str:
             return f"[{', '.join(_value(item) for item in value)}]"
         case tuple():
             return f"({', '.join(_value(item) for item in value)}{',' if len(value) == 1 else ''})"
+        case dict():
+            return f"{{{', '.join(f'{_value(key)}: {_value(item)}' for key, item in value.items())}}}"
         case torch.dtype():
             return _DTYPE_NAMES.get(value, str(value))
         case torch.device():
             return f"device({_quote(str(value))})"
         case float() if not math.isfinite(value):
             return f"float({_quote(str(value))})"
+        case torch._ops.OpOverload():
+            return _target(value)
         case slice():
             return f"slice({_value(value.start)}, {_value(value.stop)}, {_value(value.step)})"
     if isinstance(value, (torch.memory_format, torch.layout)):
@@ -206,8 +239,8 @@ class _Parser:
     """One pass over the lines; each becomes a node whose metadata is computed on fake tensors."""
 
     def __init__(self, text: str, groups: Mapping[str, int], constants: Mapping[str, Any]) -> None:
-        self.text, self.groups, self.constants = textwrap.dedent(text).strip(), groups, constants
-        self.graph, self.mode = fx.Graph(), FakeTensorMode()
+        self.text, self.groups, self.constants = textwrap.dedent(text).strip(), groups, dict(constants)
+        self.graph, self.mode = fx.Graph(), FakeTensorMode(shape_env=symbolic_shapes())
         self.nodes: dict[str, fx.Node] = {}
         self.inputs: list[Input] = []
 
@@ -219,9 +252,28 @@ class _Parser:
             raise TextError(f"line {error.lineno}: {''.join(line)}", remedy="write one assignment per line") from error
         if not statements:
             raise TextError("no lines", expected="a program", remedy='end with a line like `return output("y", y)`')
+        return self.build(statements)
+
+    def build(self, statements: list[ast.stmt]) -> Program:
         for statement in statements[:-1]:
-            self.assignment(statement)
+            if isinstance(statement, ast.FunctionDef):
+                self.constants[statement.name] = self.function(statement)
+            else:
+                self.assignment(statement)
         return self.returned(statements[-1])
+
+    def function(self, definition: ast.FunctionDef) -> fx.GraphModule:
+        """A nested graph: its metadata belongs to the same mode, so that its caller can run it."""
+        inside = _Parser("", self.groups, {})
+        inside.mode = self.mode
+        *lines, last = definition.body
+        single = last.value if isinstance(last, ast.Return) and isinstance(last.value, ast.Name) else None
+        if single is not None:
+            last = ast.copy_location(ast.parse(f'return output("0", {single.id})').body[0], last)
+        program = inside.build([*lines, last])
+        if single is not None:
+            program.output_node.args = (program.results[0],)
+        return program.module()
 
     def assignment(self, line: ast.stmt) -> None:
         match line:
@@ -243,8 +295,7 @@ class _Parser:
             case ast.Call(func=ast.Name(id="constant"), args=[ast.Constant(value=str(label))]):
                 if kind is None:
                     raise self.error(line, 'a type, as in `k: f32[4] = constant("k")`')
-                node = self.graph.create_node("get_attr", label, name=name)
-                node.meta["val"] = self.type_of(line, kind)
+                node = self.constant(line, name, label, kind)
             case ast.Subscript(value=ast.Name(id=source), slice=index) if source in self.nodes:
                 arguments = (self.nodes[source], self.value(line, index))
                 node = self.compute(line, name, operator.getitem, arguments, {})
@@ -254,11 +305,21 @@ class _Parser:
                 raise self.error(line, "an input, a call or an element")
         if name in DTYPES or name in _MEMORY_FORMATS:
             raise self.error(line, f"a name other than {name}, which is a value")
-        if kind is not None and render_type(node.meta["val"]) != ast.unparse(kind).replace("[()]", "[]"):
-            raise self.error(line, f"the type {render_type(node.meta['val'])}")
+        found = render_type(node.meta["val"]) if "val" in node.meta else _GRAPH
+        if kind is not None and found != ast.unparse(kind).replace("[()]", "[]"):
+            raise self.error(line, f"the type {found}")
         if node.name != name:
             raise self.error(line, f"a name that is not used twice or reserved ({node.name} would be free)")
         self.nodes[name] = node
+
+    def constant(self, line: ast.stmt, name: str, label: str, kind: ast.expr) -> fx.Node:
+        is_graph = isinstance(kind, ast.Name) and kind.id == _GRAPH
+        if is_graph and not isinstance(self.constants.get(label), fx.GraphModule):
+            raise self.error(line, f"a function above it, `def {label}():`")
+        node = self.graph.create_node("get_attr", label, name=name)
+        if not is_graph:
+            node.meta["val"] = self.type_of(line, kind)
+        return node
 
     def call(
         self, line: ast.stmt, name: str, target: Any, args: list[ast.expr], keywords: list[ast.keyword]
@@ -269,7 +330,7 @@ class _Parser:
 
     def compute(self, line: ast.stmt, name: str, target: Any, arguments: tuple, named: dict[str, Any]) -> fx.Node:
         node = self.graph.create_node("call_function", target, arguments, named, name)
-        fakes = fx.map_arg((arguments, named), lambda n: n.meta["val"])
+        fakes = fx.map_arg((arguments, named), lambda n: described(n, self.constants))
         try:
             with self.mode:
                 node.meta["val"] = target(*fakes[0], **fakes[1])
@@ -320,10 +381,15 @@ class _Parser:
                 return DTYPES.get(name) or _MEMORY_FORMATS[name]
             case ast.Attribute(value=ast.Name(id="torch"), attr=name) if dtype := _dtype(name):
                 return dtype
+            case ast.Attribute():
+                return self.target(line, item)
             case ast.List(elts=items):
                 return [self.value(line, one) for one in items]
             case ast.Tuple(elts=items):
                 return tuple(self.value(line, one) for one in items)
+            case ast.Dict(keys=keys, values=items):
+                pairs = zip(keys, items, strict=True)
+                return {ast.literal_eval(key): self.value(line, item) for key, item in pairs if key is not None}
             case ast.Call(func=ast.Name(id="device"), args=[ast.Constant(value=str(name))]):
                 return torch.device(name)
             case ast.Call(func=ast.Name(id="float" | "slice" as name), args=items):

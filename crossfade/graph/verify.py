@@ -11,21 +11,23 @@ from torch import fx
 from crossfade.errors import CaptureError, VerifyError
 from crossfade.graph import collectives
 from crossfade.graph.effects import alias_roots, written_inputs
+from crossfade.graph.nested import nested_graphs, opened
 from crossfade.graph.private import tree_flatten
-from crossfade.graph.program import Program, source_line
+from crossfade.graph.program import Program, described, source_line
 from crossfade.graph.text import render_node, render_type
 
 _Nodes = dict[fx.Node, fx.Node]
 
 
-def verify(program: Program, *, recompute: bool = False) -> None:
+def verify(program: Program, *, recompute: bool = False, nested: bool = True) -> None:
     """Raise `VerifyError` unless the program is well formed.
 
     - the graph passes `lint`, matches its signature, and its constants are there;
     - every node that makes a value carries metadata; with `recompute`, equal to a fresh run on fake tensors;
     - every result of a started collective is waited for, and nothing reads it, or a view of it, before that;
     - nothing writes what a started collective is still reading;
-    - everything that communicates names a group that the program knows.
+    - everything that communicates names a group that the program knows;
+    - all of this holds of the graphs inside it, unless `nested` is false.
 
         >>> from crossfade.graph.text import parse
         >>> verify(parse('''
@@ -43,6 +45,10 @@ def verify(program: Program, *, recompute: bool = False) -> None:
     _verify_collectives(program)
     if recompute:
         _verify_recomputed(program)
+    if nested:
+        for module in nested_graphs(program).values():
+            if (inside := opened(module, program)) is not None:
+                verify(inside, recompute=recompute)
 
 
 def _verify_structure(program: Program) -> None:
@@ -150,7 +156,7 @@ def _verify_recomputed(program: Program) -> None:
         for node in program.graph.nodes:
             if node.op != "call_function":
                 continue
-            args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: n.meta.get("val"))
+            args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: described(n, program.constants))
             fresh = _flat_types(node.target(*args, **kwargs))
             if fresh != _flat_types(node.meta.get("val")):
                 raise _error(

@@ -13,7 +13,7 @@ sharded alike, and that of a partial sum is replicated.
     tp_split         replicated, own part taken     sharded, all-gathered
     tp_share         replicated, kept by one rank   replicated, nothing to do
 
-They decompose into `_c10d_functional` collectives and plain ATen ops wherever a graph is traced or compiled. A dim is
+They decompose into functional collectives and plain ATen ops wherever a graph is traced or compiled. A dim is
 split in `outer` blocks, each over all ranks. The own rank arrives as a tensor, so that all ranks run one program.
 """
 

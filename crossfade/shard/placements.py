@@ -103,7 +103,7 @@ def reshaped(shard: Shard, before: Sequence[Any], after: Sequence[Any], ranks: i
     """
     old, new = [[size_expression(size) for size in sizes] for sizes in (before, after)]
     cycle = _cycle(shard.sizes) or (old[shard.dim] / size_expression(shard.outer),)
-    blocks = [block * math.prod(old[shard.dim + 1 :]) for block in cycle]
+    blocks = [sympy.sympify(block) * math.prod(old[shard.dim + 1 :]) for block in cycle]
     for dim, size in enumerate(new):
         below = math.prod(new[dim + 1 :])
         parts = [block / below for block in blocks] if below != 0 else []

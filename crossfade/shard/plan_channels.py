@@ -187,11 +187,11 @@ def _lowered(factor: Factor, gone: int) -> Factor:
 
 
 def _part_of_dim(channels: Channels, dim: int, start: int, length: int) -> Channels | None:
-    """A part of one dim: of the outermost factor it is a block of channels, of others it leaves the outer ones alone."""
+    """A part of one dim: of the outermost factor it is a block of channels, of others it leaves the outer ones."""
     first = channels.first
     if dim != first.dim:
         return _keep(channels, lambda factor: None if factor.dim == dim else factor)
-    if (first.outer, first.inner) != (1, 1):
+    if (first.outer, first.inner) != (1, 1) or length < 1:
         return None
     begin = channels.start + start * channels.unit
     rest = channels.factors[1:]
@@ -200,13 +200,13 @@ def _part_of_dim(channels: Channels, dim: int, start: int, length: int) -> Chann
 
 def _item(node: fx.Node, source: fx.Node, channels: Channels) -> Channels | None:
     """A piece of a split tensor: `source` is the split itself, whose channels are those of its input."""
-    given, index = arguments(source), node.args[1]
+    given, index = arguments(source), int(node.args[1])  # type: ignore[arg-type]
     sizes = sizes_of(given["self"])
     dim = given["dim"] % len(sizes)
     if source.target is aten.unbind.int:
         part = _part_of_dim(channels, dim, index, 1)
         return _without(part, dim) if part else None
-    pieces = [int(_number(value.shape[dim])) for value in source.meta["val"]]
+    pieces = [_number(value.shape[dim]) for value in source.meta["val"]]
     return _part_of_dim(channels, dim, sum(pieces[:index]), pieces[index])
 
 

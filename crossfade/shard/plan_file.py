@@ -23,17 +23,27 @@ def write(data: Mapping[str, Any], path: Path) -> None:
 def read(path: Path) -> dict[str, Any]:
     """The entries that a file holds."""
     text = path.read_text(encoding="utf-8")
-    yaml = _yaml(path) if _is_yaml(path) else None
-    try:
-        data = yaml.safe_load(text) if yaml else json.loads(text)
-    except ValueError if yaml is None else yaml.YAMLError as error:
-        kind = "JSON" if yaml is None else "YAML"
-        raise PlanError(f"{path}, which is not {kind} ({error})", remedy="correct the file") from error
+    data = _parsed_yaml(text, path) if _is_yaml(path) else _parsed_json(text, path)
     if not isinstance(data, dict) or not all(isinstance(name, str) for name in data):
         raise PlanError(
             f"{path} without a mapping in it", expected="names and styles", remedy="write 'name: style' lines"
         )
     return data
+
+
+def _parsed_json(text: str, path: Path) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError as error:
+        raise PlanError(f"{path}, which is not JSON ({error})", remedy="correct the file") from error
+
+
+def _parsed_yaml(text: str, path: Path) -> Any:
+    yaml = _yaml(path)
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise PlanError(f"{path}, which is not YAML ({error})", remedy="correct the file") from error
 
 
 def _is_yaml(path: Path) -> bool:

@@ -18,7 +18,7 @@ from torch.export import ExportedProgram
 
 from crossfade.graph.operators import arguments
 from crossfade.shard.plan_channels import Channels, Factor, follow, sizes_of
-from crossfade.shard.plan_names import Names, Use, is_glob, matches, names_of, starred
+from crossfade.shard.plan_names import Names, Use, is_glob, matches, names_of, owner, starred
 from crossfade.shard.plan_styles import Fused, read_style
 
 aten = torch.ops.aten
@@ -161,7 +161,7 @@ def _is_value(node: fx.Node) -> bool:
 
 
 def _where(node: fx.Node) -> str:
-    name = getattr(node.target, "_opname", str(node.target))
+    name = getattr(node.target, "__name__", str(node.target)).partition(".")[0]
     module = list(node.meta.get("nn_module_stack", {}).values())
     return f"{name} in {module[-1][0]}" if module and module[-1][0] else name
 
@@ -188,22 +188,23 @@ def _by_name(found: Iterable[Projection], names: Names) -> dict[str, Any]:
 
 
 def _named(one: Projection, names: Names) -> dict[str, Any]:
-    """The module that multiplies where the weight is its only matrix; else the weight and, split by columns, its bias."""
+    """The module that multiplies, if that is all it does; else the weight and, split by columns, its bias."""
     if one.use.role == "expert" and one.style is not None:
         return _named_expert(one)
     module = one.use.module
-    if module and any(name.rpartition(".")[0] == module for name in names.tied[one.weight]):
+    if module and module not in names.parents and any(owner(name) == module for name in names.tied[one.weight]):
         matrices = [name for name in names.modules[module] if names.tensors[name].ndim > 1]
         if len(matrices) == 1:
             return {module: one.style}
-    own = [one.weight] if one.style == "rowwise" or one.bias is None else [one.weight, one.bias]
-    return dict.fromkeys(own, one.style)
+    if one.style == "rowwise":
+        return {one.weight: one.style} | ({module: "all_reduce"} if module else {})
+    return dict.fromkeys([one.weight] if one.bias is None else [one.weight, one.bias], one.style)
 
 
 def _named_expert(one: Projection) -> dict[str, Any]:
     """A stack of matrices by its dims, and the module that holds it returns whole sums."""
     if one.style == "rowwise":
-        return {one.weight: f"shard({one.use.in_dim})", one.weight.rpartition(".")[0]: "moe_tp_experts"}
+        return {one.weight: f"shard({one.use.in_dim})", owner(one.weight): "moe_tp_experts"}
     split = f"shard({one.use.out_dim})"
     return {one.weight: Fused(split, one.style.blocks) if isinstance(one.style, Fused) else split}
 

@@ -62,6 +62,8 @@ class Names:
     """All names of one tensor, by the canonical one."""
     modules: Mapping[str, tuple[str, ...]]
     """The tensors that are a module's own, by the module's name."""
+    parents: frozenset[str]
+    """The modules that have modules inside."""
     uses: Mapping[str, tuple[Use, ...]]
     """By canonical name."""
 
@@ -83,11 +85,16 @@ class Names:
     def role(self, name: str) -> Use | None:
         """How a tensor is used as a weight or bias; None where it is neither, PlanError where uses disagree."""
         found = [use for use in self.uses[self.canonical[name]] if use.role in ("linear", "embedding", "bias")]
-        candidates = [use for use in found if use.module == name.rpartition(".")[0]] or found
+        candidates = [use for use in found if use.module == owner(name)] or found
         if len({(use.role, use.out_dim, use.in_dim) for use in candidates}) > 1:
             ways = ", ".join(sorted(f"{use.role} in {use.module or 'the model'}" for use in candidates))
             raise PlanError(f"{name} used in several ways ({ways})", remedy="name the parameter with 'shard(<dim>)'")
         return candidates[0] if candidates else None
+
+
+def owner(name: str) -> str:
+    """The module that a parameter or module is in."""
+    return name.rpartition(".")[0]
 
 
 def is_glob(pattern: str) -> bool:
@@ -145,18 +152,20 @@ def names_of(exported: ExportedProgram) -> Names:
     }
     tensors = _tensors(exported, readers)
     canonical = _canonical(exported, tensors, readers)
+    parameters = set(signature.parameters)
     tied: dict[str, list[str]] = {}
     for name, meant in canonical.items():
         tied.setdefault(meant, []).append(name)
     modules: dict[str, list[str]] = {name: [] for name in _called_modules(exported.graph)}
     for name in tensors:
-        modules.setdefault(name.rpartition(".")[0], []).append(name)
+        modules.setdefault(owner(name), []).append(name)
     return Names(
         tensors=tensors,
-        parameters=frozenset(signature.parameters),
+        parameters=frozenset(name for name in tensors if canonical[name] in parameters),
         canonical=canonical,
         tied={meant: tuple(group) for meant, group in tied.items()},
         modules={name: tuple(own) for name, own in modules.items()},
+        parents=frozenset(map(owner, modules)),
         uses={name: tuple(_uses(readers[name])) if name in readers else () for name in tied},
     )
 
@@ -227,7 +236,8 @@ def moved_dims(node: fx.Node, rank: int) -> tuple[int, ...] | None:
     if node.target in (aten.t.default, aten.numpy_T.default):
         return tuple(reversed(order))
     if node.target in (aten.transpose.int, aten.swapaxes.default):
-        one, other = given.get("dim0", given.get("axis0")), given.get("dim1", given.get("axis1"))
+        dims = ("dim0", "dim1") if "dim0" in given else ("axis0", "axis1")
+        one, other = (given[name] for name in dims)
         order[one], order[other] = order[other], order[one]
         return tuple(order)
     if node.target is aten.permute.default:

@@ -83,7 +83,7 @@ class ModuleBoundary:
 
 @dataclass(frozen=True)
 class ResolvedPlan:
-    """A plan applied to one program and a number of ranks. Printing it gives a table, layers that are alike in one row."""
+    """A plan applied to one program and a number of ranks; printed as a table, layers that are alike in one row."""
 
     parameters: Mapping[str, ParameterSharding]
     """All parameters by canonical name, and the buffers that the plan names."""
@@ -103,7 +103,7 @@ class ResolvedPlan:
             table.add_column(heading)
         table.add_column("bytes per rank", _bytes(local), justify="right")
         for name, one, count in self._rows():
-            split = "-" if one.dim is None else f"{one.dim} of {len(one.blocks)} blocks" if one.blocks else str(one.dim)
+            split = "-" if one.dim is None else f"{one.dim}, {len(one.blocks)} blocks" if one.blocks else str(one.dim)
             split += " (uneven)" if one.uneven else ""
             cells = (name, _shape(one.shape), one.style or "-", split, _shape(one.local_shape))
             table.add_row(*map(Text, cells), _bytes(one.local_bytes * count))

@@ -115,7 +115,7 @@ STRINGS: Mapping[str, Style] = {
 means what it meant on one device."""
 
 REFUSED: Mapping[str, str] = {
-    "ep_dispatch_experts": "it sends tokens to their experts by all-to-all, where a plan only says how parameters are split",
+    "ep_dispatch_experts": "it sends tokens to their experts by all-to-all; a plan only says what is split",
     "megamoe_router": "it belongs to a kernel that exchanges tokens itself",
     "megamoe_experts": "it belongs to a kernel that exchanges tokens itself",
     "local": "it leaves to the module's own code what each rank computes",

@@ -173,3 +173,25 @@ class TestRules:
         program = program_of(TWO)
         done = apply_rules(program, [Rule("exp", "aten.exp(x)", lambda m: m["x"])])
         assert not done.changed and not done.declined
+
+
+@pytest.mark.parametrize(
+    ("pattern", "replace"),
+    [
+        ("aten.neg(x)", lambda match: match.splice(lambda x: torch.neg(x), match["x"])),
+        ("aten.neg(x)", lambda match: match.root),
+    ],
+    ids=["makes what it matches", "returns what it matched"],
+)
+def test_a_rule_without_end_is_named(pattern: str, replace):
+    program = program_of("""
+        x: f32[4] = input("x")
+        n: f32[4] = aten.neg(x)
+        y: f32[4] = aten.exp(n)
+        return output("y", y)
+    """)
+    message = (
+        "found the rule again applying to .* without end. Remedy: let its check decline what its replacement makes"
+    )
+    with pytest.raises(RewriteError, match=message):
+        apply_rules(program, [Rule("again", pattern, replace)])

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import textwrap
-
 import pytest
 
-from crossfade.graph.passes import run_passes
-from crossfade.graph.text import parse, render
 from crossfade.simplify.remove_aliases import RemoveAliases
+from tests.simplify.holds import rewrites
 
 CASES = {
     "a result keeps its alias": (
@@ -83,7 +80,4 @@ CASES = {
 
 @pytest.mark.parametrize("name", CASES)
 def test_removed(name: str):
-    before, after, counts = CASES[name]
-    done = run_passes(parse(textwrap.dedent(before)), [RemoveAliases()])
-    assert render(done) == textwrap.dedent(after).strip()
-    assert done.history[0].counts == counts
+    rewrites(RemoveAliases(), *CASES[name])

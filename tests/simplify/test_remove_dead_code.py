@@ -60,3 +60,13 @@ def test_undeclared_writes_stay():
     """).strip()
     assert removed(text.format(training=True))[1] == {"removed": 0}
     assert removed(text.format(training=False))[1] == {"removed": 1}
+
+
+def test_dropout_outside_of_training_goes():
+    text = textwrap.dedent("""
+        x: f32[4] = input("x")
+        dead: f32[4] = aten.dropout(x, 0.5, {training})
+        return output("x", x)
+    """).strip()
+    assert removed(text.format(training=True))[1] == {"removed": 0}
+    assert removed(text.format(training=False))[1] == {"removed": 1}

@@ -1,0 +1,91 @@
+"""Collectives whose results nobody uses."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import fx
+
+from crossfade.graph import collectives
+from crossfade.graph.collectives import Collective
+from crossfade.graph.passes import Numerics, Outcome, Pass, PassResult, Verdict
+from crossfade.graph.program import Program
+from crossfade.graph.splice import erase_if_dead
+
+_WRITES = "it writes into memory that others may read"
+_PARTLY = "another of its results is used"
+_OWN_PROGRAMS = "the program also communicates in ways of its own, and another rank's may use the result"
+_UNKNOWN_GROUP = "the size of its group is not known"
+
+
+@dataclass(frozen=True)
+class RemoveDeadCollectives(Pass):
+    """Remove collectives whose results are waited for and then used by nobody.
+
+    A collective goes on all ranks or on none, or they hang. It goes on all where their programs are the same but for
+    constants and the order of computation, which every pass over collectives stands on; a compiled step compares its
+    programs, `optimize` does not. Programs with sends, or with whatever else is no collective known here, may differ
+    from rank to rank and keep theirs. A collective called only so that ranks meet goes too.
+
+    Before:
+        x: f32[4] = input("x")
+        s: f32[4] = c10d.all_reduce(x, "sum", "dp")
+        w: f32[4] = c10d.wait_tensor(s)
+        y: f32[4] = aten.neg(x)
+        return output("y", y)
+
+    After:
+        x: f32[4] = input("x")
+        y: f32[4] = aten.neg(x)
+        return output("y", y)
+    """
+
+    name = "remove-dead-collectives"
+    numerics = Numerics.BITWISE
+
+    def run(self, program: Program) -> PassResult:
+        """One walk from the end, so that what only a dead collective read is dead when it is reached."""
+        differs = any(map(_is_own_communication, program.graph.nodes))
+        verdicts = []
+        for node in reversed(list(program.graph.nodes)):
+            one = None if node._erased else collectives.view(node)
+            if one is None or not _has_dead_result(one):
+                continue
+            reason = _OWN_PROGRAMS if differs else _reason_against(one, program)
+            outcome = Outcome.LEFT if reason is not None else Outcome.REMOVED
+            verdicts.append(Verdict.of(node, outcome, reason or "nobody uses its result", bytes=one.bytes))
+            if reason is None:
+                _remove(program, one)
+        removed = sum(verdict.outcome is Outcome.REMOVED for verdict in verdicts)
+        counts = {"removed": removed, "left": len(verdicts) - removed}
+        return PassResult(bool(removed), counts, tuple(reversed(verdicts)))
+
+
+def _is_own_communication(node: fx.Node) -> bool:
+    """Whether a node communicates in a way that is not one collective of all ranks."""
+    return collectives.group_of(node) is not None and not collectives.is_collective(node)
+
+
+def _has_dead_result(one: Collective) -> bool:
+    return any(all(map(_is_dead_wait, result.users)) for result in one.results)
+
+
+def _is_dead_wait(node: fx.Node) -> bool:
+    return collectives.is_wait(node) and not node.users
+
+
+def _reason_against(one: Collective, program: Program) -> str | None:
+    if one.in_place or one.out is not None:
+        return _WRITES
+    if not all(_is_dead_wait(user) for result in one.results for user in result.users):
+        return _PARTLY
+    return None if program.groups.get(one.group) else _UNKNOWN_GROUP
+
+
+def _remove(program: Program, one: Collective) -> None:
+    inputs = one.node.all_input_nodes
+    for node in reversed(one.nodes):
+        program.graph.erase_node(node)
+    for source in inputs:
+        if not collectives.is_wait(source):  # the collective that it waits for comes yet
+            erase_if_dead(source)

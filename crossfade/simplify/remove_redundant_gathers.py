@@ -1,0 +1,248 @@
+"""Collectives whose results the ranks have already, or can have with one fewer."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from crossfade.graph import collectives
+from crossfade.graph.aliasing import Aliasing
+from crossfade.graph.collectives import Collective, Kind
+from crossfade.graph.operators import arguments
+from crossfade.graph.passes import Numerics, Outcome, Pass, PassResult, Verdict
+from crossfade.graph.private import statically_equal
+from crossfade.graph.program import Input, InputKind, Program
+from crossfade.graph.splice import erase_if_dead, splice
+
+_aten = torch.ops.aten
+_RANK = Input(InputKind.SCALAR, "rank")
+_ALIKE_AFTER = (Kind.ALL_REDUCE, Kind.ALL_GATHER, Kind.BROADCAST)
+"""Collectives that leave the same value on all ranks of their group."""
+
+_UNKNOWN_SIZE = "the size of its group is not known"
+_NO_COPIES = "what many times the same value reduces to is not a product with their number"
+_USED_TOO = "the scattered value is used too"
+_NOT_INVERSE = "the second exchange is not known to undo the first on all ranks"
+
+
+@dataclass(frozen=True)
+class RemoveRedundantGathers(Pass):
+    """Drop collectives that the graph of one rank shows to be needless.
+
+    - A reduce-scatter gathered again is an all-reduce: as many bytes, one launch fewer.
+    - What an all-reduce, an all-gather or a broadcast left is the same on all ranks: reduced again it is itself or
+      its multiple, broadcast again itself, gathered again its copies.
+    - A gathered value reduce-scattered is this rank's part as it was, or its multiple.
+    - The part of a gathered value at the program's input `rank` is what this rank gave.
+    - An exchange that undoes another one leaves what was there; that it does so on all ranks is shown by the sizes if
+      there are two, and promised by `alike`, which says that all ranks have this very program.
+
+    Ranks agree since their programs have the same operators. Not shown by one rank's graph, and left: a slice at a
+    number, which may be another rank's part; a reduce-scatter of what is the same everywhere, whose part is told by the
+    rank alone; anything over two groups, whose members the graph does not name; whatever stands between the two but a
+    wait.
+
+    Before:
+        x: f32[4] = input("x")
+        s: f32[2] = c10d.reduce_scatter_tensor(x, "sum", 2, "dp")
+        w: f32[2] = c10d.wait_tensor(s)
+        g: f32[4] = c10d.all_gather_into_tensor(w, 2, "dp")
+        v: f32[4] = c10d.wait_tensor(g)
+        y: f32[4] = aten.neg(v)
+        return output("y", y)
+
+    After:
+        x: f32[4] = input("x")
+        all_reduce: f32[4] = c10d.all_reduce(x, "sum", "dp")
+        v: f32[4] = c10d.wait_tensor(all_reduce)
+        y: f32[4] = aten.neg(v)
+        return output("y", y)
+    """
+
+    name = "remove-redundant-gathers"
+    numerics = Numerics.REASSOCIATES
+
+    alike: bool = False
+
+    def run(self, program: Program) -> PassResult:
+        """One walk: each collective is compared with the one whose result it takes."""
+        remover = _Remover(program, self.alike)
+        for node in list(program.graph.nodes):
+            one = None if node._erased else collectives.view(node)
+            if one is not None and one.plain and not one.coalesced:
+                remover.look_at(one)
+        for node in list(program.graph.nodes):
+            if not node._erased:
+                remover.look_at_part(node)
+        return remover.result()
+
+
+class _Remover:
+    """What was removed and left, and who may stand for whom."""
+
+    def __init__(self, program: Program, alike: bool) -> None:
+        self.program, self.alike = program, alike
+        self.aliasing = Aliasing(program)
+        self.rank = program.input_nodes()[_RANK.name] if _RANK in program.inputs and len(program.groups) == 1 else None
+        self.verdicts: list[Verdict] = []
+
+    def result(self) -> PassResult:
+        """Count the verdicts."""
+        left = sum(verdict.outcome is Outcome.LEFT for verdict in self.verdicts)
+        counts = {"removed": len(self.verdicts) - left, "left": left}
+        return PassResult(bool(counts["removed"]), counts, tuple(self.verdicts))
+
+    def look_at(self, one: Collective) -> None:
+        """Find the collective behind a collective's input, and the rule that fits the two."""
+        source = one.inputs[0]
+        start = collectives.started_by(source) if collectives.is_wait(source) else None
+        inner = collectives.view(start) if start is not None else None
+        if inner is None or inner.coalesced or inner.in_place or inner.out is not None or inner.group != one.group:
+            return
+        kinds = (inner.kind, one.kind)
+        if kinds == (Kind.REDUCE_SCATTER, Kind.ALL_GATHER):
+            self._reduce_at_once(inner, one)
+        elif kinds == (Kind.ALL_GATHER, Kind.REDUCE_SCATTER):
+            self._copies(one, inner.inputs[0], inner, "it adds up copies of what this rank gave")
+        elif kinds == (Kind.ALL_TO_ALL, Kind.ALL_TO_ALL):
+            self._undone(inner, one)
+        elif inner.kind in _ALIKE_AFTER and one.kind in (Kind.ALL_REDUCE, Kind.BROADCAST):
+            self._copies(one, source, inner, "all ranks have the same value already")
+        elif inner.kind in _ALIKE_AFTER and one.kind is Kind.ALL_GATHER:
+            self._repeated(one, source, inner)
+
+    def _reduce_at_once(self, inner: Collective, one: Collective) -> None:
+        value = inner.inputs[0]
+        old, new = one.node.meta["val"], value.meta["val"]
+        if len(inner.waits) != 1 or list(inner.waits[0].users) != [one.node]:
+            return self._leave(one, _USED_TOO)
+        if inner.group_size != one.group_size or not statically_equal(old.stride(), new.stride()):
+            return self._leave(one, "its result would lie otherwise in memory")
+
+        def reduce(tensor: Tensor) -> Tensor:
+            return collectives.all_reduce(tensor, str(inner.reduce_op), inner.group)
+
+        start = splice(self.program, reduce, value, before=inner.node, like=one.node)
+        self._account(one, Outcome.REPLACED, "it gathers what was scattered just before")
+        for wait in one.waits:
+            wait.replace_input_with(one.node, start)
+        for node in (one.node, *inner.waits, inner.node):
+            self.program.graph.erase_node(node)
+        return None
+
+    def _copies(self, one: Collective, value: fx.Node, inner: Collective, why: str) -> None:
+        """Reduce `ranks` copies of a value without asking anybody."""
+        ranks = self.program.groups.get(one.group)
+        summed = one.reduce_op == "sum"
+        if summed and not ranks:
+            return self._leave(one, _UNKNOWN_SIZE)
+        if one.kind is not Kind.BROADCAST and one.reduce_op not in ("sum", "avg", "max", "min"):
+            return self._leave(one, _NO_COPIES)
+        if summed and value.meta["val"].dtype == torch.bool:
+            return self._leave(one, _NO_COPIES)
+        return self._take(one, value, inner, (lambda tensor: tensor * ranks) if summed else None, why)
+
+    def _repeated(self, one: Collective, value: fx.Node, inner: Collective) -> None:
+        ranks = one.group_size or 0
+        self._take(one, value, inner, lambda tensor: torch.cat([tensor] * ranks), "all ranks give the same value")
+
+    def _undone(self, inner: Collective, one: Collective) -> None:
+        to, back = collectives.settings(inner.node), collectives.settings(one.node)
+        ranks = self.program.groups.get(one.group) or 0
+        inverse = _same_sizes(to[0], back[1]) and _same_sizes(to[1], back[0])
+        if not inverse or (ranks != 2 and not self.alike):
+            return self._leave(one, _NOT_INVERSE)
+        return self._take(one, inner.inputs[0], inner, None, "it undoes the exchange before it")
+
+    def _take(
+        self, one: Collective, value: fx.Node, inner: Collective, function: Callable[..., Any] | None, why: str
+    ) -> None:
+        """Let what is made of a value stand for a collective's result; the collective before it goes if unused."""
+        if self.aliasing.is_written(value) or self.aliasing.is_written(one.node):
+            return self._leave(one, "its memory is written to")
+        new = splice(self.program, function, value, before=one.node, like=one.node) if function is not None else value
+        reason = self.aliasing.may_replace(one.node, new)
+        if reason is None and sum(user.op == "output" for wait in one.waits for user in wait.users) > 1:
+            reason = "two results of the program would be one tensor"
+        if reason is not None:
+            if function is not None:
+                erase_if_dead(new)
+            return self._leave(one, reason)
+        self._account(one, Outcome.REMOVED, why)
+        self.aliasing.replaced(one.node, new)
+        for wait in one.waits:
+            wait.replace_all_uses_with(new)
+        for node in (*one.waits, one.node):
+            self.program.graph.erase_node(node)
+        self._drop_if_unused(inner)
+        return None
+
+    def _drop_if_unused(self, inner: Collective) -> None:
+        waits = [user for user in inner.node.users if collectives.is_wait(user) and not user.users]
+        if len(waits) != len(inner.node.users):
+            return
+        self._account(inner, Outcome.REMOVED, "only what is gone now used its result")
+        for node in (*waits, inner.node):
+            self.program.graph.erase_node(node)
+
+    def look_at_part(self, node: fx.Node) -> None:
+        """Let what this rank gave stand for its part of the gathered value."""
+        source = _part_at_rank(node, self.rank) if self.rank is not None else None
+        start = collectives.started_by(source) if source is not None and collectives.is_wait(source) else None
+        gather = collectives.view(start) if start is not None else None
+        if gather is None or gather.kind is not Kind.ALL_GATHER or gather.coalesced or gather.out is not None:
+            return
+        value = gather.inputs[0]
+        if not statically_equal(node.meta["val"].shape, value.meta["val"].shape):
+            return
+        reason = self.aliasing.may_replace(node, value)
+        if reason is not None:
+            self.verdicts.append(Verdict.of(node, Outcome.LEFT, reason))
+            return
+        self.verdicts.append(Verdict.of(node, Outcome.REMOVED, "it is the part that this rank gave"))
+        self.aliasing.replaced(node, value)
+        node.replace_all_uses_with(value)
+        erase_if_dead(node)
+        self._drop_if_unused(gather)
+
+    def _account(self, one: Collective, outcome: Outcome, reason: str) -> None:
+        self.verdicts.append(Verdict.of(one.node, outcome, reason, bytes=one.bytes))
+
+    def _leave(self, one: Collective, reason: str) -> None:
+        remedy = "alike=True promises it" if reason == _NOT_INVERSE else ""
+        self.verdicts.append(Verdict.of(one.node, Outcome.LEFT, reason, remedy=remedy, bytes=one.bytes))
+
+
+def _same_sizes(one: Any, other: Any) -> bool:
+    """Whether two lists of split sizes are the same numbers or nodes."""
+    return len(one) == len(other) and all(
+        a is b or (isinstance(a, int) and a == b) for a, b in zip(one, other, strict=True)
+    )
+
+
+def _part_at_rank(node: fx.Node, rank: fx.Node) -> fx.Node | None:
+    """The tensor of which a node takes rows from `rank` times their number on, or None."""
+    if node.target not in (_aten.slice.Tensor, _aten.narrow.default):
+        return None
+    told = arguments(node)
+    rows = node.meta["val"].shape[0] if node.meta["val"].dim() else None
+    begin = told["start"]
+    if told["dim"] != 0 or told.get("step", 1) != 1 or not isinstance(rows, int):
+        return None
+    if not _is_call(begin, operator.mul, rank, rows):
+        return None
+    if node.target is _aten.slice.Tensor and not _is_call(told["end"], operator.add, begin, rows):
+        return None
+    return told.get("self", told.get("input"))
+
+
+def _is_call(node: Any, target: Any, one: fx.Node, number: int) -> bool:
+    """Whether a node is `target(one, number)`, either way round."""
+    if not isinstance(node, fx.Node) or node.target is not target:
+        return False
+    return node.args in ((one, number), (number, one))

@@ -1,0 +1,71 @@
+"""Single nodes and small patterns, all in one worklist."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from crossfade.errors import PassError
+from crossfade.graph.passes import Numerics
+from crossfade.graph.rewrite import Rule
+from crossfade.graph.rule_pass import RulePass
+from crossfade.simplify.canonicalize_views import CanonicalizeViews
+from crossfade.simplify.collapse_conversions import CollapseConversions
+from crossfade.simplify.collapse_views import CollapseViews
+from crossfade.simplify.fold_cumsums import FoldCumsums
+from crossfade.simplify.remove_aliases import RemoveAliases
+from crossfade.simplify.remove_noops import RemoveNoops
+from crossfade.simplify.replace_scatters import ReplaceScatters
+from crossfade.simplify.simplify_cats import SimplifyCats
+
+MEMBERS: tuple[RulePass, ...] = (
+    RemoveAliases(),
+    RemoveNoops(),
+    CanonicalizeViews(),
+    CollapseViews(),
+    CollapseConversions(),
+    SimplifyCats(),
+    FoldCumsums(),
+    ReplaceScatters(),
+)
+"""Every pass of bitwise rules about a few nodes, in the order in which their rules are tried on a node."""
+
+
+@dataclass(frozen=True)
+class SimplifyNodes(RulePass):
+    """Apply the rules of several passes together, to one fixed point: what one makes possible, another one finds.
+
+    The rules of each pass in `passes` count under its name: `remove-aliases/detach`. Each of them keeps every bit.
+
+    Before:
+        x: f32[4, 2] = input("x")
+        t: f32[2, 4] = aten.t(x)
+        detach: f32[2, 4] = aten.detach(t)
+        t_1: f32[4, 2] = aten.t(detach)
+        neg: f32[4, 2] = aten.neg(t_1)
+        return output("y", neg)
+
+    After:
+        x: f32[4, 2] = input("x")
+        neg: f32[4, 2] = aten.neg(x)
+        return output("y", neg)
+    """
+
+    name = "simplify-nodes"
+    numerics = Numerics.BITWISE
+
+    passes: tuple[RulePass, ...] = MEMBERS
+
+    def __post_init__(self) -> None:
+        for one in self.passes:
+            if not isinstance(one, RulePass) or one.numerics is not Numerics.BITWISE:
+                what = "not made of rules" if not isinstance(one, RulePass) else f"whose numerics are {one.numerics}"
+                raise PassError(
+                    f"{one.name}, {what}, inside {self.name}",
+                    expected="passes of rules that keep every bit",
+                    remedy="run it before or after it",
+                )
+
+    def rules(self) -> Sequence[Rule]:
+        """The rules of all members, named after the pass they are from."""
+        return [replace(rule, name=f"{one.name}/{rule.name}") for one in self.passes for rule in one.rules()]

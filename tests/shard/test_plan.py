@@ -1,0 +1,524 @@
+"""Plans: how entries are read, what they name, how they are settled, and what is refused."""
+
+from __future__ import annotations
+
+import pickle
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.tensor import Partial, Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    PrepareModuleInput,
+    PrepareModuleInputOutput,
+    PrepareModuleOutput,
+    RowwiseParallel,
+    SequenceParallel,
+)
+from torch.export import ExportedProgram
+
+from crossfade.errors import PlanError
+from crossfade.shard.plan import Fused, ModuleBoundary, Plan, Style
+from crossfade.shard.plan_styles import REFUSED, STRINGS, read_style, to_data
+
+
+class Mlp(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 32), nn.Linear(32, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(torch.relu(self.up(x)))
+
+
+class Conv1D(nn.Module):
+    """Keeps its weight as [in, out], as gpt2 does."""
+
+    def __init__(self, inside: int, outside: int) -> None:
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(torch.randn(inside, outside)), nn.Parameter(torch.randn(outside))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.addmm(self.bias, x.reshape(-1, x.shape[-1]), self.weight).view(*x.shape[:-1], -1)
+
+
+class Model(nn.Module):
+    """A token model with a tied head, a per-head parameter, stacked experts, a norm, buffers and an unused layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(12, 8)
+        self.layers = nn.ModuleList([Mlp(), Mlp()])
+        self.fused = Conv1D(8, 24)
+        self.norm = nn.LayerNorm(8)
+        self.sinks = nn.Parameter(torch.randn(4))
+        self.experts = nn.Parameter(torch.randn(2, 6, 8))
+        self.register_buffer("slopes", torch.randn(4))
+        self.register_buffer("scale", torch.randn(8), persistent=False)
+        self.unused = nn.Linear(3, 3)
+        self.head = nn.Linear(8, 12, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, tokens: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        x = self.embed(tokens) * self.scale
+        for layer in self.layers:
+            x = x + layer(self.norm(x))
+        x = sum(self.fused(x).chunk(3, -1), x)
+        heads = (x.unflatten(-1, (4, 2)) * (self.sinks + self.slopes)[:, None]).flatten(-2)
+        mixed = torch.einsum("bsi,eoi->beso", x, self.experts)
+        return self.head(heads), mixed
+
+
+@pytest.fixture(scope="module")
+def exported() -> ExportedProgram:
+    return torch.export.export(Model(), (torch.zeros(2, 5, dtype=torch.long),))
+
+
+def split(exported: ExportedProgram, entries: dict[str, object], name: str, ranks: int = 2) -> tuple:
+    one = Plan(entries).resolve(exported, ranks).parameters[name]
+    return one.dim, one.blocks, one.local_shape
+
+
+# --- entries are read ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("entry", "style"),
+    [
+        (ColwiseParallel, Style("colwise")),
+        (ColwiseParallel(), Style("colwise")),
+        (ColwiseParallel(input_layouts=Shard(1), use_local_output=False), Style("colwise")),
+        (ColwiseParallel(output_layouts=Replicate()), Style("colwise", output="replicate")),
+        (ColwiseParallel(output_layouts=Shard(1)), Style("colwise", output="shard(1)")),
+        (RowwiseParallel, Style("rowwise")),
+        (RowwiseParallel(input_layouts=Replicate()), Style("rowwise")),
+        (RowwiseParallel(output_layouts=Shard(1)), Style("rowwise", output="shard(1)")),
+        (SequenceParallel, Style("sequence", input="shard(1)", output="shard(1)")),
+        (SequenceParallel(sequence_dim=0), Style("sequence", input="shard(0)", output="shard(0)")),
+        (
+            PrepareModuleInput(input_layouts=(Shard(1), None), desired_input_layouts=(Replicate(), None)),
+            Style("boundary", input="replicate"),
+        ),
+        (
+            PrepareModuleOutput(output_layouts=Replicate(), desired_output_layouts=Shard(1)),
+            Style("boundary", output="shard(1)"),
+        ),
+        (
+            PrepareModuleInputOutput(
+                input_layouts=Shard(1),
+                desired_input_layouts=Replicate(),
+                output_layouts=Replicate(),
+                desired_output_layouts=Shard(1),
+            ),
+            Style("boundary", input="replicate", output="shard(1)"),
+        ),
+        (Shard(0), Style("shard", dim=0)),
+        ([Shard(-1)], Style("shard", dim=-1)),
+        ((Replicate(),), Style("replicate")),
+        ("shard(1)", Style("shard", dim=1)),
+        (Fused(ColwiseParallel(), blocks=[4, 2]), Style("colwise", blocks=(4, 2))),
+        (Fused("shard(1)", blocks=2), Style("shard", dim=1, blocks=2)),
+        ({"style": "colwise", "blocks": 3, "output": "replicate"}, Style("colwise", blocks=3, output="replicate")),
+        ({"style": "boundary", "input": "replicate"}, Style("boundary", input="replicate")),
+    ],
+)
+def test_entries_are_read(entry: object, style: Style) -> None:
+    assert read_style(entry) == style
+    assert read_style(to_data(style)) == style
+
+
+@pytest.mark.parametrize("text", STRINGS)
+def test_strings_are_read_and_written(text: str) -> None:
+    assert read_style(text) == STRINGS[text]
+    assert read_style(to_data(STRINGS[text])) == STRINGS[text]
+
+
+class OwnStyle(ParallelStyle):
+    def _apply(self, module: nn.Module, device_mesh: object) -> nn.Module:
+        return module
+
+
+class OwnColwise(ColwiseParallel):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("entry", "message"),
+    [
+        ("colwize", "the style 'colwize'"),
+        (OwnStyle(), "an entry of type OwnStyle"),
+        (OwnColwise(), "an entry of type OwnColwise"),
+        (PrepareModuleOutput, "the class PrepareModuleOutput"),
+        (7, "an entry of type int"),
+        (Partial(), "an entry of type Partial"),
+        ([Shard(0), Shard(1)], "2 placements"),
+        (RowwiseParallel(output_layouts=Partial()), "the layout P"),
+        (
+            PrepareModuleInput(
+                input_kwarg_layouts={"x": Shard(1)},
+                desired_input_kwarg_layouts={"x": Replicate()},
+            ),
+            "layouts for keyword arguments",
+        ),
+        (
+            PrepareModuleInput(input_layouts=(None, Shard(1)), desired_input_layouts=(None, Replicate())),
+            "expected one for the first tensor",
+        ),
+        (Fused("replicate", blocks=2), "Fused(replicate"),
+        (Fused("packed_colwise", blocks=2), "Fused(packed_colwise"),
+        (Fused("colwise", blocks=0), "blocks=0"),
+        (Fused("colwise", blocks=()), "blocks=()"),
+        ({"blocks": 2}, "an entry with blocks"),
+        ({"style": "colwise", "colour": 1}, "an entry with style, colour"),
+        ({"style": "colwise", "output": "split"}, "the layout 'split'"),
+        (Style("columns"), "a style of kind 'columns'"),
+        (Style("shard"), "expected a dim for the kind 'shard'"),
+        (Style("colwise", dim=1), "expected a dim for the kind 'shard'"),
+    ],
+)
+def test_entries_that_say_nothing_known_are_refused(entry: object, message: str) -> None:
+    with pytest.raises(PlanError, match="in the plan's 'layers") as refusal:
+        Plan({"layers.0.up": entry})
+    assert message in str(refusal.value)
+
+
+@pytest.mark.parametrize("text", REFUSED)
+def test_styles_of_kernels_and_dispatchers_are_refused_with_the_reason(text: str) -> None:
+    with pytest.raises(PlanError) as refusal:
+        Plan({"experts": text})
+    assert REFUSED[text] in str(refusal.value)
+
+
+def test_a_plan_is_a_mapping() -> None:
+    with pytest.raises(PlanError, match="a plan given as list"):
+        Plan(["colwise"])  # type: ignore[arg-type]
+    plan = Plan({"a": "colwise", "b": Fused("colwise", 3)})
+    assert list(plan) == ["a", "b"] and len(plan) == 2 and plan["a"] == Style("colwise")
+    assert plan == Plan({"b": Fused(ColwiseParallel, 3), "a": ColwiseParallel()}) != Plan({"a": "colwise"})
+    assert hash(plan) == hash(Plan(dict(plan)))
+    assert pickle.loads(pickle.dumps(plan)) == plan
+
+
+# --- what they name -----------------------------------------------------------------------------------------------
+
+
+def test_linear_layers(exported: ExportedProgram) -> None:
+    found = Plan({"layers.*.up": ColwiseParallel(), "layers.*.down": RowwiseParallel()}).resolve(exported, 2)
+    assert {name: (one.dim, one.local_shape) for name, one in found.parameters.items() if "layers" in name} == {
+        f"layers.{layer}.{name}": how
+        for layer in (0, 1)
+        for name, how in {
+            "up.weight": (0, (16, 8)),
+            "up.bias": (0, (16,)),
+            "down.weight": (1, (8, 16)),
+            "down.bias": (None, (8,)),
+        }.items()
+    }
+    assert found.boundaries["layers.0.up"] == ModuleBoundary("layers.0.up", "replicate", None)
+    assert found.boundaries["layers.1.down"] == ModuleBoundary("layers.1.down", "shard(-1)", "replicate")
+    assert set(found.boundaries) == {f"layers.{layer}.{name}" for layer in (0, 1) for name in ("up", "down")}
+    assert found.parameters["norm.weight"].dim is None and found.parameters["norm.weight"].style == ""
+    assert "slopes" not in found.parameters
+
+
+def test_outputs_that_the_style_asks_for(exported: ExportedProgram) -> None:
+    plan = Plan({"layers.0.up": "colwise_rep", "layers.0.down": RowwiseParallel(output_layouts=Shard(1))})
+    found = plan.resolve(exported, 2).boundaries
+    assert found["layers.0.up"].output == "replicate"
+    assert found["layers.0.down"].output == "shard(1)"
+
+
+def test_sequence_parallel_modules_keep_their_parameters(exported: ExportedProgram) -> None:
+    found = Plan({"norm": SequenceParallel()}).resolve(exported, 2)
+    assert found.parameters["norm.weight"].dim is None
+    assert found.boundaries == {"norm": ModuleBoundary("norm", "shard(1)", "shard(1)")}
+
+
+@pytest.mark.parametrize(("style", "dim"), [("colwise", 1), ("rowwise", 0), ("embedding_rowwise", 0)])
+def test_embeddings(exported: ExportedProgram, style: str, dim: int) -> None:
+    found = Plan({"embed": style}).resolve(exported, 2)
+    assert found.parameters["head.weight"].dim == dim
+    assert found.boundaries["embed"].input == "replicate"
+    assert found.boundaries["embed"].output == (None if style == "colwise" else "replicate")
+
+
+@pytest.mark.parametrize(
+    ("style", "weight", "bias"),
+    [
+        ("colwise", (1, (), (8, 12)), (0, (), (12,))),
+        ("rowwise", (0, (), (4, 24)), (None, (), (24,))),
+        (Fused("colwise", 3), (1, (8, 8, 8), (8, 12)), (0, (8, 8, 8), (12,))),
+        (Fused("colwise", (16, 4, 4)), (1, (16, 4, 4), (8, 12)), (0, (16, 4, 4), (12,))),
+    ],
+)
+def test_weights_kept_transposed(exported: ExportedProgram, style: object, weight: tuple, bias: tuple) -> None:
+    assert split(exported, {"fused": style}, "fused.weight") == weight
+    assert split(exported, {"fused": style}, "fused.bias") == bias
+
+
+@pytest.mark.parametrize(
+    ("entry", "name", "expected"),
+    [
+        (Shard(0), "sinks", (0, (), (2,))),
+        ("local_rowwise", "sinks", (0, (), (2,))),
+        ("colwise", "experts", (1, (), (2, 3, 8))),
+        ("rowwise", "experts", (2, (), (2, 6, 4))),
+        ("packed_rowwise", "experts", (2, (4, 4), (2, 6, 4))),
+        ("grouped_gemm", "experts", (0, (), (1, 6, 8))),
+        (Shard(-1), "experts", (2, (), (2, 6, 4))),
+        ("colwise", "fused.weight", (1, (), (8, 12))),
+        ("colwise", "layers.0.up.weight", (0, (), (16, 8))),
+        ([Shard(0)], "slopes", (0, (), (2,))),
+        (Shard(0), "scale", (0, (), (4,))),
+        (Replicate(), "sinks", (None, (), (4,))),
+    ],
+)
+def test_any_parameter_or_buffer_can_be_named(
+    exported: ExportedProgram, entry: object, name: str, expected: tuple
+) -> None:
+    assert split(exported, {name: entry}, name) == expected
+
+
+def test_blocks_are_split_one_by_one(exported: ExportedProgram) -> None:
+    fused = Plan({"fused": Fused("colwise", (16, 4, 4))}).resolve(exported, 2).parameters["fused.weight"]
+    assert fused.local_blocks(0) == (slice(0, 8), slice(16, 18), slice(20, 22))
+    assert fused.local_blocks(1) == (slice(8, 16), slice(18, 20), slice(22, 24))
+
+
+def test_sizes_that_do_not_divide_are_marked(exported: ExportedProgram) -> None:
+    found = Plan({"embed": "rowwise", "layers.0.up": "colwise"}).resolve(exported, 8)
+    head = found.parameters["head.weight"]
+    assert head.uneven and not found.parameters["layers.0.up.weight"].uneven
+    assert [head.local_blocks(rank)[0] for rank in (0, 5, 6, 7)] == [slice(0, 2), slice(10, 12), *[slice(12, 12)] * 2]
+    assert found.notes == ("head.weight: 12 at dim 0 does not divide by 8 ranks",)
+    assert "0 (uneven)" in str(found)
+
+
+def test_a_block_that_does_not_divide_is_marked(exported: ExportedProgram) -> None:
+    found = Plan({"fused": Fused("colwise", (20, 2, 2))}).resolve(exported, 4)
+    assert found.parameters["fused.weight"].uneven
+    assert found.notes[0] == "fused.weight: 20 + 2 + 2 at dim 1 does not divide by 4 ranks"
+
+
+# --- tied parameters ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("named", ["embed", "head"])
+def test_either_name_of_a_tied_parameter_will_do(exported: ExportedProgram, named: str) -> None:
+    style = {"embed": "embedding_rowwise", "head": "colwise"}[named]
+    found = Plan({named: style}).resolve(exported, 2)
+    (name,) = [name for name in found.parameters if name in ("embed.weight", "head.weight")]
+    assert found.parameters[name].dim == 0
+    assert dict(found.aliases) == {({"embed.weight", "head.weight"} - {name}).pop(): name}
+
+
+def test_the_tied_partner_of_a_named_module_returns_what_it_did(exported: ExportedProgram) -> None:
+    found = Plan({"head": "colwise"}).resolve(exported, 2).boundaries
+    assert found == {
+        "head": ModuleBoundary("head", "replicate", None),
+        "embed": ModuleBoundary("embed", None, "replicate"),
+    }
+
+
+def test_tied_names_may_both_be_named_when_they_agree(exported: ExportedProgram) -> None:
+    found = Plan({"embed": "embedding_rowwise", "head": "colwise_rep"}).resolve(exported, 2)
+    assert found.boundaries["head"].output == found.boundaries["embed"].output == "replicate"
+    with pytest.raises(PlanError, match=r"disagree about head\.weight.*split embed\.weight and head\.weight alike"):
+        Plan({"embed": "embedding_colwise", "head": "colwise_rep"}).resolve(exported, 2)
+    with pytest.raises(PlanError, match="they are one tensor"):
+        Plan({"**.weight": Replicate(), "embed.weight": Shard(0)}).resolve(exported, 2)
+
+
+def test_ties_survive_saving(exported: ExportedProgram, tmp_path: Path) -> None:
+    torch.export.save(exported, tmp_path / "model.pt2")
+    loaded = torch.export.load(tmp_path / "model.pt2")
+    plan = Plan({"layers.*.up": "colwise", "head": "colwise_rep"})
+    assert plan.resolve(loaded, 2) == plan.resolve(exported, 2)
+
+
+def test_a_strict_export_resolves_alike(exported: ExportedProgram) -> None:
+    strict = torch.export.export(Model(), (torch.zeros(2, 5, dtype=torch.long),), strict=True)
+    plan = Plan({"layers.*.up": "colwise", "head": "colwise_rep"})
+    one, other = plan.resolve(strict, 2), plan.resolve(exported, 2)
+    assert one.boundaries == other.boundaries
+    assert one.parameters["embed.weight"].dim == other.parameters["head.weight"].dim == 0
+
+
+# --- how entries are settled --------------------------------------------------------------------------------------
+
+
+def test_an_exact_name_beats_a_glob(exported: ExportedProgram) -> None:
+    found = Plan({"layers.0.down": "replicate", "layers.*.down": "rowwise"}).resolve(exported, 2)
+    assert found.parameters["layers.0.down.weight"].dim is None
+    assert found.parameters["layers.1.down.weight"].dim == 1
+    assert set(found.boundaries) == {"layers.1.down"}
+
+
+def test_a_parameter_beats_its_module(exported: ExportedProgram) -> None:
+    entries = {"layers.*.up": "colwise", "layers.*.up.bias": Replicate()}
+    assert split(exported, entries, "layers.0.up.bias") == (None, (), (32,))
+
+
+def test_globs_may_overlap_when_they_agree(exported: ExportedProgram) -> None:
+    assert split(exported, {"layers.*.up": "colwise", "**.up": ColwiseParallel}, "layers.0.up.weight")[0] == 0
+
+
+def test_globs_that_disagree_are_refused(exported: ExportedProgram) -> None:
+    with pytest.raises(PlanError, match=r"disagree about layers\.0\.up\.weight: 'layers.*colwise \(split at dim 0\)"):
+        Plan({"layers.*.up": "colwise", "layers.0.*": "rowwise"}).resolve(exported, 2)
+    with pytest.raises(PlanError, match=r"disagree about what layers\.0\.up takes or returns"):
+        Plan({"layers.*.up": "colwise", "layers.0.u*": "colwise_rep"}).resolve(exported, 2)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "suggestion"),
+    [
+        ("layers.*.upp", "layers.*.up"),
+        ("model.layers.*.up", "layers.*.up"),
+        ("up", "layers.*.up"),
+        ("layers.7.down", "layers.*.down"),
+        ("hed", "head"),
+    ],
+)
+def test_names_that_match_nothing_suggest_the_nearest(exported: ExportedProgram, pattern: str, suggestion: str) -> None:
+    with pytest.raises(PlanError, match="names nothing in the program") as refusal:
+        Plan({pattern: "colwise"}).resolve(exported, 2)
+    assert suggestion in refusal.value.remedy
+
+
+def test_a_missing_prefix_is_told(exported: ExportedProgram) -> None:
+    with pytest.raises(PlanError, match=r"start with 'layers\.\*\.'"):
+        Plan({"up": "colwise"}).resolve(exported, 2)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "entry", "message"),
+    [
+        ("norm", "colwise", "splits no parameter of norm"),
+        ("layers.0", "colwise", r"name what it should split \(layers\.0\.down\.bias"),
+        ("unused", "colwise", "splits no parameter of unused"),
+        ("layers.0.down.bias", "rowwise", "splits no parameter"),
+        ("head", Shard(0), r"names the module head.*name the parameter \(head\.weight\)"),
+        ("sinks", SequenceParallel(), "names the parameter sinks"),
+        ("sinks", Shard(1), "for sinks of 1 dims"),
+        ("fused", Fused("colwise", 5), "blocks that make up 24"),
+        ("fused", Fused("colwise", (8, 8)), "blocks that make up 24"),
+    ],
+)
+def test_entries_that_do_not_fit_are_refused(
+    exported: ExportedProgram, pattern: str, entry: object, message: str
+) -> None:
+    with pytest.raises(PlanError, match=message):
+        Plan({pattern: entry}).resolve(exported, 2)
+
+
+def test_there_must_be_a_rank(exported: ExportedProgram) -> None:
+    with pytest.raises(PlanError, match="0 ranks"):
+        Plan({}).resolve(exported, 0)
+
+
+def test_a_weight_used_in_two_ways_must_be_named_itself() -> None:
+    class Both(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(4, 4))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return nn.functional.linear(x @ self.weight, self.weight)
+
+    model = nn.Sequential(Both())
+    exported = torch.export.export(model, (torch.ones(2, 4),))
+    with pytest.raises(PlanError, match=r"0\.weight used in several ways"):
+        Plan({"0": "colwise"}).resolve(exported, 2)
+    assert split(exported, {"0.weight": Shard(1)}, "0.weight") == (1, (), (4, 2))
+
+
+def test_parameters_beside_the_weight_stay_whole_and_are_noted() -> None:
+    class Scaled(nn.Linear):
+        def __init__(self) -> None:
+            super().__init__(4, 6)
+            self.gain = nn.Parameter(torch.ones(6))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x) * self.gain
+
+    exported = torch.export.export(nn.Sequential(Scaled()), (torch.ones(2, 4),))
+    found = Plan({"0": "colwise"}).resolve(exported, 2)
+    assert found.parameters["0.gain"].dim is None
+    assert found.notes == ("0.gain stays whole: the program does not use it as a weight or bias",)
+
+
+def test_convolutions_are_split_by_what_they_put_out() -> None:
+    model = nn.Sequential(nn.Conv2d(4, 8, 3), nn.Conv2d(8, 4, 3), nn.Conv2d(4, 4, 3, groups=4))
+    exported = torch.export.export(model, (torch.ones(1, 4, 9, 9),))
+    found = Plan({"0": "colwise", "1": "rowwise"}).resolve(exported, 2).parameters
+    assert [found[name].dim for name in ("0.weight", "0.bias", "1.weight", "1.bias")] == [0, 0, 1, None]
+    with pytest.raises(PlanError, match="splits no parameter of 2"):
+        Plan({"2": "rowwise"}).resolve(exported, 2)
+
+
+# --- files --------------------------------------------------------------------------------------------------------
+
+ENTRIES = {
+    "layers.*.up": ColwiseParallel(),
+    "layers.*.down": RowwiseParallel(output_layouts=Shard(1)),
+    "fused": Fused("colwise", (16, 4, 4)),
+    "norm": SequenceParallel(sequence_dim=0),
+    "sinks": Shard(0),
+    "head": "colwise_rep",
+    "embed": "embedding_rowwise",
+}
+
+
+@pytest.mark.parametrize("suffix", ["json", "yaml", "yml"])
+def test_plans_are_saved_and_loaded(tmp_path: Path, suffix: str) -> None:
+    if suffix != "json":
+        pytest.importorskip("yaml")
+    plan, path = Plan(ENTRIES), tmp_path / f"plan.{suffix}"
+    plan.save(path)
+    assert Plan.load(path) == Plan.load(str(path)) == plan
+    assert list(Plan.load(path)) == list(ENTRIES)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("plan.toml", "", "a suffix .json, .yaml or .yml"),
+        ("plan.json", "{", "which is not JSON"),
+        ("plan.json", "[]", "without a mapping"),
+        ("plan.json", '{"a": "colwize"}', "the style 'colwize'"),
+    ],
+)
+def test_files_that_hold_no_plan_are_refused(tmp_path: Path, name: str, text: str, message: str) -> None:
+    (tmp_path / name).write_text(text)
+    with pytest.raises(PlanError, match=message):
+        Plan.load(tmp_path / name)
+
+
+@pytest.mark.parametrize(("text", "message"), [("a: [", "which is not YAML"), ("1: colwise", "without a mapping")])
+def test_yaml_that_holds_no_plan_is_refused(tmp_path: Path, text: str, message: str) -> None:
+    pytest.importorskip("yaml")
+    (tmp_path / "plan.yaml").write_text(text)
+    with pytest.raises(PlanError, match=message):
+        Plan.load(tmp_path / "plan.yaml")
+
+
+def test_yaml_without_its_package_says_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "yaml", None)
+    with pytest.raises(PlanError, match=r"install pyyaml, or write the plan as \.json"):
+        Plan({}).save(tmp_path / "plan.yaml")
+
+
+# --- the table ----------------------------------------------------------------------------------------------------
+
+
+def test_the_table_shows_layers_that_are_alike_in_one_row(exported: ExportedProgram) -> None:
+    text = str(Plan({"layers.*.up": "colwise", "fused": Fused("colwise", 3)}).resolve(exported, 2))
+    rows = {line.split("  ")[1].strip(): line.split() for line in text.splitlines() if line.startswith("  ")}
+    assert rows["layers.*.up.weight (2)"][2:] == ["32x8", "colwise", "0", "16x8", "1.0", "KiB"]
+    assert rows["fused.bias"][1:] == ["24", "colwise", "in", "3", "blocks", "0,", "3", "blocks", "12", "48", "B"]
+    assert rows["norm.bias"][1:] == ["8", "-", "-", "8", "32", "B"]
+    assert text.splitlines()[-1].split() == ["17", "of", "6.0", "KiB", "4.5", "KiB"]

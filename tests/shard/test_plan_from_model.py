@@ -1,0 +1,112 @@
+"""The plans that models of the transformers library bring along: all of their strings, on all architectures we have."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+from crossfade.errors import PlanError
+from crossfade.shard.plan import Plan
+from crossfade.shard.plan_styles import REFUSED, STRINGS
+
+
+def model_with(plan: dict[str, str] | None, base_plan: dict[str, str] | None = None) -> nn.Module:
+    model = nn.Module()
+    model.model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 4))
+    model.tp_plan, model.base_model_prefix = plan, "model"
+    model.config = SimpleNamespace(base_model_tp_plan=base_plan)
+    return model
+
+
+def test_the_whole_models_plan_comes_first() -> None:
+    plan = Plan.from_model(model_with({"model.0": "colwise"}, base_plan={"1": "rowwise"}))
+    assert plan == Plan({"model.0": "colwise"})
+
+
+def test_the_configurations_plan_names_what_is_in_the_base_model() -> None:
+    assert Plan.from_model(model_with(None, base_plan={"*": "colwise"})) == Plan({"model.*": "colwise"})
+
+
+def test_what_names_nothing_or_cannot_be_said_is_left_out_and_noted() -> None:
+    plan = Plan.from_model(model_with({"model.0": "colwise", "model.2": "colwise", "model.1": "megamoe_experts"}))
+    assert plan == Plan({"model.0": "colwise"})
+    assert plan.notes == (
+        "model.2: colwise left out: the model has nothing of that name",
+        f"model.1: megamoe_experts left out: {REFUSED['megamoe_experts']}",
+    )
+
+
+def test_a_model_without_a_plan_is_told_what_to_do() -> None:
+    with pytest.raises(PlanError, match=r"a Module without a tensor-parallel plan.*Plan\.megatron"):
+        Plan.from_model(model_with(None))
+
+
+def test_every_string_of_the_library_is_known() -> None:
+    pytest.importorskip("transformers")
+    from transformers.integrations.tensor_parallel import ALL_PARALLEL_STYLES
+
+    assert set(ALL_PARALLEL_STYLES.keys()) - set(STRINGS) - set(REFUSED) == set()
+
+
+WITH_PLAN = {
+    "llama": 16,
+    "mistral": 16,
+    "qwen2": 22,
+    "qwen3": 16,
+    "gemma2": 15,
+    "gemma3": 15,
+    "phi3": 10,
+    "phi": 23,
+    "starcoder2": 21,
+    "olmo2": 16,
+    "granite": 16,
+    "gpt_neox": 13,
+    "mixtral": 14,
+    "olmoe": 14,
+    "qwen2_moe": 20,
+    "deepseek_v3": 10,
+    "gpt_oss": 1,
+}
+"""The architectures that have a plan, and how many parameters it splits."""
+
+
+@pytest.mark.parametrize("name", WITH_PLAN)
+def test_plans_of_real_models(name: str) -> None:
+    pytest.importorskip("transformers")
+    from tests.models.zoo import architecture
+
+    one = architecture(name)
+    model = one.build()
+    plan = Plan.from_model(model)
+    assert all("nothing of that name" in note for note in plan.notes)
+    found = plan.resolve(one.export(), ranks=2)
+    split = [entry for entry in found.parameters.values() if entry.dim is not None]
+    assert len(split) == WITH_PLAN[name]
+    assert not any(entry.uneven for entry in split)
+    whole = {id(tensor): tensor.numel() for tensor in model.parameters()}
+    assert sum(whole.values()) == sum(torch.Size(entry.shape).numel() for entry in found.parameters.values())
+
+
+def test_architectures_without_a_plan_are_told_so() -> None:
+    pytest.importorskip("transformers")
+    from tests.models.zoo import ARCHITECTURES
+
+    without = [one for one in ARCHITECTURES if one.name not in WITH_PLAN]
+    for one in without:
+        with pytest.raises(PlanError, match="without a tensor-parallel plan"):
+            Plan.from_model(one.build())
+
+
+def test_experts_of_mixtral() -> None:
+    pytest.importorskip("transformers")
+    from tests.models.zoo import architecture
+
+    one = architecture("mixtral")
+    found = Plan.from_model(one.build()).resolve(one.export(), ranks=2)
+    experts = "model.layers.0.mlp.experts"
+    gate_up, down = found.parameters[f"{experts}.gate_up_proj"], found.parameters[f"{experts}.down_proj"]
+    assert (gate_up.dim, gate_up.blocks, down.dim, down.blocks) == (1, (128, 128), 2, ())
+    assert found.boundaries[experts].output == "replicate"
