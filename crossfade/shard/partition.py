@@ -131,7 +131,7 @@ class Partitioner:
             self._operator(node, self.placed.decisions[node])
         else:
             args, kwargs = self._arguments(node, iter(()), {}, set())
-            made = self.builder.graph.call_function(node.target, args, kwargs)
+            made = self.builder.graph.create_node("call_function", node.target, args, kwargs)
             made.meta = dict(node.meta)  # whole on every rank
             if isinstance(node.meta.get("val"), (Tensor, tuple, list)):
                 self._keep(node, self.placed.placements.get(node, REPLICATE), made)

@@ -92,6 +92,28 @@ CASES = {
         """,
         {"scattered": 2, "overwritten": 1},
     ),
+    "what was scattered into lives on": (
+        """
+        x: f32[4] = input("x")
+        v: f32[2] = input("v")
+        n: f32[4] = aten.neg(x)
+        a: f32[4] = aten.slice_scatter(n, v, 0, 0, 2)
+        b: f32[4] = aten.exp(a)
+        c: f32[4] = aten.mul.Tensor(a, b)
+        return output("c", c)
+        """,
+        """
+        x: f32[4] = input("x")
+        v: f32[2] = input("v")
+        n: f32[4] = aten.neg(x)
+        slice_1: f32[2] = aten.slice.Tensor(n, 0, 0, 2, 1)
+        copy_: f32[2] = aten.copy_(slice_1, v)
+        b: f32[4] = aten.exp(n)
+        c: f32[4] = aten.mul_.Tensor(n, b)
+        return output("c", c)
+        """,
+        {"scattered": 1, "overwritten": 1},
+    ),
     "parts of a buffer die apart": (
         """
         x: f32[4] = input("x")
