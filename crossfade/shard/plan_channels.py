@@ -277,7 +277,7 @@ def _multiplied(node: fx.Node, source: fx.Node, channels: Channels) -> Channels 
     if node.target is aten.baddbmm.default and source is given["self"]:
         return _broadcast(node, source, channels)
     contracted = rank - 1 if source is left else rank - 2
-    if left is right or rank < 2 or channels.first.dim == contracted:
+    if left is right or rank < 2:
         return None
     return _keep(
         channels, lambda factor: None if factor.dim == contracted else replace(factor, dim=factor.dim + result - rank)

@@ -8,6 +8,7 @@ since the next norm needs all of it.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -28,6 +29,7 @@ _INPUTS: dict[Any, str] = {
     aten.addmm.default: "mat1",
     aten.mm.default: "self",
     aten.matmul.default: "self",
+    aten.bmm.default: "self",
 }
 """The activations of operators that multiply by a matrix."""
 
@@ -128,13 +130,14 @@ def _all_free(one: Projection, found: Mapping[fx.Node, Projection]) -> bool:
 def _followed(one: Projection, found: Mapping[fx.Node, Projection]) -> int | tuple[int, ...]:
     """Follow a projection's channels to their ends; the blocks of a fused one, or a reason."""
     whole = Channels(0, one.width, (Factor(one.node.meta["val"].ndim - one.back, one.width),))
-    seen, pending, pieces = {(one.node, whole)}, [(one.node, whole)], set()
+    seen, pending, pieces = {(one.node, whole)}, deque([(one.node, whole)]), set()  # near first: most end soon
     while pending:
-        node, channels = pending.pop()
+        node, channels = pending.popleft()
         for user in node.users:
-            if _contracts(user, node, channels, found):
+            contracted = _contracts(user, node, channels, found)
+            if contracted:
                 one.ends.add(user)
-            if user.op == "output" or user in one.ends:
+            if contracted or user.op == "output":
                 pieces.add((channels.start, channels.length))
             elif _is_value(user):
                 now = follow(user, node, channels) if user not in found else None

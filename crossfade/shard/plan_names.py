@@ -221,8 +221,10 @@ def _uses(reader: fx.Node) -> Iterator[Use]:
             moved = moved_dims(user, len(dims))
             if moved is not None:
                 pending.append((user, tuple(dims[dim] for dim in moved)))
-            elif _picks_matrices(user, value):
+            elif _picks_matrices(user, value) or _keeps_shape(user, value):
                 pending.append((user, dims))
+            elif user.target is aten.expand.default and user.meta["val"].ndim == len(dims) + 1:
+                pending.append((user, (_REPEATED, *dims)))  # one matrix for every sample, in decomposed graphs
             elif user.op == "call_function":
                 yield _use(user, value, dims)
 
@@ -243,6 +245,14 @@ def moved_dims(node: fx.Node, rank: int) -> tuple[int, ...] | None:
     if node.target is aten.permute.default:
         return tuple(order[dim] for dim in given["dims"])
     return None
+
+
+_REPEATED = -1
+"""In place of a dim of the parameter: one that only repeats it."""
+
+
+def _keeps_shape(node: fx.Node, value: fx.Node) -> bool:
+    return node.target is aten.view.default and node.meta["val"].shape == value.meta["val"].shape
 
 
 def _picks_matrices(node: fx.Node, value: fx.Node) -> bool:
@@ -277,6 +287,8 @@ def _use(node: fx.Node, value: fx.Node, dims: tuple[int, ...]) -> Use:
         return Use(module, "embedding", dims[1], dims[0], node)
     if node.target in _CONVOLUTIONS and given["weight"] is value:
         return Use(module, "linear", dims[0], dims[1] if given["groups"] == 1 else None, node)
+    if node.target is aten.bmm.default and given["mat2"] is value and dims[0] == _REPEATED:
+        return Use(module, "linear", dims[2], dims[1], node)
     if node.target is aten.bmm.default and value.target is aten.index.Tensor:
         left = given["self"] is value
         return Use(module, "expert", dims[1 if left else 2], dims[2 if left else 1], node, left)

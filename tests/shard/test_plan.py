@@ -362,6 +362,12 @@ def test_a_parameter_beats_its_module(exported: ExportedProgram) -> None:
     assert split(exported, entries, "layers.0.up.bias") == (None, (), (32,))
 
 
+def test_an_exact_module_beats_a_glob_over_parameters(exported: ExportedProgram) -> None:
+    entries = {"layers.0.up": "colwise", "layers.*.up.*": Replicate()}
+    assert split(exported, entries, "layers.0.up.weight")[0] == 0
+    assert split(exported, entries, "layers.1.up.weight")[0] is None
+
+
 def test_globs_may_overlap_when_they_agree(exported: ExportedProgram) -> None:
     assert split(exported, {"layers.*.up": "colwise", "**.up": ColwiseParallel}, "layers.0.up.weight")[0] == 0
 

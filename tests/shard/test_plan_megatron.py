@@ -146,20 +146,38 @@ def test_what_a_norm_needs_whole_stays_whole() -> None:
     assert plan.notes[0] == "*.weight stays whole: layer_norm in 1 needs all that it puts out"
 
 
-def test_what_is_written_elsewhere_stays_whole() -> None:
-    class Copied(nn.Module):
+@pytest.mark.parametrize("write", ["copy_", "add_"])
+def test_what_is_written_elsewhere_stays_whole(write: str) -> None:
+    class Written(nn.Module):
         def __init__(self) -> None:
             super().__init__()
             self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            kept = x.new_empty(3, 16)
-            kept.copy_(self.up(x))
-            return self.down(kept)
+            wide, kept = self.up(x), x.new_zeros(3, 16)
+            getattr(kept[:2], write)(wide[:2])
+            return self.down(kept * wide)
 
-    plan = found(nn.Sequential(Copied()), torch.randn(3, 8))
+    plan = found(nn.Sequential(Written()), torch.randn(3, 8))
     assert plan == Plan({})
-    assert "copy_" in plan.notes[0]
+    assert plan.notes[0] == f"*.up.weight stays whole: {write} in 0 needs all that it puts out"
+
+
+def test_what_activations_contract_over_stays_whole() -> None:
+    class Similar(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one, self.other, self.last = nn.Linear(8, 16), nn.Linear(8, 16), nn.Linear(4, 4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.last(self.one(x) @ self.other(x).transpose(-1, -2))
+
+    plan = found(Similar(), torch.randn(2, 4, 8))
+    assert plan == Plan({})
+    assert plan.notes[:2] == (
+        "one.weight stays whole: matmul needs all that it puts out",
+        "other.weight stays whole: matmul needs all that it puts out",
+    )
 
 
 def test_overlapping_parts_stay_whole() -> None:

@@ -1,0 +1,131 @@
+"""Real architectures split over real ranks: what is compared, and the table that it makes."""
+
+from __future__ import annotations
+
+import io
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.export import ExportedProgram
+from torch.utils.flop_counter import FlopCounterMode
+
+from crossfade.errors import CrossfadeError
+from crossfade.graph.private import name_group, tree_flatten
+from crossfade.run.ranks import Ranks
+from crossfade.shard.fill import filled
+from crossfade.shard.localize import Request, localize
+from crossfade.shard.plan import Plan
+from crossfade.shard.sources import source_of
+from tests.models import zoo
+
+PLANNED = frozenset(
+    ("llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3", "phi", "starcoder2", "granite", "gpt_neox", "mixtral")
+)
+"""Architectures whose plan in the transformers library splits every projection and gathers none but the logits."""
+
+KINDS = {
+    "tp_reduce": "all-reduce",
+    "tp_gather": "all-gather",
+    "tp_gather_enter": "all-gather",
+    "tp_scatter": "reduce-scatter",
+}
+
+VARIANTS = ("static", "dynamic", "static, decomposed", "dynamic, decomposed")
+
+
+@dataclass
+class Row:
+    """What became of one architecture on so many ranks."""
+
+    name: str
+    ranks: int
+    variant: str
+    plan: str = ""
+    error: float = float("nan")
+    planned: int = 0
+    split: int = 0
+    flops: float = float("nan")
+    collectives: dict[str, int] = field(default_factory=dict)
+    gathered: tuple[str, ...] = ()
+    seconds: float = 0.0
+    refused: str = ""
+
+
+MINIMUM = {
+    **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3", "starcoder2", "granite"), (5, 1)),
+    **dict.fromkeys(("phi3", "gpt2", "opt", "bloom", "stablelm", "mixtral", "qwen2_moe"), (5, 1)),
+    **dict.fromkeys(("phi", "gptj"), (3, 1)),
+    "gpt_neox": (2, 1),
+}
+"""All-reduces and all-gathers of a forward, counted by hand for two layers: one after attention and one after the
+feed-forward part (one for both where they are added), one for a split embedding, and a gather of the logits."""
+
+
+def plan_for(one: zoo.Architecture, exported: ExportedProgram) -> tuple[str, Plan]:
+    """The library's own plan where it splits projections where they stand, else the one that the graph suggests."""
+    if one.name in PLANNED:
+        return "transformers", Plan.from_model(one.build())
+    return "megatron", Plan.megatron(exported, vocab=True)
+
+
+def shard_on_ranks(pool: Ranks, one: zoo.Architecture, variant: str) -> Row:
+    """Split an architecture, run it on the pool's ranks and on one device, and compare."""
+    row = Row(one.name, pool.count, variant)
+    raw = exported = one.export(dynamic=variant.startswith("dynamic"))
+    if variant.endswith("decomposed"):
+        exported = exported.run_decompositions()
+    inputs = one.inputs()
+    with torch.no_grad(), FlopCounterMode(display=False) as counter:
+        whole = exported.module()(**inputs)
+    try:
+        row.plan, plan = plan_for(one, raw)
+        resolved = plan.resolve(exported, pool.count)
+        start = time.perf_counter()
+        local = localize(exported, resolved, pool.count, "tp", Request())
+    except CrossfadeError as error:
+        row.refused = str(error)
+        return row
+    row.seconds = time.perf_counter() - start
+    programs = []
+    for rank in range(pool.count):
+        program = filled(local, resolved.aliases, source_of(exported.state_dict), rank)
+        saved = io.BytesIO()
+        torch.export.save(program, saved)
+        programs.append(saved.getvalue())
+    answers = pool.run(run_saved, one.name, programs, inputs)
+    expected = _tensors(whole)
+    row.error = max(_difference(expected, found) for found, _ in answers)
+    row.flops = max(flops for _, flops in answers) / max(counter.get_total_flops(), 1)
+    row.planned = sum(one.dim is not None for one in resolved.parameters.values())
+    shapes = {name: value.shape for name, value in exported.state_dict.items()}
+    parts = program.state_dict
+    row.split = sum(parts[name].shape != shapes[name] for name in resolved.parameters if name in parts)
+    called = [getattr(node.target, "__name__", "").partition(".")[0] for node in local.exported.graph.nodes]
+    row.collectives = dict(Counter(KINDS[name] for name in called if name in KINDS))
+    row.gathered = tuple(f"{said.subject}: {said.detail}" for said in local.verdicts if said.reason == "gathered")
+    return row
+
+
+def run_saved(name: str, programs: Sequence[bytes], inputs: dict[str, Tensor]) -> tuple[list[Tensor], int]:
+    """On a rank: load this rank's program as any process would, run it, and count its multiplications."""
+    zoo.architecture(name).build()  # what the library returns must be known to be loaded
+    program = torch.export.load(io.BytesIO(programs[dist.get_rank()]))
+    name_group("tp", dist.group.WORLD)
+    with torch.no_grad(), FlopCounterMode(display=False) as counter:
+        results = program.module()(**inputs)
+    return _tensors(results), counter.get_total_flops()
+
+
+def _tensors(results: Any) -> list[Tensor]:
+    return [value for value in tree_flatten(results)[0] if isinstance(value, Tensor)]
+
+
+def _difference(expected: list[Tensor], found: list[Tensor]) -> float:
+    pairs = [(a, b) for a, b in zip(expected, found, strict=True) if a.is_floating_point()]
+    return max(float((a - b).abs().max() / a.abs().max().clamp(min=1)) for a, b in pairs)
