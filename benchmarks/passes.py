@@ -157,7 +157,10 @@ def main() -> None:
                 timings.append(_contest(contest, layers, modules[make], ours, theirs, earlier, given.patience))
     _show(sorted(timings, key=lambda one: (list(CONTESTS).index(one.contest), one.layers)))
     if given.save:
-        save("passes", {"cap_mb": CAP_MB, "timings": [asdict(one) for one in timings]})
+        save(
+            f"passes-{given.only}" if given.only else "passes",
+            {"cap_mb": CAP_MB, "timings": [asdict(one) for one in timings]},
+        )
 
 
 def _contest(

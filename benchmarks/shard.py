@@ -41,7 +41,9 @@ def main() -> None:
     rows = [row for kind in ("static", "dynamic") for row in _llamas(kind, layers)] + _perceptrons(layers)
     table = Table("program", "layers", "nodes", "ours, s", "torch, s", "torch / ours", "growth")
     for row in rows:
-        table.add_row(*(_cell(row[name]) for name in ("program", "layers", "nodes", "ours", "torch", "ratio", "growth")))
+        table.add_row(
+            *(_cell(row[name]) for name in ("program", "layers", "nodes", "ours", "torch", "ratio", "growth"))
+        )
     Console().print(table)
     if options.save:
         save("shard", {"rows": rows})
@@ -110,7 +112,12 @@ def _best(work: Callable[[], None]) -> float:
 
 
 def _row(
-    program: str, layers: int, exported: ExportedProgram, ours: float, theirs: float | None, before: list[dict[str, Any]]
+    program: str,
+    layers: int,
+    exported: ExportedProgram,
+    ours: float,
+    theirs: float | None,
+    before: list[dict[str, Any]],
 ) -> dict[str, Any]:
     nodes = len(exported.graph.nodes)
     first = before[0] if before else None

@@ -1,4 +1,4 @@
-"""The command line: `crossfade calibrate | demo | explain | launch | passes | simplify | simulate`."""
+"""The command line: `crossfade calibrate | demo | explain | launch | passes | run | shard | simplify | simulate`."""
 
 from __future__ import annotations
 
@@ -161,6 +161,59 @@ def simplify(
         console.print(f"simplified model: {output}", soft_wrap=True)
     if html is not None:
         console.print(f"HTML report: {done.report.to_html(html)}", soft_wrap=True)
+
+
+@app.command()
+def shard(
+    model: Annotated[Path, typer.Argument(help="A model saved with torch.export.save.", exists=True, dir_okay=False)],
+    output: Annotated[Path, typer.Option("--output", "-o", help="The folder to write.")],
+    mesh: Annotated[str, typer.Option(help="The axis and its ranks.")] = "tp=2",
+    plan: Annotated[
+        str, typer.Option(help="A .yaml or .json plan, or megatron: what the graph suggests.")
+    ] = "megatron",
+    weights: Annotated[
+        Path | None, typer.Option(help="A checkpoint to take weights from: safetensors, or a folder.", exists=True)
+    ] = None,
+) -> None:
+    """Split a model over ranks: one program for all, and a file of weights for each, which `crossfade run` runs.
+
+    All ranks are written by this process, one after the other.
+    """
+    from rich.progress import Progress
+
+    from crossfade import shard_models, simplification
+
+    prepared = shard_models.shard_model(simplification.load(model), mesh, plan)
+    written = []
+    with Progress(console=console, transient=True) as progress:
+        task = progress.add_task("ranks written", total=prepared.local.ranks)
+        for one in shard_models.write_ranks(prepared, weights, output):
+            written.append(one)
+            progress.advance(task)
+    console.print(shard_models.summary(written))
+    console.print(f"sharded model: {output}", soft_wrap=True)
+
+
+@app.command()
+def run(
+    folder: Annotated[Path, typer.Argument(help="What `crossfade shard` wrote.", exists=True, file_okay=False)],
+    inputs: Annotated[Path, typer.Option(help="torch.save of a tuple of arguments, a dict, or a tensor.", exists=True)],
+    output: Annotated[Path | None, typer.Option("--output", "-o", help="torch.save the outputs here.")] = None,
+) -> None:
+    """Run a sharded model once, on as many local ranks as it was split over.
+
+    On several hosts: torchrun ... -m crossfade.cli run FOLDER --inputs inputs.pt
+    """
+    from crossfade.run_sharded import run_folder
+
+    ran = run_folder(folder, inputs, output)
+    if ran is None:  # another rank of torchrun's reports
+        return
+    for position, described in enumerate(ran.outputs):
+        console.print(f"output {position}: {described}", highlight=False, markup=False)
+    console.print(f"{ran.ranks} ranks: loaded in {ran.loading:.2f} s, ran in {ran.seconds * 1e3:.1f} ms")
+    if output is not None:
+        console.print(f"outputs: {output}", soft_wrap=True)
 
 
 @app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})

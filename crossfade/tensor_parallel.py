@@ -4,29 +4,45 @@ import crossfade as cf
 
 sharded = cf.shard(exported_program, mesh, cf.Plan({"*.up": "colwise", "*.down": "rowwise"}))
 outputs = sharded.module()(inputs)
+sharded.save("folder")
+sharded = cf.Sharded.load("folder", mesh)  # elsewhere, on as many ranks
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.export import ExportedProgram
+from torch.export.graph_signature import OutputKind
 
-from crossfade.errors import MeshError, StateError
+from crossfade.errors import MeshError
 from crossfade.graph.passes import Verdict
-from crossfade.graph.private import name_group, state_of_exported
+from crossfade.graph.private import name_group, tree_flatten, tree_unflatten
 from crossfade.graph.program import tensor_bytes
+from crossfade.shard.borders import input_placements, output_placements
+from crossfade.shard.devices import device_types, has_numbers, moved
+from crossfade.shard.fill import filled
+from crossfade.shard.folder import (
+    Account,
+    fingerprint,
+    read_account,
+    read_program,
+    read_weights,
+    write_program,
+    write_weights,
+)
 from crossfade.shard.localize import LocalProgram, Request, localize
-from crossfade.shard.partition import RANK
-from crossfade.shard.placements import Placement, Replicate
+from crossfade.shard.placements import Placement, Shard
 from crossfade.shard.plan import Plan, ResolvedPlan
-from crossfade.shard.sources import source_of
+from crossfade.shard.sources import Source, local_part, source_of
 
 MeshLike = DeviceMesh | Mapping[str, int]
 
@@ -66,6 +82,57 @@ class Sharded:
                 moved[kind] += tensor_bytes(node.args[0].meta["val"])
         return {kind: (counted[kind], moved[kind]) for kind in counted}
 
+    def save(self, folder: str | Path) -> Path:
+        """Write what `load` reads: every rank its weights, rank 0 also the program, which is alike on all.
+
+        The ranks do not wait for each other. The file of a rank is there once it is complete.
+        """
+        path = Path(folder)
+        account = self._account()
+        if self.rank == 0:
+            write_program(path, self.program, account)
+        return write_weights(path, self.program, account, self.rank)
+
+    @classmethod
+    def load(cls, folder: str | Path, mesh: MeshLike, *, axis: str | None = None, rank: int | None = None) -> Sharded:
+        """What `save` or `crossfade shard` wrote: the program, and this rank's weights, mapped from its file.
+
+        `mesh`, `axis` (else the one it was saved for) and `rank` are as for `shard`.
+        """
+        path = Path(folder)
+        account = read_account(path)
+        ranks, own = _position(mesh, axis or account.axis, rank, called=account.axis)
+        if ranks != account.ranks:
+            raise MeshError(
+                f"{ranks} ranks for {path}",
+                expected=f"{account.ranks}, for which it was saved",
+                remedy=f"start {account.ranks} ranks, or shard the model for {ranks}",
+            )
+        program = read_weights(path, read_program(path, account), account, own)
+        return cls(
+            program,
+            account.plan,
+            account.axis,
+            own,
+            ranks,
+            account.placements,
+            account.inputs,
+            account.outputs,
+            account.verdicts,
+        )
+
+    def _account(self) -> Account:
+        return Account(
+            self.axis,
+            self.ranks,
+            fingerprint(self.program),
+            self.plan,
+            self.placements,
+            self.inputs,
+            self.outputs,
+            self.verdicts,
+        )
+
     def __str__(self) -> str:
         found = self.collectives()
         said = ", ".join(f"{count} {kind}s ({size} B)" for kind, (count, size) in found.items()) or "no collectives"
@@ -88,19 +155,20 @@ def shard(
     axis: str = "tp",
     rank: int | None = None,
     state: Any = None,
-    inputs: Mapping[str, Placement] | None = None,
-    outputs: Mapping[int, Placement] | None = None,
+    inputs: Mapping[str, Any] | None = None,
+    outputs: Mapping[int, Any] | None = None,
     allow_weight_gather: bool = False,
 ) -> Sharded:
     """Turn a single-device exported program into the local program of this rank.
 
-    `mesh` is a `DeviceMesh`, whose axis named `axis` (or its only one) is used, or a mapping of axes to sizes, where
-    no process group is needed until the program runs; then `rank` says whose parts to take. `plan` is a `Plan`, or a
-    dict as `Plan` takes; without one `Plan.megatron(exported)`. Weights are taken from the exported program, or from
-    `state`: a dict, a safetensors file or folder, or a checkpoint of `torch.distributed.checkpoint`, of which a rank
-    reads only its parts. `inputs` (by name) and `outputs` (by position) are whole unless placed here by
-    `crossfade.shard.placements.Shard`. What would gather a parameter at every run is refused, unless
-    `allow_weight_gather`.
+    `mesh` is a `DeviceMesh`, whose axis named `axis` (or its only one) is used, or a mapping of axes to sizes: with
+    `rank`, which says whose parts to take, no process group is needed until the program runs; without, the world is the
+    axis. `plan` is a `Plan`, or a dict as `Plan` takes; without one `Plan.megatron(exported)`. Weights are taken from
+    the exported program, or from `state`: a dict, a safetensors file or folder, a checkpoint of
+    `torch.distributed.checkpoint`, or a list of these; a rank reads only its parts. A program exported with fake
+    tensors or on the meta device needs one, and is put on the mesh's device. `inputs` (by name) and `outputs` (by
+    position) are whole unless placed here by `torch.distributed.tensor.Shard`. What would gather a parameter at every
+    run is refused, unless `allow_weight_gather`.
 
         >>> model = torch.nn.Sequential(torch.nn.Linear(8, 32), torch.nn.GELU(), torch.nn.Linear(32, 8))
         >>> exported = torch.export.export(model, (torch.ones(4, 8),))
@@ -110,70 +178,94 @@ def shard(
         >>> sharded.program.state_dict["0.weight"].shape
         torch.Size([16, 8])
     """
-    ranks, own, group = _position(mesh, axis, rank)
+    ranks, own = _position(mesh, axis, rank)
+    device = torch.device(mesh.device_type if isinstance(mesh, DeviceMesh) else "cpu")
+    prepared = prepare(exported, ranks, plan, axis, device, inputs, outputs, allow_weight_gather)
+    return prepared.of_rank(own, source_of(exported.state_dict if state is None else state))
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A local program for all ranks of an axis, before any of them has weights."""
+
+    local: LocalProgram
+    plan: ResolvedPlan
+    axis: str
+    whole: ExportedProgram
+
+    def of_rank(self, rank: int, source: Source) -> Sharded:
+        """The program of one rank, with its parts of the state."""
+        local = self.local
+        program = filled(local, self.plan.aliases, source, rank)
+        program.example_inputs = self._example_inputs(rank)
+        kinds = [spec.kind for spec in program.graph_signature.output_specs]
+        outputs = [place for kind, place in zip(kinds, local.outputs, strict=True) if kind is OutputKind.USER_OUTPUT]
+        return Sharded(
+            program,
+            self.plan,
+            self.axis,
+            rank,
+            local.ranks,
+            local.parameters,
+            local.inputs,
+            tuple(outputs),
+            local.verdicts,
+        )
+
+    def _example_inputs(self, rank: int) -> Any:
+        """A rank's parts of the inputs that the model was exported with, which AOTInductor asks for."""
+        leaves, shape = tree_flatten(self.whole.example_inputs)
+        if self.whole.example_inputs is None or any(isinstance(one, Tensor) and not has_numbers(one) for one in leaves):
+            return None
+        return tree_unflatten(own_inputs(leaves, self.local.inputs.values(), rank, self.local.ranks), shape)
+
+
+def prepare(
+    exported: ExportedProgram,
+    ranks: int,
+    plan: Plan | Mapping[str, object] | None,
+    axis: str,
+    device: torch.device,
+    inputs: Mapping[str, Any] | None = None,
+    outputs: Mapping[int, Any] | None = None,
+    allow_weight_gather: bool = False,
+) -> Prepared:
+    """Place and localize a program, for any of its ranks; see `shard`."""
+    if "meta" in device_types(exported):
+        exported = moved(exported, {"meta": device})
     plan = Plan.megatron(exported) if plan is None else plan if isinstance(plan, Plan) else Plan(plan)
     resolved = plan.resolve(exported, ranks)
-    request = Request(inputs or {}, outputs or {}, allow_weight_gather)
-    local = localize(exported, resolved, ranks, group, request)
-    fill_state(local, resolved, exported.state_dict if state is None else state, own)
-    return Sharded(
-        local.exported,
-        resolved,
-        axis,
-        own,
-        ranks,
-        local.parameters,
-        local.inputs,
-        local.outputs,
-        local.verdicts,
-    )
+    given = input_placements(exported, inputs or {}, ranks)
+    wanted = output_placements(exported, outputs or {}, ranks)
+    local = localize(exported, resolved, ranks, axis, Request(given, wanted, allow_weight_gather))
+    return Prepared(local, resolved, axis, exported)
 
 
-def _position(mesh: MeshLike, axis: str, rank: int | None) -> tuple[int, int, str]:
-    """How many ranks the axis has, which of them this is, and the name that collectives call the group by."""
+def own_inputs(leaves: Sequence[Any], placements: Iterable[Placement], rank: int, ranks: int) -> list[Any]:
+    """A rank's parts of whole inputs, in the order of the program's."""
+    pairs = zip(leaves, placements, strict=True)
+    return [local_part(one, where, rank, ranks) if isinstance(where, Shard) else one for one, where in pairs]
+
+
+def _position(mesh: MeshLike, axis: str, rank: int | None, called: str = "") -> tuple[int, int]:
+    """How many ranks the axis has and which of them this is; its group is given the name that the program calls."""
     names = tuple(mesh.mesh_dim_names or ()) if isinstance(mesh, DeviceMesh) else tuple(mesh)
-    if axis not in names:
+    alone = isinstance(mesh, DeviceMesh) and mesh.ndim == 1
+    if axis not in names and not alone:
         raise MeshError(f"a mesh with the axes {', '.join(names) or 'without names'}", expected=f"an axis {axis!r}",
                         remedy="name the axes of the mesh, or pass axis=...")  # fmt: skip
     if isinstance(mesh, DeviceMesh):
-        own = mesh.get_local_rank(axis)
-        name_group(axis, mesh.get_group(axis))
-        return mesh.size(names.index(axis)), own if rank is None else rank, axis
-    if rank is None or not 0 <= rank < mesh[axis]:
-        raise MeshError(f"rank={rank} on an axis of {mesh[axis]} ranks", expected=f"0 to {mesh[axis] - 1}",
-                        remedy="say whose parts to take by rank=..., or pass a DeviceMesh")  # fmt: skip
-    return mesh[axis], rank, axis
-
-
-def fill_state(local: LocalProgram, plan: ResolvedPlan, state: Any, rank: int) -> None:
-    """Put a rank's parts into a local program that has only their shapes."""
-    source = source_of(state)
-    held = state_of_exported(local.exported)
-    for name, empty in held.items():
-        if name == RANK:
-            held[name] = torch.tensor(rank)
-            continue
-        canonical = plan.aliases.get(name, name)
-        placement = local.parameters.get(canonical, Replicate())
-        part = source.part(canonical, placement, rank, local.ranks)
-        if part.shape != empty.shape:
-            raise StateError(
-                f"{name} with a part of shape {tuple(part.shape)}",
-                expected=f"{tuple(empty.shape)}",
-                remedy="give the state of the model that was exported",
-            )
-        held[name] = _like(part, empty)
-    _tie(held, plan.aliases)
-
-
-def _like(part: Tensor, empty: Tensor) -> Tensor:
-    if isinstance(empty, torch.nn.Parameter):
-        return torch.nn.Parameter(part, requires_grad=empty.requires_grad)
-    return part
-
-
-def _tie(held: dict[str, Tensor], aliases: Mapping[str, str]) -> None:
-    """Tied names hold one tensor."""
-    for name, canonical in aliases.items():
-        if name in held and canonical in held:
-            held[name] = held[canonical]
+        index = 0 if alone else names.index(axis)
+        name_group(called or axis, mesh.get_group(index))
+        size, own = mesh.size(index), mesh.get_local_rank(index)
+    else:
+        size, own = mesh[axis], None
+        if rank is None and dist.is_initialized() and dist.get_world_size() == size:
+            name_group(called or axis, dist.group.WORLD)
+            own = dist.get_rank()
+    chosen = own if rank is None else rank
+    if chosen is None or not 0 <= chosen < size:
+        raise MeshError(f"rank={chosen} on an axis of {size} ranks", expected=f"0 to {size - 1}",
+                        remedy=f"say whose parts to take by rank=..., start {size} ranks, "
+                               "or pass a DeviceMesh")  # fmt: skip
+    return size, chosen

@@ -19,19 +19,23 @@ EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 def test_the_public_names_are_these() -> None:
     assert crossfade.__all__ == [
         "CrossfadeError",
+        "Fused",
         "Machine",
         "Optimized",
         "Pass",
         "PassResult",
         "Pipeline",
+        "Plan",
         "Program",
         "Ranks",
         "Report",
+        "Sharded",
         "Step",
         "Verdict",
         "compile_step",
         "optimize",
         "run_passes",
+        "shard",
     ]
 
 

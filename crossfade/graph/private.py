@@ -5,6 +5,7 @@ Public replacements are welcome: delete the line here when torch grows one.
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import torch
@@ -32,6 +33,7 @@ __all__ = [
     "default_store",
     "device_sleep",
     "exported_program",
+    "exported_with",
     "dispatch_functionalize",
     "fake_tensor",
     "group_named",
@@ -235,6 +237,13 @@ def rebuilt_exported(exported: Any, module: Any, signature: Any, calls: list[Any
 def state_of_exported(exported: Any) -> dict[str, torch.Tensor]:
     """The state of an exported program, to be filled in; its `state_dict` is a copy of it. Known on 2.11, 2.13."""
     return exported._state_dict
+
+
+def exported_with(exported: Any, state: dict[str, torch.Tensor], constants: dict[str, Any]) -> Any:
+    """An exported program with other numbers: the graph is shared, the given one is left. Known on 2.11, 2.13."""
+    other = copy.copy(exported)
+    other._state_dict, other._constants = state, constants
+    return other
 
 
 def name_group(name: str, group: Any) -> None:

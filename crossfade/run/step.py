@@ -176,9 +176,9 @@ class Step:
     def own_parts(self, whole: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """This rank's parts of whole parameters, where the model is split over an axis by a plan.
 
-            >>> step = Step(nn.Linear(2, 1), None, None, None, None, {})
-            >>> step.own_parts({"bias": torch.ones(1)})
-            {'bias': tensor([1.])}
+        >>> step = Step(nn.Linear(2, 1), None, None, None, None, {})
+        >>> step.own_parts({"bias": torch.ones(1)})
+        {'bias': tensor([1.])}
         """
         return {name: self._own_part(name, value) for name, value in whole.items()}
 

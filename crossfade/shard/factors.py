@@ -15,7 +15,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from crossfade.errors import PlanError
-from crossfade.graph.private import statically_equal
 from crossfade.shard.placements import PARTIAL, REPLICATE, Partial, Placement, Shard, divides
 
 Dims = tuple[str | None, ...]
@@ -27,8 +26,7 @@ class Factors:
 
     `fixed` may not be split. `summed` says whether the operator adds up over the factors that its results lack.
     `linear` lists sets of operands in which it is linear together: if all of one set are partial sums and nothing else
-    is split, so is the result. `added` are operands that are added to the rest (a bias). `scaled` are factors whose
-    sizes may differ: of several heads that share one, a rank has all.
+    is split, so is the result. `added` are operands that are added to the rest (a bias).
     """
 
     inputs: tuple[Dims, ...]
@@ -37,7 +35,6 @@ class Factors:
     summed: bool = True
     linear: tuple[frozenset[int], ...] = ()
     added: frozenset[int] = frozenset()
-    scaled: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -139,7 +136,6 @@ class Operand:
     bytes: int = 0
     is_weight: bool = False
     is_constant: bool = False
-    name: str = ""
 
 
 def decide(factors: Factors, operands: Sequence[Operand], ranks: int) -> Decision:
@@ -192,8 +188,6 @@ def _problem(factors: Factors, operands: Sequence[Operand], name: str, shard: Sh
         return "it reduces over that dim by other than a sum"
     pairs = zip(factors.inputs, operands, strict=True)
     sizes = [operand.shape[dims.index(name)] for dims, operand in pairs if name in dims]
-    if name not in factors.scaled and not all(statically_equal(size, sizes[0]) for size in sizes):
-        return "its operands' sizes differ in that dim"
     uneven = [size for size in sizes if not divides(shard, size, ranks)]
     return f"its {uneven[0]} do not divide by {ranks} ranks" if uneven else None
 

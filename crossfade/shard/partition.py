@@ -60,8 +60,13 @@ class Builder:
             with self.graph.inserting_before(self._first_activation()):
                 self._rank = self.graph.placeholder(f"b_{RANK}")
             with self.mode:
-                self._rank.meta = {"val": torch.empty((), dtype=torch.int64)}
+                self._rank.meta = {"val": torch.empty((), dtype=torch.int64, device=self._device())}
         return self._rank
+
+    def _device(self) -> torch.device:
+        """Where the program computes."""
+        values = (node.meta.get("val") for node in self.graph.find_nodes(op="placeholder"))
+        return next((value.device for value in values if isinstance(value, Tensor)), torch.device("cpu"))
 
     def _first_activation(self) -> fx.Node:
         """Where the index goes: after all parameters and buffers, as in every exported program."""
@@ -182,12 +187,13 @@ class Partitioner:
     def _question(self, node: fx.Node, source: fx.Node) -> None:
         """A size of the whole value, asked of a part: as often as there are ranks where it is split."""
         placement, local = next(iter(self.forms[source].items()))
-        if node.target is not aten.sym_size.int:
+        counts = node.target is aten.sym_numel.default
+        if not counts and node.target is not aten.sym_size.int:
             if isinstance(placement, Replicate):
                 self.builder.call(node.target, local, *node.args[1:], **node.kwargs)
             return  # what else is asserted of a part was asserted when the whole was traced
         made = self.builder.call(node.target, local, *node.args[1:])
-        if isinstance(placement, Shard) and placement.dim == node.args[1]:
+        if isinstance(placement, Shard) and (counts or placement.dim == node.args[1]):
             made = self.builder.call(operator.mul, made, self.builder.ranks)
         self.scalars[node] = made
 
@@ -280,4 +286,4 @@ class Partitioner:
         return self.builder.call(operator.floordiv, size, self.builder.ranks)
 
 
-_ASKED = (aten.sym_size.int, aten._assert_tensor_metadata.default, aten._assert_async.msg, aten.sym_numel.default)
+_ASKED = (aten.sym_size.int, aten._assert_tensor_metadata.default, aten.sym_numel.default)

@@ -14,8 +14,6 @@ from typing import Any
 
 from torch import Tensor, fx
 
-from crossfade.errors import PlanError
-from crossfade.graph.effects import written_inputs
 from crossfade.graph.passes import Outcome, Verdict
 from crossfade.graph.program import source_line, tensor_bytes
 from crossfade.shard import rules_lookup, rules_table, rules_views  # noqa: F401  (they fill the table)
@@ -35,7 +33,6 @@ class Settings:
     boundaries: Mapping[str, Placement] = field(default_factory=dict)
     """The placement a value is brought to as soon as it is made, by node name."""
     allow_weight_gather: bool = False
-    strict: bool = False
     constants: frozenset[str] = frozenset()
     """Placeholders that hold no activation."""
 
@@ -97,7 +94,6 @@ class _Walk:
             return
         operands = [self._operand(source) for source in tensors]
         decision = self._decide(node, tensors, operands)
-        self._check_mutation(node, tensors, decision)
         self.done.decisions[node] = decision
         for source, operand, want in zip(tensors, operands, decision.wants, strict=True):
             self._note_use(node, source, operand.placement, want, decision.why)
@@ -139,9 +135,7 @@ class _Walk:
             placement = REPLICATE
         value = source.meta["val"]
         is_weight = source in self.weight_of and isinstance(placement, Shard)
-        return Operand(
-            placement, tuple(value.shape), tensor_bytes(value), is_weight, source in self.constant, source.name
-        )
+        return Operand(placement, tuple(value.shape), tensor_bytes(value), is_weight, source in self.constant)
 
     def _decide(self, node: fx.Node, tensors: list[fx.Node], operands: list[Operand]) -> Decision:
         rule = rule_of(node.target)
@@ -158,15 +152,6 @@ class _Walk:
             if not self.settings.allow_weight_gather:
                 raise refuse(name, operands[stuck.operand].placement, f"{node.name}: {stuck.why}") from stuck
             return replicated(len(operands), len(call.results), stuck.why)
-
-    def _check_mutation(self, node: fx.Node, tensors: list[fx.Node], decision: Decision) -> None:
-        for target in written_inputs(node):
-            if target in tensors and decision.wants[tensors.index(target)] != self._operand(target).placement:
-                raise PlanError(
-                    f"{node.name}, which writes {target.name} in place where it would have to be moved first",
-                    expected="operators without mutation where placements change",
-                    remedy="pass exported_program.run_decompositions({}), which has no mutation",
-                )
 
     def _note_use(self, node: fx.Node, source: fx.Node, given: Placement, want: Placement, why: str) -> None:
         if isinstance(given, Partial):

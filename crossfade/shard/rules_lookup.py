@@ -57,15 +57,15 @@ def _own_numbers(builder: Any, numbers: Any, count: int) -> tuple[Any, Any]:
 @rule("cross_entropy_loss")
 def cross_entropy(call: Call) -> Decision:
     """Over split classes: the largest logit, the sum of exponentials and the target's logit are reduced."""
-    logits = call.placements[0]
-    classes = 1 if len(call.shapes[0]) > 1 else 0
-    args = call.args
-    if not isinstance(logits, Shard) or logits.dim != classes or logits.outer != 1 or logits.sizes:
-        if isinstance(logits, Shard) and logits.dim != classes:
-            return call.replicated("its mean runs over that dim")
-        return call.replicated()
+    logits, args = call.placements[0], call.args
     target: Any = call.sources[1].meta["val"]
-    if args.get("weight") is not None or args.get("label_smoothing", 0.0) != 0.0 or target.is_floating_point():
+    if not isinstance(logits, Shard):
+        return call.replicated()
+    if logits.dim != (1 if len(call.shapes[0]) > 1 else 0):
+        return call.replicated("its mean runs over that dim")
+    if logits.outer != 1 or logits.sizes:
+        return call.replicated("its classes are split in blocks")
+    if args["weight"] is not None or args["label_smoothing"] != 0.0 or target.is_floating_point():
         return call.replicated("class weights, smoothing and probabilities need all classes")
     wants: tuple[Placement, ...] = (logits, *((REPLICATE,) * (len(call.operands) - 1)))
     return Decision(wants, (REPLICATE,), emit=_emit_cross_entropy)
@@ -81,8 +81,7 @@ def _emit_cross_entropy(builder: Any, node: Any, args: dict[str, Any]) -> Any:
     shifted = builder.call(aten.sub.Tensor, logits, highest)
     total = builder.call(aten.sum.dim_IntList, builder.call(aten.exp.default, shifted), [dim])
     total = builder.call(conjugate.reduce, total, "sum", builder.group)
-    ignored = args.get("ignore_index", -100)
-    counted = builder.call(aten.ne.Scalar, target, ignored)
+    counted = builder.call(aten.ne.Scalar, target, args["ignore_index"])
     own, known = _own_numbers(builder, target, count)
     picked = builder.call(aten.gather.default, shifted, dim, builder.call(aten.unsqueeze.default, own, dim))
     picked = builder.call(aten.squeeze.dim, picked, dim)
@@ -91,10 +90,10 @@ def _emit_cross_entropy(builder: Any, node: Any, args: dict[str, Any]) -> Any:
     picked = builder.call(conjugate.reduce, picked, "sum", builder.group)
     each = builder.call(aten.sub.Tensor, builder.call(aten.log.default, total), picked)
     each = builder.call(aten.where.self, counted, each, builder.call(aten.zeros_like.default, each))
-    if args.get("reduction", 1) == 0:
+    if args["reduction"] == 0:
         return each
     whole = builder.call(aten.sum.default, each)
-    if args.get("reduction", 1) == 2:
+    if args["reduction"] == 2:
         return whole
     number = builder.call(aten.sum.default, counted)
     return builder.call(aten.div.Tensor, whole, number)

@@ -43,7 +43,7 @@ for _name, _text in TABLE.items():
 def attention(call: Call) -> Decision:
     """Batch and heads may be split, the mask's with them, and queries, unless what they see depends on their position.
 
-    Of kernels, which have several results, the second has the statistics of each query; seeds and the like are whole.
+    Of a kernel, which has several results, the second has each head's statistics, some padded; seeds are whole.
     """
     if call.args.get("dropout_p", 0.0) != 0.0:
         return call.replicated("ranks must draw alike")
@@ -51,13 +51,12 @@ def attention(call: Call) -> Decision:
     if rank < 3 or any(len(shape) != rank for shape in call.shapes[1:3]) or len(call.shapes[-1]) > rank:
         return call.replicated("its operands' numbers of dims differ")
     batch = " ".join([*(f"b{index}" for index in range(rank - 3)), "h"])
-    queries = "!q" if call.args.get("is_causal") else "q"
-    width = "!e" if len(call.results) > 1 else "e"
+    kernel = len(call.results) > 1
+    queries, width = "!q" if kernel or call.args.get("is_causal") else "q", "!e" if kernel else "e"
     text = f"{batch} {queries} !d, {batch} !k !d, {batch} !k {width}, {batch} {queries} !k -> {batch} {queries} {width}"
-    decision = call.by_text(text, scaled=frozenset({"h"}))
-    statistics = decision.results[:1] * min(len(call.results) - 1, 1)
-    rest = (REPLICATE,) * (len(call.results) - 2)
-    return replace(decision, results=(*decision.results, *statistics, *rest))
+    decision = call.by_text(text)
+    rest = (*decision.results, *((REPLICATE,) * (len(call.results) - 2))) if kernel else ()
+    return replace(decision, results=(*decision.results, *rest))
 
 
 @rule("matmul")
@@ -211,7 +210,7 @@ def from_sizes(call: Call) -> Decision:
     return Decision(call.placements, (REPLICATE,))
 
 
-@rule("_assert_tensor_metadata", "_assert_async.msg", "sym_size.int", "sym_numel")
+@rule("_assert_tensor_metadata", "sym_size.int", "sym_numel")
 def question(call: Call) -> Decision:
     """Asks the value, wherever it lies."""
     return Decision(call.placements, ())

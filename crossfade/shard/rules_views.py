@@ -52,7 +52,8 @@ def squeeze(call: Call) -> Decision:
     asked = call.args.get("dim", list(range(len(call.shapes[0]))))
     dims = [int(dim) % max(len(call.shapes[0]), 1) for dim in (asked if isinstance(asked, (list, tuple)) else [asked])]
     gone = [dim for dim in dims if call.shapes[0] and statically_equal(call.shapes[0][dim], 1)]
-    return _viewed(call, _reshaped(call), emit=_emit(aten.squeeze.dims, gone))
+    after = _reshaped(call)
+    return _viewed(call, after, emit=_emit(aten.squeeze.dims, gone) if isinstance(after, Shard) else None)
 
 
 def _reshaped(call: Call) -> Placement | None:
@@ -167,7 +168,7 @@ def slice_(call: Call) -> Decision:
         return Decision(call.placements, (placement,))
     size, length = call.shapes[0][placement.dim], call.results[0].shape[placement.dim]
     if statically_equal(length, size):
-        return Decision(call.placements, (placement,), (("length", None),) if "length" in call.args else ())
+        return Decision(call.placements, (placement,), emit=_emit(aten.alias.default))
     start = call.args["start"] or 0
     if any(not isinstance(number, int) for number in (start, size, length)) or call.args.get("step", 1) != 1:
         return call.replicated("it takes a part of the split dim")

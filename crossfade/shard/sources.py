@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import difflib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -11,22 +12,36 @@ import torch
 from torch import Tensor
 
 from crossfade.errors import StateError
+from crossfade.shard.devices import has_numbers
 from crossfade.shard.placements import Placement, Shard, block_sizes
 
 
 class Source(Protocol):
     """Gives parts of named tensors."""
 
+    def __contains__(self, name: str) -> bool: ...
+
+    def names(self) -> Iterable[str]:
+        """What it has."""
+        ...
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """The shape of a whole tensor, without reading it."""
+        ...
+
     def part(self, name: str, placement: Placement, rank: int, ranks: int) -> Tensor:
-        """A rank's part of a tensor, as a tensor of its own."""
+        """A rank's part of a tensor that is there."""
         ...
 
 
 def source_of(state: Any) -> Source:
-    """What to read a state from: a dict of tensors, or the path of a safetensors file, of a folder of such, or of a
-    checkpoint that `torch.distributed.checkpoint` wrote."""
+    """What to read a state from: a dict of tensors, the path of a safetensors file, of a folder of such, or of a
+    checkpoint that `torch.distributed.checkpoint` wrote; or a list of these, of which the first that has a name counts.
+    """
     if isinstance(state, Mapping):
         return InMemory(state)
+    if isinstance(state, (list, tuple)):
+        return FirstOf([source_of(one) for one in state])
     path = Path(state)
     if path.is_file() or list(path.glob("*.safetensors")):
         return SafetensorsFiles(path)
@@ -39,49 +54,101 @@ def source_of(state: Any) -> Source:
     )
 
 
+class FirstOf:
+    """Several sources, the first that has a name counts."""
+
+    def __init__(self, sources: Sequence[Source]) -> None:
+        self.sources = sources
+
+    def __contains__(self, name: str) -> bool:
+        return any(name in source for source in self.sources)
+
+    def names(self) -> Iterable[str]:
+        """Of all."""
+        return [name for source in self.sources for name in source.names()]
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Of the first that has it."""
+        return self._holder(name).shape(name)
+
+    def part(self, name: str, placement: Placement, rank: int, ranks: int) -> Tensor:
+        """Of the first that has it."""
+        return self._holder(name).part(name, placement, rank, ranks)
+
+    def _holder(self, name: str) -> Source:
+        return next(source for source in self.sources if name in source)
+
+
 class InMemory:
     """Whole tensors by name."""
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
         self.tensors = tensors
 
+    def __contains__(self, name: str) -> bool:
+        return name in self.tensors
+
+    def names(self) -> Iterable[str]:
+        """The keys."""
+        return self.tensors
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Of the tensor."""
+        return tuple(self.tensors[name].shape)
+
     def part(self, name: str, placement: Placement, rank: int, ranks: int) -> Tensor:
-        """A copy of the part, so that the whole can be freed."""
-        if name not in self.tensors:
-            raise _missing(name, self.tensors)
-        return local_part(self.tensors[name].detach(), placement, rank, ranks)
+        """A copy of the part, so that the whole can be freed; the tensor itself where all of it is kept."""
+        tensor = self.tensors[name].detach()
+        if not has_numbers(tensor):
+            raise StateError(
+                f"{name} without numbers, on the meta device or fake",
+                remedy="pass state=: a dict of tensors, or the path of a checkpoint",
+            )
+        return local_part(tensor, placement, rank, ranks)
 
 
 class SafetensorsFiles:
-    """Safetensors files, read slice by slice."""
+    """Safetensors files, read slice by slice. What is kept whole stays mapped from the file until it is used."""
 
     def __init__(self, path: Path) -> None:
-        from safetensors import safe_open
-
-        self._open = safe_open
-        files = [path] if path.is_file() else sorted(path.glob("*.safetensors"))
-        index = path / "model.safetensors.index.json"
-        if index.exists():
-            listed = json.loads(index.read_text())["weight_map"]
+        self._open = safetensors_for(path).safe_open
+        self._opened: dict[Path, Any] = {}
+        indices = [] if path.is_file() else sorted(path.glob("*.safetensors.index.json"))
+        if indices:
+            listed = json.loads(indices[0].read_text())["weight_map"]
             self.files = {name: path / file for name, file in listed.items()}
         else:
-            self.files = {name: file for file in files for name in self._names(file)}
+            files = [path] if path.is_file() else sorted(path.glob("*.safetensors"))
+            self.files = {name: file for file in files for name in self._file(file).keys()}  # noqa: SIM118
 
-    def _names(self, file: Path) -> list[str]:
-        with self._open(str(file), framework="pt") as opened:
-            return list(opened.keys())
+    def __contains__(self, name: str) -> bool:
+        return name in self.files
+
+    def names(self) -> Iterable[str]:
+        """Of all files."""
+        return self.files
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """From the file's header."""
+        return tuple(self._file(self.files[name]).get_slice(name).get_shape())
 
     def part(self, name: str, placement: Placement, rank: int, ranks: int) -> Tensor:
-        """Only the part's bytes are read."""
-        if name not in self.files:
-            raise _missing(name, self.files)
-        with self._open(str(self.files[name]), framework="pt") as opened:
-            if not isinstance(placement, Shard):
-                return opened.get_tensor(name)
-            view = opened.get_slice(name)
-            ranges = own_ranges(placement, view.get_shape()[placement.dim], rank, ranks)
-            ahead = (slice(None),) * placement.dim
-            return torch.cat([view[(*ahead, slice(*one))] for one in ranges], placement.dim).contiguous()
+        """Only the part's bytes are copied."""
+        opened = self._file(self.files[name])
+        if not isinstance(placement, Shard):
+            return opened.get_tensor(name)
+        view = opened.get_slice(name)
+        ranges = own_ranges(placement, view.get_shape()[placement.dim], rank, ranks)
+        ahead = (slice(None),) * placement.dim
+        return torch.cat([view[(*ahead, slice(*one))] for one in ranges], placement.dim)
+
+    def _file(self, file: Path) -> Any:
+        """A file, opened once: its header is long where it has many tensors."""
+        if file not in self._opened:
+            if not file.exists():
+                raise StateError(f"no file {file}, which the index lists", remedy="complete the checkpoint")
+            self._opened[file] = self._open(str(file), framework="pt")
+        return self._opened[file]
 
 
 class DistributedCheckpoint:
@@ -91,18 +158,37 @@ class DistributedCheckpoint:
         from torch.distributed.checkpoint import FileSystemReader
 
         self.path = path
-        self.items = FileSystemReader(str(path)).read_metadata().state_dict_metadata
+        items = FileSystemReader(str(path)).read_metadata().state_dict_metadata
+        self.items: dict[str, Any] = {name: item for name, item in items.items() if hasattr(item, "size")}
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.items
+
+    def names(self) -> Iterable[str]:
+        """Of its tensors."""
+        return self.items
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """From the metadata."""
+        return tuple(self.items[name].size)
 
     def part(self, name: str, placement: Placement, rank: int, ranks: int) -> Tensor:
         """One whole tensor at a time is read, and its part kept."""
         import torch.distributed.checkpoint as dcp
 
-        if name not in self.items:
-            raise _missing(name, self.items)
-        item: Any = self.items[name]
+        item = self.items[name]
         whole = torch.empty(item.size, dtype=item.properties.dtype)
         dcp.load({name: whole}, checkpoint_id=str(self.path), no_dist=True)
         return local_part(whole, placement, rank, ranks)
+
+
+def safetensors_for(path: Path) -> Any:
+    """The safetensors package, which is wanted for a path."""
+    try:
+        import safetensors.torch
+    except ImportError as error:
+        raise StateError(f"{path} but no safetensors package", remedy="install safetensors") from error
+    return safetensors
 
 
 def own_ranges(shard: Shard, size: int, rank: int, ranks: int) -> list[tuple[int, int]]:
@@ -131,10 +217,9 @@ def local_part(tensor: Tensor, placement: Placement, rank: int, ranks: int) -> T
     return torch.cat([tensor.narrow(placement.dim, start, end - start) for start, end in ranges], placement.dim)
 
 
-def _missing(name: str, known: Mapping[str, Any]) -> StateError:
-    import difflib
-
-    near = difflib.get_close_matches(name, list(known), n=1)
+def missing(name: str, source: Source) -> StateError:
+    """The error for a name that a source does not have."""
+    near = difflib.get_close_matches(name, list(source.names()), n=1)
     return StateError(
         f"no tensor named {name!r} in the state",
         expected="every parameter and buffer of the program",

@@ -256,13 +256,14 @@ def smallest(program: Program, fails: Callable[[Program], Failure | None]) -> Pr
 
 
 def _smaller(program: Program) -> Iterator[Program]:
-    """Programs with one thing less: a result, a call that nobody uses, a call made an input, an unused input."""
+    """Programs with one thing less: a result, or the last step to one; a call that nobody uses, or made an input."""
     for index in range(len(program.results) if len(program.results) > 1 else 0):
         less = program.copy()
         results, outputs = less.results, list(less.outputs)
         del results[index], outputs[index]
         less.set_results(results, tuple(outputs))
         yield _without_leftovers(less)
+    yield from _ending_earlier(program)
     for position in reversed(range(len(program.graph.nodes))):
         less = program.copy()
         node = list(less.graph.nodes)[position]
@@ -275,6 +276,18 @@ def _smaller(program: Program) -> Iterator[Program]:
             node.replace_all_uses_with(given)
             less.graph.erase_node(node)
             yield _without_leftovers(less)
+
+
+def _ending_earlier(program: Program) -> Iterator[Program]:
+    """The program with an argument of a result as the result."""
+    for index, result in enumerate(program.results):
+        for number in range(len(result.all_input_nodes) if result.op == "call_function" else 0):
+            less = program.copy()
+            results = less.results
+            results[index] = results[index].all_input_nodes[number]
+            if isinstance(results[index].meta["val"], Tensor):
+                less.set_results(results)
+                yield _without_leftovers(less)
 
 
 def _skipping(program: Program, position: int) -> Iterator[Program]:

@@ -93,7 +93,7 @@ class Values:
     def chance(self, probability: float) -> bool:
         return self.random.random() < probability
 
-    def emit(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+    def emit(self, target: Any, /, *args: Any, **kwargs: Any) -> fx.Node:
         """One call; whether arguments fit, torch says."""
         if self.chance(0.06) and hasattr(target, "_schema") and len(args) > 1:
             names = [argument.name for argument in target._schema.arguments]
@@ -115,7 +115,7 @@ class Values:
         node.meta["val"] = value if self.symbolic else fx.node.map_aggregate(value, described_as)
         return node
 
-    def keep(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+    def keep(self, target: Any, /, *args: Any, **kwargs: Any) -> fx.Node:
         """One call whose result later steps may take."""
         node = self.emit(target, *args, **kwargs)
         self.values.append(node)

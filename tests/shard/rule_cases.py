@@ -107,9 +107,9 @@ ATTENTION = [
         for shape in [(4, 8, 8, 4), (1, 8, 8, 4), (4, 1, 8, 4), (1, 1, 1, 4), (4, 1, 1, 4), (8, 4), (8, 8, 4)]
     ),
     case(_sdpa, f(4, 8, 8, 8), f(4, 4, 4, 8), f(4, 4, 4, 8), f(4, 8, 8, 4), enable_gqa=True, goes="012-"),
-    case(_kernel, f(8, 8, 8, 8), f(8, 8, 8, 8), f(8, 8, 8, 8), goes="012-"),
+    case(_kernel, f(8, 8, 8, 8), f(8, 8, 8, 8), f(8, 8, 8, 8), goes="01--"),
     case(_kernel, f(8, 8, 8, 8), f(8, 8, 8, 8), f(8, 8, 8, 8), 0.0, True, goes="01--"),
-    case(_kernel, f(8, 8, 8, 8), f(8, 8, 8, 8), f(8, 8, 8, 8), attn_mask=f(1, 1, 8, 8), goes="012-"),
+    case(_kernel, f(8, 8, 8, 8), f(8, 8, 8, 8), f(8, 8, 8, 8), attn_mask=f(1, 1, 8, 8), goes="01--"),
 ]
 
 ALONG = [
@@ -260,6 +260,7 @@ VIEWS = [
     case(aten.slice.Tensor, f(8, 16), 1, 0, 16, 2, goes="0-"),
     case(aten.slice.Tensor, f(8, 8), 1, 1, None, goes="0-"),
     case(aten.narrow.default, f(8, 8), 1, 0, 8, goes="01"),
+    case(aten.narrow.default, f(8, 8), 1, -8, 8, goes="01"),
     case(aten.narrow.default, f(8, 16), 1, 8, 8, goes="0-"),
     case(aten.split.Tensor, f(8, 16), 8, -1, goes="0-"),
     case(aten.split.sizes, f(8, 16), [8, 8], 1, goes="0-"),

@@ -109,6 +109,11 @@ def test_empty_values(before: tuple[int, ...], shard: Shard, after: tuple[int, .
     assert found is None or divides(found, after[found.dim], 2)
 
 
+def test_blocks_that_recur_may_come_apart():
+    assert reshaped(Shard(0, sizes=(4, 2, 4, 2)), (12,), (2, 6), 2) == Shard(1, sizes=(4, 2))
+    assert reshaped(Shard(1, sizes=(4, 2)), (2, 6), (12,), 2) == Shard(0, sizes=(4, 2, 4, 2))
+
+
 def test_blocks():
     assert in_blocks(0, (4, 4)) == Shard(0, outer=2)
     assert block_sizes(Shard(1, outer=2), 8) == (4, 4)

@@ -9,16 +9,21 @@ from typing import Any
 
 import pytest
 import torch
+from torch import fx
 
+from crossfade.graph.private import FakeTensorMode
+from crossfade.shard.factors import Operand
 from crossfade.shard.placements import PARTIAL, REPLICATE, Partial, Placement, Shard
-from crossfade.shard.rules import _RULES
+from crossfade.shard.rules import _RULES, Call, rule_of
 from tests.shard.one_operator import OneOperator, placements_of, tensors_of
-from tests.shard.rule_cases import CASES, Case
+from tests.shard.rule_cases import CASES, Case, case
+
+aten = torch.ops.aten
 
 UNTESTED = {
-    "aten::_scaled_dot_product_flash_attention": "only on CUDA",
-    "aten::_scaled_dot_product_efficient_attention": "only on CUDA",
-    "aten::_scaled_dot_product_cudnn_attention": "only on CUDA",
+    "aten::_scaled_dot_product_flash_attention": "only on CUDA: described below",
+    "aten::_scaled_dot_product_efficient_attention": "only on CUDA: described below",
+    "aten::_scaled_dot_product_cudnn_attention": "only on CUDA: described below",
     "aten::empty_like": "no value to compare",
     "aten::new_empty": "no value to compare",
     "aten::_assert_tensor_metadata": "no result",
@@ -27,7 +32,7 @@ UNTESTED = {
     "aten::sym_numel": "no tensor",
 }
 NAMES = [f"{index}-{one.target}" for index, one in enumerate(CASES)]
-SAMPLES = 6
+SAMPLES = 4
 """How many placements of all operands are tried of each call, beside each operand's own."""
 
 
@@ -75,7 +80,7 @@ def _letter(place: Placement) -> str:
 @pytest.mark.parametrize("one", CASES, ids=NAMES)
 def test_equals_one_device(one: Case, ranks: int):
     """Each operand placed in every way beside whole ones, and a sample of all together."""
-    if one.target is torch.ops.aten.scaled_dot_product_attention.default and one.args[4:] == (0.5,):
+    if one.target is aten.scaled_dot_product_attention.default and one.args[4:] == (0.5,):
         pytest.skip("one device draws at another time")
     ways = [placements_of(value, ranks) for value in tensors_of(one.args, one.kwargs)]
     whole = (REPLICATE,) * len(ways)
@@ -85,5 +90,68 @@ def test_equals_one_device(one: Case, ranks: int):
     chosen = sorted(single, key=str) if ranks == 2 else draw.sample(sorted(single, key=str), min(4, len(single)))
     for index, places in enumerate([*chosen, *draw.sample(together, min(SAMPLES, len(together)))]):
         check(one, places, ranks, left_split=index % 2 == 0)
-    if len(ways) > 1 and all(PARTIAL in places for places in ways):
-        check(one, (PARTIAL,) * len(ways), ranks, left_split=False)
+    sums = [PARTIAL if value.is_floating_point() else REPLICATE for value in tensors_of(one.args, one.kwargs)]
+    if sums.count(PARTIAL) > 1:
+        check(one, sums, ranks, left_split=False)
+
+
+@pytest.mark.parametrize(
+    ("target", "rest", "results"),
+    [
+        (aten.slice.Tensor, (1, 0, 8), [Shard(1)]),
+        (aten.slice.Tensor, (1, 8, 9223372036854775807), [Shard(1, outer=2)]),
+        (aten.slice.Tensor, (1, -8), [Shard(1)]),
+        (aten.slice.Tensor, (-1, 0, -8), [Shard(1, outer=2)]),
+        (aten.narrow.default, (1, -16, 8), [Shard(1)]),
+        (aten.slice.Tensor, (1, 4, 12), []),
+        (aten.split.Tensor, (8, 1), [Shard(1)] * 3),
+        (aten.split_with_sizes.default, ([16, 8], -1), [Shard(1, outer=2), Shard(1)]),
+        (aten.split_with_sizes.default, ([12, 12], 1), []),
+        (aten.chunk.default, (3, 1), [Shard(1)] * 3),
+        (aten.chunk.default, (2, 1), []),
+        (aten.tensor_split.indices, ([8, 16], 1), [Shard(1)] * 3),
+    ],
+)
+def test_whole_blocks_are_taken_without_communication(target: Any, rest: Any, results: list[Shard]):
+    """A fused projection of three, each split over the ranks."""
+    one = case(target, torch.arange(96.0).view(4, 24), *rest, goes="")
+    fused = (Shard(1, outer=3),)
+    decision = OneOperator(target, one.args, {}, fused, 2).decision()
+    if results:
+        assert (decision.wants, list(decision.results)) == (fused, results)
+    else:
+        assert decision.wants == (REPLICATE,) and "the split dim" in decision.why
+    for ranks in (2, 4):
+        check(one, fused, ranks, left_split=True)
+
+
+def test_blocks_of_all_are_joined():
+    parts = [torch.rand(4, 16), torch.rand(4, 8), torch.rand(4, 8)]
+    one = case(aten.cat.default, parts, 1, goes="")
+    places = [Shard(1), Shard(1, outer=2), Shard(1)]
+    assert OneOperator(aten.cat.default, one.args, {}, places, 2).decision().results == (Shard(1, sizes=(16, 4, 4, 8)),)
+    check(one, places, 2, left_split=True)
+    check(one, places, 2, left_split=False)
+
+
+@pytest.mark.parametrize("name", [name for name, why in UNTESTED.items() if "CUDA" in why])
+def test_kernels_of_cuda_describe_their_parts(name: str):
+    """Without a device: what is said of the results is what the kernel says of half the heads."""
+    target: Any = getattr(torch.ops.aten, name.removeprefix("aten::")).default
+    more = () if "flash" in name else (None, True)
+    with FakeTensorMode():
+        whole, half = (torch.empty(2, heads, 48, 16, dtype=torch.bfloat16, device="cuda") for heads in (8, 4))
+        results, parts = target(*[whole] * 3, *more), target(*[half] * 3, *more)
+    graph = fx.Graph()
+    sources = [graph.placeholder(letter) for letter in "qkv"]
+    node = graph.call_function(target, (*sources, *more))
+    node.meta["val"] = results
+    operands = [Operand(Shard(1), tuple(whole.shape))] * 3
+    rule = rule_of(target)
+    assert rule is not None
+    decision = rule(Call(node, operands, sources, 2))
+    assert decision.results[:2] == (Shard(1), Shard(1)) and set(decision.results[2:]) == {REPLICATE}
+    for place, result, part in zip(decision.results, results, parts, strict=True):
+        if isinstance(result, torch.Tensor):
+            sizes = [size // 2 if place == Shard(dim) else size for dim, size in enumerate(result.shape)]
+            assert sizes == list(part.shape)
