@@ -123,7 +123,8 @@ def _row(
     first = before[0] if before else None
     growth = math.log(ours / first["ours"]) / math.log(nodes / first["nodes"]) if first else None
     ratio = theirs / ours if theirs is not None else None
-    return {"program": program, "layers": layers, "nodes": nodes, "ours": ours, "torch": theirs, "ratio": ratio, "growth": growth}  # fmt: skip
+    names = ("program", "layers", "nodes", "ours", "torch", "ratio", "growth")
+    return dict(zip(names, (program, layers, nodes, ours, theirs, ratio, growth), strict=True))
 
 
 def _cell(value: Any) -> str:

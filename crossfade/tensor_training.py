@@ -65,7 +65,8 @@ class TensorParallel:
         resolved = plan.resolve(exported, self.axis.size)
         local = localize(exported, resolved, self.axis.size, self.axis.name, Request())
         self._split(dict(local.parameters), resolved.aliases)
-        return lambda state, batch: run_local(local, state, batch)
+        tied = _first_names(self.model)
+        return lambda state, batch: run_local(local, state, batch, tied)
 
     def split_over(self) -> dict[str, str]:
         """The parameters that are split, with the axis."""
@@ -94,8 +95,11 @@ class TensorParallel:
                     entries[key] = self.part_of(name, value)
 
 
-def run_local(local: LocalProgram, state: dict[str, Tensor], batch: tuple[Any, ...]) -> Any:
-    """Run a local program on a state by name and a batch; buffers that it changes are changed in the state."""
+def run_local(local: LocalProgram, state: dict[str, Tensor], batch: tuple[Any, ...], tied: Mapping[str, str]) -> Any:
+    """Run a local program on a state by name and a batch; buffers that it changes are changed in the state.
+
+    `tied` gives the name in the state of parameters that have several.
+    """
     signature = local.exported.graph_signature
     leaves, _ = tree_flatten((batch, {}))
     given = iter(leaves)
@@ -103,8 +107,8 @@ def run_local(local: LocalProgram, state: dict[str, Tensor], batch: tuple[Any, .
     for spec in signature.input_specs:
         if spec.kind is InputKind.USER_INPUT:
             values.append(next(given))
-        elif spec.target in state:
-            values.append(state[str(spec.target)])
+        elif (name := tied.get(str(spec.target), str(spec.target))) in state:
+            values.append(state[name])
         else:
             values.append(local.exported.constants[str(spec.target)])
     results = fx.Interpreter(local.exported.graph_module).run(*values)
@@ -117,6 +121,12 @@ def run_local(local: LocalProgram, state: dict[str, Tensor], batch: tuple[Any, .
         else:
             raise CaptureError(f"an output of kind {spec.kind.name}", remedy="return only the loss from the model")
     return loss
+
+
+def _first_names(model: nn.Module) -> dict[str, str]:
+    """For each name of a parameter, the one that `named_parameters` lists it under."""
+    first = {id(parameter): name for name, parameter in model.named_parameters()}
+    return {name: first[id(one)] for name, one in model.named_parameters(remove_duplicate=False)}
 
 
 def _without_numbers(model: nn.Module) -> nn.Module:

@@ -31,7 +31,7 @@ from crossfade.graph.rule_pass import run_rules
 
 PROGRAMS = 20
 """How many programs one example holds: 5,000 by default, 100,000 with the profile `fuzz`."""
-ALONE, TOGETHER = 4, 8
+ALONE, TOGETHER = 3, 6
 """How many passes each program meets alone, and how many in any order, where it does not meet the pipeline."""
 
 MANY = settings(

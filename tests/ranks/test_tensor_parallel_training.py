@@ -1,7 +1,8 @@
-"""Models split over an axis, and over an axis beside data parallelism: trained on ranks equals trained on one device."""
+"""Models split over an axis, alone and beside data parallelism: trained on ranks equals trained on one device."""
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -30,7 +31,7 @@ def _started(name: str) -> tuple[nn.Module, torch.optim.Optimizer]:
     model = zoo.architecture(name).build()
     for parameter in model.parameters():
         parameter.requires_grad_(True)
-    return model, torch.optim.AdamW(model.parameters(), lr=1e-3)
+    return model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)  # linear in the gradients, so they show
 
 
 def _plan(name: str, model: nn.Module) -> Plan | dict[str, object]:
@@ -67,13 +68,26 @@ def train(name: str, mesh: dict[str, int], clip: float | None) -> dict[str, Any]
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("mesh", [{"tp": 2}, {"tp": 4}, {"dp": 2, "tp": 2}], ids=str)
-@pytest.mark.parametrize("name", ["llama", "gpt2", "mixtral"])
+@pytest.mark.parametrize(
+    ("name", "mesh"),
+    [
+        ("llama", {"tp": 2}),
+        ("llama", {"dp": 2, "tp": 2}),
+        ("gpt2", {"tp": 2}),
+        ("mixtral", {"tp": 2}),
+        pytest.param("llama", {"tp": 4}, marks=pytest.mark.models),
+        pytest.param("gpt2", {"tp": 4}, marks=pytest.mark.models),
+        pytest.param("gpt2", {"dp": 2, "tp": 2}, marks=pytest.mark.models),
+        pytest.param("mixtral", {"tp": 4}, marks=pytest.mark.models),
+        pytest.param("mixtral", {"dp": 2, "tp": 2}, marks=pytest.mark.models),
+    ],
+    ids=str,
+)
 def test_split_models_equal_one_device(ranks: Any, name: str, mesh: dict[str, int]) -> None:
     clip = 0.1 if name == "llama" else None
-    for trained in ranks(torch.tensor(list(mesh.values())).prod().item()).run(train, name, mesh, clip):
+    for trained in ranks(math.prod(mesh.values())).run(train, name, mesh, clip):
         assert trained["losses"] == pytest.approx(trained["expected"], rel=1e-5)
-        assert trained["worst"] < 2e-5
+        assert trained["worst"] < 2e-6
         assert trained["split"] > 8
 
 
