@@ -35,12 +35,13 @@ def remembered(question: Callable[[Any], Answer]) -> Callable[[Any], Answer]:
 
 def by_name(target: Any, args: Iterable[Any], kwargs: Mapping[str, Any]) -> dict[Any, Any]:
     """Arguments by their names in the operator's schema; by position where there is none."""
-    names = _argument_names(target)
+    names = argument_names(target)
     return {(names[i] if i < len(names) else i): item for i, item in enumerate(args)} | dict(kwargs)
 
 
 @remembered
-def _argument_names(target: Any) -> list[str]:
+def argument_names(target: Any) -> list[str]:
+    """The names of an operator's arguments in order; none where it has no schema."""
     schema = getattr(target, "_schema", None)
     return [item.name for item in schema.arguments] if schema is not None else []
 

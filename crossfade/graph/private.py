@@ -36,7 +36,9 @@ __all__ = [
     "exported_with",
     "dispatch_functionalize",
     "fake_tensor",
+    "forget_guards",
     "group_named",
+    "guards_of",
     "has_hooks",
     "has_step_hooks",
     "mark_optimizer_stepped",
@@ -271,3 +273,13 @@ def views_of_bases(target: Any, arguments: dict[str, Any], bases: list[Any]) -> 
         return None if how is None else how.regenerate_view(bases)
 
     return {name: [view(one) for one in how] if isinstance(how, list) else view(how) for name, how in found.items()}
+
+
+def guards_of(mode: FakeTensorMode) -> int:
+    """How many conditions on symbolic sizes a fake mode has taken down. Known on 2.11, 2.13."""
+    return len(mode.shape_env.guards) if mode.shape_env is not None else 0
+
+
+def forget_guards(mode: FakeTensorMode, kept: int) -> None:
+    """Drop the conditions taken down since there were so many. Known on 2.11, 2.13."""
+    del mode.shape_env.guards[kept:]  # type: ignore[union-attr]

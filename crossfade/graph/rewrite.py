@@ -18,9 +18,9 @@ from torch import fx
 
 from crossfade.errors import RewriteError, TextError
 from crossfade.graph.aliasing import Aliasing
-from crossfade.graph.operators import by_name, defaults_of
+from crossfade.graph.operators import argument_names, by_name, defaults_of
 from crossfade.graph.program import Program
-from crossfade.graph.splice import erase_if_dead, splice
+from crossfade.graph.splice import NeedsGuard, erase_if_dead, splice
 from crossfade.graph.text import resolve_operator
 
 
@@ -37,7 +37,7 @@ class Match:
 
     def splice(self, function: Callable[..., Any], *inputs: Any) -> Any:
         """Insert a function's nodes where the root stands, with its provenance."""
-        return splice(self.program, function, *inputs, before=self.root, like=self.root)
+        return splice(self.program, function, *inputs, before=self.root, like=self.root, may_guard=False)
 
 
 def _always(match: Match) -> str | None:
@@ -150,7 +150,11 @@ class _Rewriter:
                 continue
             users = list(node.users)
             previous = node.prev
-            replacement = rule.replace(match)
+            try:
+                replacement = rule.replace(match)
+            except NeedsGuard:
+                self.declined[rule, node] = "it would hold for some sizes only"
+                continue
             made = []
             while (previous := previous.next) is not node:
                 made.append(previous)
@@ -247,6 +251,7 @@ class _Call:
     targets: tuple[Any, ...]
     args: tuple[Any, ...]
     kwargs: tuple[tuple[str, Any], ...]
+    _known: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False)
 
     @property
     def depth(self) -> int:
@@ -256,14 +261,42 @@ class _Call:
     def matches(self, value: Any, bound: dict[str, Any]) -> bool:
         if not isinstance(value, fx.Node) or value.target not in self.targets:
             return False
-        wanted = by_name(value.target, self.args, dict(self.kwargs))
-        given = by_name(value.target, value.args, value.kwargs)
-        defaults = defaults_of(value.target)
-        if not all(name in wanted or _same(defaults.get(name), argument) for name, argument in given.items()):
-            return False
-        if not all(name in given or name in defaults for name in wanted):
-            return False
-        return all(item.matches(given.get(name, defaults.get(name)), bound) for name, item in wanted.items())
+        wanted, others = self._arranged(value.target)
+        args, kwargs = value.args, value.kwargs
+        for place, name, item, default in wanted:
+            given = args[place] if place < len(args) else kwargs.get(name, default)
+            if given is _ABSENT or not item.matches(given, bound):
+                return False
+        for place, name, default in others:
+            given = args[place] if place < len(args) else kwargs.get(name, default)
+            if given is not default and not _same(default, given):
+                return False
+        return True
+
+    def _arranged(self, target: Any) -> tuple[list[tuple[int, Any, Any, Any]], list[tuple[int, Any, Any]]]:
+        """For one operator: where each argument that the pattern names stands, and the defaults of all others."""
+        known = self._known.get(target)
+        if known is None:
+            named, defaults = by_name(target, self.args, dict(self.kwargs)), defaults_of(target)
+            names: list[Any] = [*argument_names(target)] or [*range(_MOST_ARGUMENTS)]
+            places = [(place, name, defaults.get(name, _ABSENT)) for place, name in enumerate(names)]
+            wanted = [(place, name, named[name], default) for place, name, default in places if name in named]
+            known = wanted, [one for one in places if one[1] not in named]
+            if len(wanted) < len(named):  # an argument that the operator does not have
+                known = [(0, "", _Nothing(), None)], []
+            self._known[target] = known
+        return known
+
+
+_ABSENT = object()
+_MOST_ARGUMENTS = 8
+"""As many positions as are looked at in calls of Python functions, which have no schema."""
+
+
+@dataclass(frozen=True)
+class _Nothing:
+    def matches(self, value: Any, bound: dict[str, Any]) -> bool:
+        return False
 
 
 def _same(one: Any, other: Any) -> bool:

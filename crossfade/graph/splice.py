@@ -21,6 +21,8 @@ from crossfade.graph.private import (
     TorchDispatchMode,
     bare_tensor,
     fake_tensor,
+    forget_guards,
+    guards_of,
     size_expression,
     tree_map_only,
 )
@@ -41,12 +43,23 @@ _PLAIN = frozenset({
 """Ops whose results are described by bare meta tensors as well as by fake ones: on the inputs' device, same strides."""
 
 
-def splice(program: Program, function: Callable[..., Any], *inputs: Any, before: fx.Node, like: fx.Node) -> Any:
+class NeedsGuard(Exception):
+    """A spliced function that holds for some values of the program's symbols only."""
+
+
+def splice(
+    program: Program,
+    function: Callable[..., Any],
+    *inputs: Any,
+    before: fx.Node,
+    like: fx.Node,
+    may_guard: bool = True,
+) -> Any:
     """Record `function` on the given nodes and insert what it does before a node; return its results as nodes.
 
     The function is ordinary torch code. It runs once on tensors without data; every ATen call becomes a node with
     metadata, and takes its source line from the node `like`, which it stands for. Arguments that are not nodes pass
-    through.
+    through. Unless it `may_guard`, a function that asks which way a symbolic size goes raises `NeedsGuard`.
 
         >>> from crossfade.graph.text import parse
         >>> program = parse('''
@@ -68,10 +81,10 @@ def splice(program: Program, function: Callable[..., Any], *inputs: Any, before:
     recorder: _Recorder
     with torch.no_grad():
         try:
-            recorder = _BareRecorder(found) if _is_static(found) else _FakeRecorder(program.fake_mode)
+            recorder = _BareRecorder(found) if _is_static(found) else _FakeRecorder(program.fake_mode, may_guard)
             result = recorder.run(function, inputs)
         except _NotPlain:
-            recorder = _FakeRecorder(program.fake_mode)
+            recorder = _FakeRecorder(program.fake_mode, may_guard)
             result = recorder.run(function, inputs)
     with program.graph.inserting_before(before):
         return recorder.emit(program.graph, like, found, result)
@@ -254,15 +267,20 @@ class _BareRecorder(_Recorder):
 class _FakeRecorder(_Recorder):
     """Runs any function on fake tensors."""
 
-    def __init__(self, mode: FakeTensorMode) -> None:
+    def __init__(self, mode: FakeTensorMode, may_guard: bool) -> None:
         super().__init__()
-        self.mode = mode
+        self.mode, self.may_guard = mode, may_guard
 
     def run(self, function: Callable[..., Any], inputs: tuple[Any, ...]) -> Any:
+        before = guards_of(self.mode)
         with self.mode:
             values = tree_map_only(fx.Node, self.enter, inputs)
             with self:
-                return function(*values)
+                result = function(*values)
+        if not self.may_guard and guards_of(self.mode) != before:
+            forget_guards(self.mode, before)
+            raise NeedsGuard
+        return result
 
     def enter(self, node: fx.Node) -> Any:
         value = node.meta["val"]
@@ -362,7 +380,8 @@ def _is_static(nodes: list[fx.Node]) -> bool:
     if not values or not all(isinstance(value, Tensor) for value in values):
         return False
     one_device = all(value.device == values[0].device for value in values)
-    return one_device and not any(isinstance(size, torch.SymInt) for value in values for size in value.shape)
+    numbers = [(*value.shape, *value.stride(), value.storage_offset()) for value in values]
+    return one_device and not any(isinstance(number, torch.SymInt) for one in numbers for number in one)
 
 
 def _node_name(target: Any) -> str:

@@ -391,7 +391,7 @@ def _is_full_of(whole: Tensor, one: Tensor) -> bool:
 
 
 def _bits(value: Tensor) -> Tensor:
-    return value.contiguous().reshape(-1).view(torch.uint8)
+    return value.flatten().clone(memory_format=torch.contiguous_format).view(torch.uint8)  # also of one strided element
 
 
 @remembered

@@ -73,6 +73,8 @@ def _against(match: Match) -> str | None:
         return "its scale is a number, by which integers become torch's default dtype"
     if not scale.dtype.is_floating_point or not match.root.meta["val"].dtype == scale.dtype == match["dtype"]:
         return "its scale has another dtype than it is converted to"
+    if scale.dtype.itemsize < 4:  # torch's kernels may multiply single elements before they round them
+        return "its scale is of half precision"
     return None
 
 

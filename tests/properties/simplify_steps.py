@@ -199,7 +199,13 @@ class Steps(MathSteps):
         """Values put together, and taken apart where they meet, or beside it."""
         x = self.pick(lambda value: value.dim() > 0)
         dim = self.dim(x)
-        parts = [x, *(self.like(x) if self.chance(0.8) else self.pick() for _ in range(self.random.randint(0, 2)))]
+        parts = [
+            x,
+            *(
+                self.like(x) if self.chance(0.8) else self.pick(lambda value: value.dim() == x.meta["val"].dim())
+                for _ in range(self.random.randint(0, 2))
+            ),
+        ]
         whole = self.keep(aten.cat.default, parts, dim)
         sizes = [part.meta["val"].shape[dim] for part in parts]
         if not all(isinstance(size, int) for size in sizes):
