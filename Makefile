@@ -21,7 +21,8 @@ demo: $(READY) ## train a small GPT on two local ranks; a table and an HTML repo
 	$(BIN)/crossfade demo
 
 test: $(READY) ## all tests, on real rank processes (GPU tests are skipped without CUDA)
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 --dist loadfile -m 'not models and not timed'
+	$(BIN)/python -m pytest tests/cost tests/run tests/ranks -m 'timed and not models'
 
 lint: $(READY) ## formatting, lint and types
 	$(BIN)/ruff format --check .
@@ -34,8 +35,9 @@ bench: $(READY) ## step time against torch's DDP on this machine, as ratios
 fuzz: $(READY) ## the sampled-program tests, many more examples
 	$(BIN)/python -m pytest tests/properties --hypothesis-profile=fuzz
 
-models: $(READY) ## the tests of real models, in all combinations: static and dynamic, raw and decomposed
-	$(BIN)/python -m pytest tests/models -m 'models or not models'
+models: $(READY) ## real models in all combinations (an hour): simplified, trained, split over ranks; docs/models.md
+	$(BIN)/python -m pytest tests/models tests/ranks -m models
+	$(BIN)/python -m tests.models.table
 
 clean: ## remove the virtual environment and caches
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info

@@ -23,8 +23,16 @@ def ranks() -> Iterator[Callable[[int], Ranks]]:
         pool.close()
 
 
+TIMED = {"test_calibrate", "test_estimate", "test_measure", "test_emulated", "test_stopwatch", "test_errors"}
+"""Files whose tests compare times, or wait for them to run out: they are not run beside others."""
+
+
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip what needs CUDA where there is none."""
+    """Mark what measures time, and skip what needs CUDA where there is none."""
+    for item in items:
+        if item.path.stem in TIMED:
+            item.add_marker(pytest.mark.timed)
     if not torch.cuda.is_available():
         for item in items:
             if "gpu" in item.keywords:
