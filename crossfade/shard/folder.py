@@ -17,7 +17,6 @@ import json
 import uuid
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -193,7 +192,7 @@ def _to_data(account: Account) -> dict[str, Any]:
         "axis": account.axis,
         "ranks": account.ranks,
         "program": account.program,
-        "versions": {"crossfade": version("crossfade"), "torch": torch.__version__},
+        "versions": {"torch": torch.__version__},
         "inputs": {name: _spelled(one) for name, one in account.inputs.items()},
         "outputs": [_spelled(one) for one in account.outputs],
         "placements": {name: _spelled(one) for name, one in account.placements.items()},

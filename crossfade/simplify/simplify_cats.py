@@ -266,6 +266,8 @@ def _element(node: fx.Node) -> tuple[fx.Node, int, int] | None:
     size = size_along(source, dim)
     if not isinstance(index, int) or (index < 0 and not isinstance(size, int)):
         return None
+    if isinstance(size, int) and not -size <= index < size:  # fails when it runs, and shall go on failing
+        return None
     return source, dim, index + size if index < 0 else index
 
 
