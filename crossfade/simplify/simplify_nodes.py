@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from crossfade.errors import PassError
-from crossfade.graph.passes import Numerics
+from crossfade.graph.passes import Numerics, PassResult
+from crossfade.graph.program import Program
 from crossfade.graph.rewrite import Rule
 from crossfade.graph.rule_pass import RulePass
 from crossfade.simplify.canonicalize_views import CanonicalizeViews
@@ -29,6 +30,18 @@ MEMBERS: tuple[RulePass, ...] = (
     ReplaceScatters(),
 )
 """Every pass of bitwise rules about a few nodes, in the order in which their rules are tried on a node."""
+
+_NO_CANDIDATES = frozenset(
+    {
+        "it changes the shape",
+        "it moves dims of several elements",
+        "it joins several inputs",
+        "it ends in another dtype",
+        "it rounds fractions",
+        "it changes dtype, device or layout",
+    }
+)
+"""Reasons that only say what a node is for. A member pass by itself gives them too."""
 
 
 @dataclass(frozen=True)
@@ -65,6 +78,11 @@ class SimplifyNodes(RulePass):
                     expected="passes of rules that keep every bit",
                     remedy="run it before or after it",
                 )
+
+    def run(self, program: Program) -> PassResult:
+        """Apply the rules of all members to one fixed point; nodes that do what they are for need no verdict."""
+        done = super().run(program)
+        return replace(done, verdicts=tuple(one for one in done.verdicts if one.reason not in _NO_CANDIDATES))
 
     def rules(self) -> Sequence[Rule]:
         """The rules of all members, named after the pass they are from."""
