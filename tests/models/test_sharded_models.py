@@ -13,10 +13,8 @@ CHOSEN = [
     ("llama", "static", 4),
     ("qwen3", "dynamic, decomposed", 2),
     ("gpt2", "dynamic", 2),
-    ("phi3", "static", 2),
     ("gpt_neox", "static, decomposed", 2),
     ("mixtral", "static", 2),
-    ("bert", "dynamic", 2),
     ("t5", "static", 2),
 ]
 

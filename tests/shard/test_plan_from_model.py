@@ -11,6 +11,7 @@ from torch import nn
 from crossfade.errors import PlanError
 from crossfade.shard.plan import Plan
 from crossfade.shard.plan_styles import REFUSED, STRINGS
+from tests.models.choice import some
 
 
 def model_with(plan: dict[str, str] | None, base_plan: dict[str, str] | None = None) -> nn.Module:
@@ -73,7 +74,7 @@ WITH_PLAN = {
 """The architectures that have a plan, and how many parameters it splits."""
 
 
-@pytest.mark.parametrize("name", WITH_PLAN)
+@pytest.mark.parametrize("name", some(WITH_PLAN))
 def test_plans_of_real_models(name: str) -> None:
     pytest.importorskip("transformers")
     from tests.models.zoo import architecture
