@@ -13,9 +13,7 @@ CHOSEN = [
     ("llama", "static", 4),
     ("qwen3", "dynamic, decomposed", 2),
     ("gpt2", "dynamic", 2),
-    ("gpt_neox", "static, decomposed", 2),
     ("mixtral", "static", 2),
-    ("t5", "static", 2),
 ]
 
 

@@ -116,6 +116,7 @@ def ahead_of_time(folder: str) -> float:
 
 
 @pytest.mark.ranks
+@pytest.mark.models
 @pytest.mark.skipif(torch.__version__ < "2.12", reason="AOTInductor of torch 2.11 crashes on functional collectives")
 def test_a_program_compiles_ahead_of_time(ranks: Any, tmp_path: Path) -> None:
     """Each rank compiles its own, since the compiler takes the rank's index for a constant."""

@@ -71,10 +71,10 @@ def train(name: str, mesh: dict[str, int], clip: float | None) -> dict[str, Any]
 @pytest.mark.parametrize(
     ("name", "mesh"),
     [
-        ("llama", {"tp": 2}),
         ("llama", {"dp": 2, "tp": 2}),
         ("gpt2", {"tp": 2}),
-        ("mixtral", {"tp": 2}),
+        pytest.param("llama", {"tp": 2}, marks=pytest.mark.models),
+        pytest.param("mixtral", {"tp": 2}, marks=pytest.mark.models),
         pytest.param("llama", {"tp": 4}, marks=pytest.mark.models),
         pytest.param("gpt2", {"tp": 4}, marks=pytest.mark.models),
         pytest.param("gpt2", {"dp": 2, "tp": 2}, marks=pytest.mark.models),

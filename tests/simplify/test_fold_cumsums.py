@@ -101,7 +101,7 @@ WHOLE = [torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.b
 FLOATS = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 
 
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=50)
 @given(
     st.lists(st.sampled_from([0, 1, 2, 7, 40]), min_size=0, max_size=3),
     st.integers(-3, 2),

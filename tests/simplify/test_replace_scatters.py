@@ -115,7 +115,7 @@ def test_a_symbolic_number_of_classes_is_left() -> None:
 NUMBERS = [0, 1, -7, 2.5, -0.0, float("inf"), float("nan"), 1e-8, 0.1, 70000, 1e300, True]
 
 
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=50)
 @given(
     st.lists(st.integers(1, 5), min_size=1, max_size=3),
     st.integers(0, 2),

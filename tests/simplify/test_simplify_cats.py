@@ -538,7 +538,7 @@ def neighbours(draw: Random, names: list[str], name: str) -> list[str]:
     return [draw.choice(names) for _ in range(draw.randint(1, 4))]
 
 
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=60)
 @given(st.integers(0, 2**32 - 1))
 def test_sampled_programs(seed: int) -> None:
     program = parse(sampled(seed))
