@@ -21,7 +21,7 @@ demo: $(READY) ## train a small GPT on two local ranks; a table and an HTML repo
 	$(BIN)/crossfade demo
 
 test: $(READY) ## all tests, on real rank processes (GPU tests are skipped without CUDA)
-	$(BIN)/python -m pytest -n 2 --dist loadfile -m 'not models and not timed'
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile -m 'not models and not timed'
 	$(BIN)/python -m pytest tests/cost tests/run tests/ranks -m 'timed and not models'
 
 lint: $(READY) ## formatting, lint and types
@@ -33,7 +33,7 @@ bench: $(READY) ## step time against torch's DDP on this machine, as ratios
 	$(BIN)/python -m benchmarks.step
 
 fuzz: $(READY) ## the sampled-program tests, many more examples
-	$(BIN)/python -m pytest tests/properties --hypothesis-profile=fuzz
+	$(BIN)/python -m pytest tests/properties --hypothesis-profile=fuzz -m 'models or not models'
 
 models: $(READY) ## real models in all combinations (an hour): simplified, trained, split over ranks; docs/models.md
 	$(BIN)/python -m pytest tests/models tests/ranks tests/shard -m models

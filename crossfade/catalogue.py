@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import ast
 import difflib
+import functools
+import importlib
 import inspect
+import pkgutil
 import re
 from dataclasses import fields
 from typing import Any, get_args, get_type_hints
@@ -14,8 +17,19 @@ from crossfade.errors import PassError
 from crossfade.graph.passes import Pass
 
 
+@functools.cache
+def _import_all() -> None:
+    """Import every module that may hold a pass; none of them imports Triton."""
+    for stage in ("shard", "simplify", "communicate", "schedule", "run"):
+        package = importlib.import_module(f"crossfade.{stage}")
+        for found in pkgutil.iter_modules(package.__path__, f"{package.__name__}."):
+            if not found.name.endswith("_triton"):
+                importlib.import_module(found.name)
+
+
 def known_passes() -> dict[str, type[Pass]]:
     """Every pass of this package, by name."""
+    _import_all()
     found, families = [], [Pass]
     while families:
         below = [one for one in families.pop().__subclasses__() if one.__module__.startswith("crossfade.")]

@@ -120,7 +120,8 @@ def test_pipelines_are_chosen_by_name():
         "remove-asserts",
     ]
     changed = choose(whole, without=["remove-asserts"], before=["remove-dead-code=remove-asserts(sizes=True)"])
-    assert repr(changed).splitlines()[1:3] == ["remove-asserts(sizes=True)", "remove-dead-code"]
+    lines = repr(changed).splitlines()
+    assert lines[lines.index("remove-dead-code") - 1] == "remove-asserts(sizes=True)"
     changed = choose(whole, after=["reorder-for-locality=remove-aliases"])
     assert changed[-1].name == "remove-aliases"
 

@@ -97,10 +97,8 @@ def strided_owners(nodes: Iterable[fx.Node], roots: dict[fx.Node, fx.Node]) -> s
 
 
 def is_random(node: fx.Node) -> bool:
-    """Whether this node draws from the random generator; dropout outside training does not, though it could."""
+    """Whether this node draws from the random generator; attention without dropout does not, though it could."""
     traits = _traits(node.target) if node.op == "call_function" else _Traits()
-    if traits.train is not None and _argument(node, traits.train) is False:
-        return False
     if traits.dropout is None:
         return traits.random
     return traits.random and _argument(node, traits.dropout) not in (None, 0.0)
@@ -120,7 +118,6 @@ class _Traits:
     random: bool = False
     hidden_effect: bool = False
     dropout: tuple[int, str] | None = None
-    train: tuple[int, str] | None = None
 
 
 @remembered
@@ -159,7 +156,6 @@ def _traits(target: Any) -> _Traits:
         random=torch.Tag.nondeterministic_seeded in target.tags,
         hidden_effect=_is_effectful(call),
         dropout=next((place[:2] for place in places if place[1] == "dropout_p"), None),
-        train=next((place[:2] for place in places if place[1] == "train"), None),
     )
 
 

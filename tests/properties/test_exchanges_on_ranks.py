@@ -38,6 +38,7 @@ def test_on_two_ranks(ranks: Any, numbers: list[int]) -> None:
     check(ranks(2), numbers, 2)
 
 
+@pytest.mark.models
 @pytest.mark.ranks
 @settings(max_examples=500 * TIMES)
 @given(numbers=NUMBERS)
