@@ -25,7 +25,20 @@ from crossfade.shard.sources import source_of
 from tests.models import zoo
 
 PLANNED = frozenset(
-    ("llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3", "phi", "starcoder2", "granite", "gpt_neox", "mixtral")
+    (
+        "llama",
+        "mistral",
+        "qwen2",
+        "qwen3",
+        "gemma2",
+        "gemma3",
+        "phi",
+        "starcoder2",
+        "granite",
+        "gpt_neox",
+        "mixtral",
+        "qwen2_moe",
+    )
 )
 """Architectures whose plan in the transformers library splits every projection and gathers none but the logits."""
 
