@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import textwrap
-import time
 from pathlib import Path
 from typing import Any
 
@@ -165,9 +164,7 @@ def test_what_stops_working_is_told_too() -> None:
 
 
 def test_no_time_leaves_everything_out_and_says_so() -> None:
-    started = time.perf_counter()
     table = measure(program_of(LAYERS), threads=1, seconds=0.0)
-    assert time.perf_counter() - started < 5
     assert dict(table) == {}
     assert sorted(table.left_out) == sorted(set(keys(program_of(LAYERS))))
 

