@@ -36,7 +36,7 @@ fuzz: $(READY) ## the sampled-program tests, many more examples
 	$(BIN)/python -m pytest tests/properties --hypothesis-profile=fuzz -m 'models or not models'
 
 models: $(READY) ## real models in all combinations (an hour): simplified, trained, split over ranks; docs/models.md
-	$(BIN)/python -m pytest tests/models tests/ranks tests/shard -m models
+	$(BIN)/python -m pytest tests/models tests/ranks tests/shard tests/cost -m models
 	$(BIN)/python -m tests.models.table
 
 clean: ## remove the virtual environment and caches

@@ -27,12 +27,17 @@ TIMED = {"test_calibrate", "test_estimate", "test_measure", "test_emulated", "te
 """Files whose tests compare times, or wait for them to run out: they are not run beside others."""
 
 
+LONG = {"properties", "ranks", "models", "test_cli", "test_cli_shard", "test_package"}
+"""Folders and files that take minutes: they come first, so that both workers end at the same time."""
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark what measures time, and skip what needs CUDA where there is none."""
+    """Mark what measures time, put what is long first, and skip what needs CUDA where there is none."""
     for item in items:
         if item.path.stem in TIMED:
             item.add_marker(pytest.mark.timed)
+    items.sort(key=lambda item: not LONG & {item.path.parent.name, item.path.stem})
     if not torch.cuda.is_available():
         for item in items:
             if "gpu" in item.keywords:

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import io
 import json
 import subprocess
 import sys
+from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
 
+from crossfade import cli
 from crossfade.cost.machine import Machine
 
 PROGRAM = """
@@ -23,14 +27,27 @@ return output("a", w), output("b", w2)
 """
 
 
-def crossfade(*arguments: str, timeout: float = 60) -> subprocess.CompletedProcess[str]:
+def crossfade(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run the command line in this process: a new one takes seconds to import torch."""
+    out, err, code = io.StringIO(), io.StringIO(), 0
+    with mock.patch.object(sys, "argv", ["crossfade", *arguments]), redirect_stdout(out), redirect_stderr(err):
+        try:
+            cli.main()
+        except SystemExit as end:
+            code = int(end.code or 0)
+    return subprocess.CompletedProcess(arguments, code, out.getvalue(), err.getvalue())
+
+
+def crossfade_alone(*arguments: str, timeout: float = 240) -> subprocess.CompletedProcess[str]:
+    """Run the command line in a process of its own, as what starts ranks needs."""
     command = [sys.executable, "-m", "crossfade.cli", *arguments]
     return subprocess.run(command, capture_output=True, text=True, timeout=timeout, check=False)
 
 
 @pytest.mark.parametrize("command", ["", "calibrate", "demo", "explain", "launch", "passes", "simplify", "simulate"])
 def test_help_is_there(command: str) -> None:
-    result = crossfade(*([command] if command else []), "--help")
+    run = crossfade if command else crossfade_alone
+    result = run(*([command] if command else []), "--help")
     assert result.returncode == 0
     assert "Usage" in result.stdout
 
@@ -103,14 +120,14 @@ def test_simplify_runs_what_it_is_told(tmp_path: Path) -> None:
 def test_launch_names_the_rank_that_failed(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text("import os, sys, time\nif os.environ['RANK'] == '1': sys.exit(3)\ntime.sleep(60)\n")
-    result = crossfade("launch", "--ranks", "2", str(script), timeout=30)
+    result = crossfade_alone("launch", "--ranks", "2", str(script), timeout=240)
     assert result.returncode == 1
     assert "rank 1 ending with exit code 3" in " ".join(result.stderr.split())
 
 
 @pytest.mark.ranks
 def test_demo_ends_in_a_table_and_a_report(tmp_path: Path) -> None:
-    result = crossfade("demo", "--size", "tiny", "--steps", "3", "--report", str(tmp_path / "out"), timeout=110)
+    result = crossfade_alone("demo", "--size", "tiny", "--steps", "3", "--report", str(tmp_path / "out"), timeout=300)
     assert result.returncode == 0, result.stderr
     for words in ("one process, eager", "torch DDP, default buckets", "(best)", "Crossfade", "Loss", "HTML report"):
         assert words in result.stdout
@@ -138,7 +155,7 @@ def test_simulate_names_a_machine_that_is_not_there(tmp_path: Path) -> None:
 
 
 def test_calibrate_writes_a_machine_that_loads(tmp_path: Path) -> None:
-    result = crossfade("calibrate", "--seconds", "1", "--save", str(tmp_path / "machine.json"), timeout=120)
+    result = crossfade_alone("calibrate", "--seconds", "1", "--save", str(tmp_path / "machine.json"), timeout=240)
     assert result.returncode == 0, result.stderr
     assert "all_reduce" in result.stdout
     assert Machine.load(tmp_path / "machine.json").name == "calibrated"

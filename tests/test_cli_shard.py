@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from tests.test_cli import crossfade
+from tests.test_cli import crossfade, crossfade_alone
 
 
 class Pair(nn.Module):
@@ -49,7 +49,7 @@ def test_a_sharded_model_runs_as_the_whole_one(tmp_path: Path, named: bool) -> N
         assert words in done.stdout
     x, shift = torch.randn(4, 8), torch.randn(8)
     torch.save({"x": x, "shift": shift} if named else (x, shift), tmp_path / "inputs.pt")
-    ran = crossfade("run", str(out), "--inputs", str(tmp_path / "inputs.pt"), "-o", str(tmp_path / "outputs.pt"))
+    ran = crossfade_alone("run", str(out), "--inputs", str(tmp_path / "inputs.pt"), "-o", str(tmp_path / "outputs.pt"))
     assert ran.returncode == 0, ran.stderr
     assert "output 0: float32 (4, 8)" in ran.stdout and "2 ranks" in ran.stdout
     found = torch.load(tmp_path / "outputs.pt")
