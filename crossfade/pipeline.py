@@ -12,16 +12,21 @@ from typing import Any, Literal
 
 from torch import fx
 
+import crossfade.run.pipelined  # noqa: F401 (makes the operators of matmuls in pieces run)
 from crossfade.communicate.add_before_reducing import AddBeforeReducing
 from crossfade.communicate.bucket_all_gathers import BucketAllGathers
 from crossfade.communicate.bucket_all_reduces import BucketAllReduces
 from crossfade.communicate.bucket_reduce_scatters import BucketReduceScatters
 from crossfade.communicate.buckets import BucketPass
+from crossfade.communicate.compute_before_gathering import ComputeBeforeGathering
 from crossfade.communicate.lower_averages import LowerAverages
 from crossfade.communicate.lower_coalesced_gathers import LowerCoalescedGathers
 from crossfade.communicate.lower_reduce_scatters import LowerReduceScatters
 from crossfade.communicate.merge_duplicate_collectives import MergeDuplicateCollectives
+from crossfade.communicate.pipeline_gathers import PipelineGathers
+from crossfade.communicate.pipeline_scatters import PipelineScatters
 from crossfade.communicate.raise_launches import RaiseLaunches
+from crossfade.communicate.scatter_between_blocks import ScatterBetweenBlocks
 from crossfade.communicate.scatter_sliced_reductions import ScatterSlicedReductions
 from crossfade.communicate.sink_waits import SinkWaits
 from crossfade.cost.machine import Machine
@@ -55,6 +60,8 @@ from crossfade.simplify.simplify_nodes import SimplifyNodes
 
 Semantics = Literal["global", "per-rank"]
 LossIs = Literal["mean", "sum"]
+ANYWHERE = ("chunked", "ring")
+"""Forms of matmuls in pieces that every backend runs."""
 DataParallelMode = Literal["replicate", "zero1", "zero2", "zero3"]
 
 
@@ -117,6 +124,42 @@ def communication() -> Pipeline:
     return Pipeline([*fewer, *larger, RaiseLaunches(), SinkWaits()])
 
 
+def micro_pipeline(
+    machine: Machine,
+    backends: Mapping[str, str] | None = None,
+    *,
+    alike: Sequence[str] = (),
+    symmetric: Collection[str] = (),
+    measured: Mapping[str, float] | None = None,
+) -> Pipeline:
+    """Passes that run matmuls and the collectives beside them in one another's time, where that pays on a machine.
+
+    `backends` says what each group runs on, `symmetric` which groups have symmetric memory of CUDA devices. `alike` are
+    the inputs that are the same on all ranks (names, or patterns with `*`): only from these follows what may be
+    computed in parts where an all-reduce becomes a reduce-scatter and an all-gather.
+
+    >>> from crossfade.cost.presets import preset
+    >>> micro_pipeline(preset("ethernet-1gbit"))
+    compute-before-gathering
+    scatter-between-blocks(machine=Machine('ethernet-1gbit',b35b5a9d))
+    pipeline-gathers
+    pipeline-scatters
+    """
+    forms = tuple(
+        (group, ("symmetric", *ANYWHERE) if group in symmetric else ANYWHERE)
+        for group in dict.fromkeys((*(backends or ()), *symmetric))
+    )
+    table = tuple(sorted((measured or {}).items()))
+    return Pipeline(
+        [
+            ComputeBeforeGathering(),
+            ScatterBetweenBlocks(tuple(alike), machine=machine),
+            PipelineGathers(machine, forms=forms, measured=table),
+            PipelineScatters(machine, forms=forms, measured=table),
+        ]
+    )
+
+
 def overlap(
     machine: Machine,
     caps: Mapping[Kind, float],
@@ -156,7 +199,8 @@ def optimization(backends: Mapping[str, str] | None = None, machine: Machine | N
     >>> optimization({"dp": "gloo"}).without("reorder-for-locality", "bucket-all-gathers")[-2]
     LowerReduceScatters(groups=('dp',), piece_mb=1.0)
     """
-    return simplification(machine) + communication() + lowering(backends or {})
+    pipelined = micro_pipeline(machine, backends) if machine is not None else []
+    return simplification(machine) + pipelined + communication() + lowering(backends or {})
 
 
 def copy_kernel(program: Program) -> dict[str, str]:

@@ -2,25 +2,46 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import _world
 
 from crossfade import Ranks
 
 
 @pytest.fixture(scope="session")
-def ranks() -> Iterator[Callable[[int], Ranks]]:
-    """A pool of rank processes for each count; a call that hangs is ended after 120 s with all its children."""
+def started_ranks() -> Iterator[dict[int, Ranks]]:
+    """The pools of rank processes, one for each count, as far as they were needed."""
     pools: dict[int, Ranks] = {}
-
-    def get(count: int) -> Ranks:
-        return pools.setdefault(count, Ranks(count, timeout=120.0))
-
-    yield get
+    yield pools
     for pool in pools.values():
         pool.close()
+
+
+@pytest.fixture
+def ranks(started_ranks: dict[int, Ranks]) -> Iterator[Callable[[int], Ranks]]:
+    """A pool of rank processes for each count; a call that hangs is ended after 120 s with all its children."""
+    used: dict[int, Ranks] = {}
+
+    def get(count: int) -> Ranks:
+        used[count] = started_ranks.setdefault(count, Ranks(count, timeout=120.0))
+        return used[count]
+
+    yield get
+    for pool in used.values():
+        if pool.running:  # a failed call has ended them
+            pool.run(forget_groups)
+
+
+def forget_groups() -> None:
+    """End the groups that a test has made: gloo wakes a thread a hundred times a second for each that there is."""
+    gc.collect()
+    for group in [one for one in _world.pg_map if one is not dist.group.WORLD]:
+        dist.destroy_process_group(group)
 
 
 TIMED = {"test_calibrate", "test_estimate", "test_measure", "test_emulated", "test_stopwatch", "test_errors"}

@@ -53,7 +53,8 @@ def test_all_passes_are_seen():
 @pytest.mark.parametrize("one", [p for p in PASSES if p.name not in WITHOUT_EXAMPLE], ids=lambda one: one.name)
 def test_example_is_what_the_pass_does(one: type[Pass]):
     before, after = example(one)
-    program = parse(before, groups={"dp": 2})
+    groups = {"tp" if '"tp"' in before else "dp": 2}
+    program = parse(before, groups=groups)
     assert render(program) == before
     for node in program.graph.nodes:
         node.meta[BATCH_DIMS] = (0,)
@@ -63,7 +64,7 @@ def test_example_is_what_the_pass_does(one: type[Pass]):
     assert after != before
     verify(done, recompute=one.name not in IN_PLACE)
     assert done.history[0].changed
-    again = parse(after, groups={"dp": 2})
+    again = parse(after, groups=groups)
     assert render(again) == after
 
 

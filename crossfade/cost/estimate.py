@@ -9,9 +9,11 @@ import torch
 from torch import fx
 
 from crossfade.cost.flops import flops_of, formula_of
+from crossfade.cost.fused import Fused, is_fused, read_fused
 from crossfade.cost.keys import Keys
 from crossfade.cost.machine import Machine
-from crossfade.cost.timeline import Costs
+from crossfade.cost.pipelined import Forecast, forecast
+from crossfade.cost.timeline import Costs, Within
 from crossfade.errors import MachineError
 from crossfade.graph import collectives
 from crossfade.graph.collectives import Collective
@@ -35,8 +37,9 @@ def estimate(
     and arithmetic on scalars cost nothing, nor do waits: what they stand still for is the timeline's to say.
 
     A collective keeps computation busy for its fabric's launch, and travels for `machine.collective_seconds`; a
-    coalesced one is one. Symbolic sizes count by their hint. `threads` is the number that `measured` was measured with,
-    by default torch's of now.
+    coalesced one is one. A matmul that travels in pieces (`crossfade.gather_matmul`, `crossfade.matmul_scatter`) takes
+    what `crossfade.cost.pipelined` forecasts for its form and number of pieces. Symbolic sizes count by their hint.
+    `threads` is the number that `measured` was measured with, by default torch's of now.
 
         >>> from crossfade.cost.presets import preset
         >>> from crossfade.graph.text import parse
@@ -67,15 +70,32 @@ class Estimator:
         compute: dict[fx.Node, float] = {}
         travel: dict[fx.Node, float] = {}
         slows: dict[str, float] = {}
+        within: dict[fx.Node, Within] = {}
         for node in self.program.graph.nodes:
             one = collectives.view(node)
             if one is not None:
                 compute[node] = self.machine.fabric(one.group).launch
                 travel[node] = self._travel(one)
                 slows[one.group] = self.machine.fabric(one.group).slows_compute
+            elif is_fused(node.target):
+                compute[node], within[node] = self._fused(read_fused(node, self.keys))
             elif computes(node):
                 compute[node] = self.compute_seconds(node)
-        return Costs(compute, travel, slows)
+        return Costs(compute, travel, slows, within)
+
+    def _fused(self, one: Fused) -> tuple[float, Within]:
+        """Seconds of a matmul in pieces, and what travels in it."""
+        found = self.forecast(one)
+        travel = self.machine.collective_seconds(one.kind, one.bytes, one.ranks, one.group)
+        return found.seconds, Within(str(one.kind), one.group, one.bytes, travel, found.exposed)
+
+    def forecast(self, one: Fused) -> Forecast:
+        """What a matmul in pieces takes: those that `measured` knows by their key as plain calls count as they do."""
+        seconds = 0.0
+        for product in one.products:
+            known = [self.measured[key] for key in product.keys(self.keys) if key in self.measured]
+            seconds += known[0] if known else product.seconds(self.machine)
+        return forecast(one.exchange(self.machine, seconds), one.kind, one.form, one.chunks)
 
     def _travel(self, one: Collective) -> float:
         ranks = self.program.groups.get(one.group) or one.group_size
@@ -142,8 +162,11 @@ class Estimator:
 
 
 def computes(node: fx.Node) -> bool:
-    """Whether a node keeps the computing lane busy by itself: an operator, but no collective, wait or size."""
-    if node.op != "call_function" or not _is_operator(node.target):
+    """Whether a node keeps the computing lane busy by itself: an operator, but no collective, wait or size.
+
+    A matmul that travels in pieces does not: it cannot run without the other ranks.
+    """
+    if node.op != "call_function" or not _is_operator(node.target) or is_fused(node.target):
         return False
     return not collectives.is_collective(node) and not collectives.is_wait(node)
 

@@ -13,6 +13,7 @@ from torch import fx
 
 from crossfade.cost.keys import Described, Keys
 from crossfade.graph.operators import arguments, remembered
+from crossfade.graph.pipelined import Equation, read_product
 
 Sizes = tuple[int, ...]
 Formula = Callable[[Mapping[str, Any], tuple[Described, ...]], float]
@@ -44,11 +45,25 @@ def formula_of(target: Any) -> Formula | None:
     """How to count an operator's operations; None if it has no matrix product."""
     schema = getattr(target, "_schema", None)
     namespace, name = schema.name.split("::") if schema is not None else ("higher_order", str(target))
+    if namespace == "crossfade":
+        return _PIPELINED.get(name)
     return _FORMULAS.get(name) if namespace in ("aten", "higher_order") else None
 
 
+def equation_flops(equation: Equation, first: Sizes, second: Sizes) -> float:
+    """Floating-point operations of a product of two tensors of such sizes.
+
+    >>> equation_flops(read_product("bsk,kn->bsn"), (2, 4, 8), (8, 5))
+    640.0
+    """
+    sizes = dict(zip(equation.first, first, strict=True)) | dict(zip(equation.second, second, strict=True))
+    return 2.0 * math.prod(sizes.values())
+
+
 def _sizes(value: Any, keys: Keys) -> Any:
-    """The sizes of a tensor in its place; every other argument as it is."""
+    """The sizes of a tensor in its place, also in a list; every other argument as it is."""
+    if isinstance(value, (list, tuple)):
+        return [_sizes(one, keys) for one in value]
     tensors = keys.tensors(value) if isinstance(value, fx.Node) else ()
     return tensors[0].sizes if tensors else value
 
@@ -111,6 +126,18 @@ def _of(given: Mapping[str, Any], name: str, position: int) -> Any:
     return given[name] if name in given else given[str(position)]
 
 
+def _gathered_products(given: Mapping[str, Any], _: tuple[Described, ...]) -> float:
+    """Every product of what is gathered, which has the part of each rank."""
+    gathered = list(given["part"])
+    gathered[given["dim"]] *= given["ranks"]
+    pairs = zip(given["products"], given["others"], strict=True)
+    return sum(equation_flops(read_product(one), tuple(gathered), other) for one, other in pairs)
+
+
+def _scattered_product(given: Mapping[str, Any], _: tuple[Described, ...]) -> float:
+    return equation_flops(read_product(given["product"]), given["left"], given["right"])
+
+
 _PLAIN = ("mm", "bmm", "mv", "dot", "matmul", "_scaled_mm")
 _ATTENTIONS = ("flash_attention", "flash_attention_for_cpu", "efficient_attention", "cudnn_attention",
                "fused_attention_overrideable")  # fmt: skip
@@ -130,3 +157,6 @@ _FORMULAS: dict[str, Formula] = {
     **{f"_scaled_dot_product_{one}": _attention for one in _ATTENTIONS},
     **{f"_scaled_dot_product_{one}_backward": _attention_backward for one in _ATTENTIONS},
 }
+
+_PIPELINED: dict[str, Formula] = {"gather_matmul": _gathered_products, "matmul_scatter": _scattered_product}
+"""Our own operators, whose collective is not counted."""

@@ -3,13 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 from torch import fx
 
 from crossfade.graph import collectives
 from crossfade.graph.program import Program
+
+
+@dataclass(frozen=True, slots=True)
+class Within:
+    """A collective inside one node that computes on its pieces: how long it travels, and what it holds up there."""
+
+    kind: str
+    group: str
+    bytes: int
+    travel: float
+    exposed: float
 
 
 @dataclass(frozen=True)
@@ -19,11 +30,14 @@ class Costs:
     `compute` is how long each node keeps the computing thread or stream busy, launching included; nodes without an
     entry cost nothing. `travel` is how long each started collective takes on its link when it has the link to itself.
     `slows_compute` says, by group, by which share computation slows down while a collective of that group travels.
+    `within` has the nodes that are a collective and its computation in one, whose seconds in `compute` are all that
+    they take, standing still included.
     """
 
     compute: Mapping[fx.Node, float]
     travel: Mapping[fx.Node, float]
     slows_compute: Mapping[str, float]
+    within: Mapping[fx.Node, Within] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +95,8 @@ def simulate(program: Program, costs: Costs, source: str = "predicted") -> Timel
 
     Nodes compute one after another. A collective travels when it has been launched and its group's link is free; a
     wait stands still until it has arrived; so does the end of the program for what nobody waited for. Groups do not
-    slow each other down; computation is slowed down by all that travel, by the sum of their shares.
+    slow each other down; computation is slowed down by all that travel, by the sum of their shares. A collective inside
+    a node (`Costs.within`) has its link to itself; for what it holds up, the node stands still at its end.
 
         >>> from crossfade.graph.text import parse
         >>> program = parse('''
@@ -110,6 +125,7 @@ class _Clock:
         self.now = 0.0
         self.computed: list[Computed] = []
         self.travels: dict[fx.Node, _Travel] = {}
+        self.within: list[Travelled] = []
         self.free_at: dict[str, float] = {}
 
     def run(self, node: fx.Node) -> None:
@@ -118,10 +134,21 @@ class _Clock:
         seconds = self.costs.compute.get(node, 0.0)
         if seconds:
             finish = self._computed_by(seconds)
-            self.computed.append(Computed(node.name, self.now, finish))
+            inside = self.costs.within.get(node)
+            still = self._travel_within(node.name, inside, finish) if inside is not None else 0.0
+            self.computed.append(Computed(node.name, self.now, finish - still))
             self.now = finish
         if node in self.costs.travel:
             self._launch(node)
+
+    def _travel_within(self, name: str, inside: Within, finish: float) -> float:
+        """Note what travels inside a node that ends then; how long the node stands still for it."""
+        start, needed = self.now, finish - inside.exposed
+        arrives = min(finish, start + inside.travel)
+        self.within.append(
+            Travelled(name, inside.kind, inside.group, inside.bytes, start, start, arrives, needed, inside.exposed)
+        )
+        return inside.exposed
 
     def _launch(self, node: fx.Node) -> None:
         group = collectives.group_of(node) or ""
@@ -173,6 +200,7 @@ class _Clock:
                     travel.needed, travel.exposed,
                 )
             )  # fmt: skip
+        spans = sorted([*spans, *self.within], key=lambda one: one.launch) if self.within else spans
         return Timeline(tuple(self.computed), tuple(spans), end, source)
 
 

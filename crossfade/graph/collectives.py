@@ -284,6 +284,11 @@ def all_to_all(tensor: Tensor, group_size: int, group: str) -> Tensor:
     return _ops.all_to_all_single(tensor, parts, parts, group)
 
 
+def all_to_all_split(tensor: Tensor, received: Sequence[int], sent: Sequence[int], group: str) -> Tensor:
+    """Start an exchange of parts along dim 0: `sent[r]` rows go to rank `r`, and `received[r]` come from it."""
+    return _ops.all_to_all_single(tensor, list(received), list(sent), group)
+
+
 def broadcast(tensor: Tensor, source: int, group: str) -> Tensor:
     """Start a broadcast from the group's rank `source`."""
     return _ops.broadcast(tensor, source, group)

@@ -240,14 +240,14 @@ class Reachability:
         (True, False)
     """
 
-    def __init__(self, order: Order, marked: Iterable[fx.Node]) -> None:
+    def __init__(self, order: Order, marked: Iterable[fx.Node], *, within_group: bool = True) -> None:
         self.bit = {node: 1 << index for index, node in enumerate(marked)}
         self.ancestors: dict[fx.Node, int] = {}
         """For each node, the marked nodes strictly above it in the dependency order, as a bitset."""
         ancestors, bit = self.ancestors, self.bit
         for node in order.nodes:
             found = 0
-            for before in order.predecessors(node):
+            for before in order.predecessors(node, within_group=within_group):
                 found |= ancestors[before] | bit.get(before, 0)
             ancestors[node] = found
 

@@ -6,7 +6,9 @@ Public replacements are welcome: delete the line here when torch grows one.
 from __future__ import annotations
 
 import copy
-from typing import Any
+import functools
+import inspect
+from typing import Any, NamedTuple
 
 import torch
 
@@ -24,6 +26,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import keystr as tree_keystr
 from torch.utils._pytree import tree_flatten, tree_flatten_with_path, tree_map_only, tree_unflatten
 
+from crossfade.errors import MeshError
+
 __all__ = [
     "FakeTensor",
     "FakeTensorMode",
@@ -39,19 +43,19 @@ __all__ = [
     "forget_guards",
     "group_named",
     "guards_of",
+    "has_forward_hooks",
     "has_hooks",
     "has_step_hooks",
     "mark_optimizer_stepped",
     "name_group",
-    "rebuilt_exported",
     "register_work",
     "serve_in_python",
     "size_expression",
-    "state_of_exported",
     "statically_equal",
     "swapped_state",
     "symbolic_float",
     "symbolic_shapes",
+    "symmetric_products",
     "tree_flatten",
     "tree_flatten_with_path",
     "tree_keystr",
@@ -153,6 +157,11 @@ def has_hooks(parameter: torch.Tensor) -> bool:
     return bool(parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None))
 
 
+def has_forward_hooks(module: torch.nn.Module) -> bool:
+    """Whether the user put hooks around a module's own forward. Known on 2.11, 2.13."""
+    return bool(module._forward_hooks or module._forward_pre_hooks)
+
+
 def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
     """Whether the user put hooks around the optimizer's step. Known on 2.11, 2.13."""
     return bool(optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks)
@@ -201,44 +210,35 @@ def serve_in_python(group: torch.distributed.ProcessGroup, devices: tuple[str, .
     group._set_default_backend(kind)
 
 
-def exported_program(like: Any, graph: Any, signature: Any, state: dict[str, torch.Tensor]) -> Any:
-    """An exported program with another graph, signature and state. Known on 2.11, 2.13."""
-    from torch.export import ExportedProgram
+def exported_program(
+    like: Any,
+    graph: Any,
+    signature: Any,
+    state: dict[str, torch.Tensor] | None = None,
+    *,
+    root: Any = None,
+    calls: list[Any] | None = None,
+    constants: dict[str, Any] | None = None,
+) -> Any:
+    """An exported program with another graph and signature; what else is not given is as in `like`.
 
-    return ExportedProgram(
-        root=dict(like.graph_module.named_children()),
+    With a state of its own it takes other inputs: the examples and the guards, which are code once saved, are then
+    left out. Known on 2.11, 2.13.
+    """
+    done = torch.export.ExportedProgram(
+        root=dict(like.graph_module.named_children()) if root is None else root,
         graph=graph,
         graph_signature=signature,
-        state_dict=state,
+        state_dict=like.state_dict if state is None else state,
         range_constraints=dict(like.range_constraints),
-        module_call_graph=like.module_call_graph,
-        example_inputs=None,
-        constants=dict(like.constants),
+        module_call_graph=like.module_call_graph if calls is None else calls,
+        example_inputs=like.example_inputs if state is None else None,
+        constants=dict(like.constants) if constants is None else constants,
         verifiers=like.verifiers,
     )
-
-
-def rebuilt_exported(exported: Any, module: Any, signature: Any, calls: list[Any], constants: dict[str, Any]) -> Any:
-    """An exported program with another graph; it keeps its guards, which are code once saved. Known on 2.11, 2.13."""
-    done = torch.export.ExportedProgram(
-        module,
-        module.graph,
-        signature,
-        exported.state_dict,
-        exported.range_constraints,
-        calls,
-        exported.example_inputs,
-        constants,
-        verifiers=exported.verifiers,
-    )
-    if getattr(exported, "_guards_code", None):
-        done._guards_code = exported._guards_code
+    if state is None and getattr(like, "_guards_code", None):
+        done._guards_code = like._guards_code
     return done
-
-
-def state_of_exported(exported: Any) -> dict[str, torch.Tensor]:
-    """The state of an exported program, to be filled in; its `state_dict` is a copy of it. Known on 2.11, 2.13."""
-    return exported._state_dict
 
 
 def exported_with(exported: Any, state: dict[str, torch.Tensor], constants: dict[str, Any]) -> Any:
@@ -249,7 +249,8 @@ def exported_with(exported: Any, state: dict[str, torch.Tensor], constants: dict
 
 
 def name_group(name: str, group: Any) -> None:
-    """Let functional collectives call a process group by another name as well. Known on 2.11, 2.13."""
+    """Let functional collectives call a process group by another name as well; one name is for one set of ranks, since
+    programs that call it stay as they are. Known on 2.11, 2.13."""
     from torch.distributed import distributed_c10d
 
     try:
@@ -258,6 +259,13 @@ def name_group(name: str, group: Any) -> None:
         known = None
     if known is not group:
         if known is not None:
+            before, now = (torch.distributed.get_process_group_ranks(one) for one in (known, group))
+            if before != now:
+                raise MeshError(
+                    f"the ranks {', '.join(map(str, now))} to be called {name}",
+                    expected=f"the ranks {', '.join(map(str, before))}, which programs of this process call {name}",
+                    remedy="give the axes of the two meshes different names, and pass axis=...",
+                )
             distributed_c10d._unregister_process_group(name)  # type: ignore[arg-type]
         distributed_c10d._register_process_group(name, group)  # type: ignore[arg-type]
 
@@ -283,3 +291,22 @@ def guards_of(mode: FakeTensorMode) -> int:
 def forget_guards(mode: FakeTensorMode, kept: int) -> None:
     """Drop the conditions taken down since there were so many. Known on 2.11, 2.13."""
     del mode.shape_env.guards[kept:]  # type: ignore[union-attr]
+
+
+class SymmetricProducts(NamedTuple):
+    """What torch's products through symmetric memory can do in this version."""
+
+    gathers_last_dim: bool
+    scatters_last_dim: bool
+
+
+@functools.cache
+def symmetric_products() -> SymmetricProducts:
+    """Register torch's products through symmetric memory, and say what they can do. Known on 2.11, 2.13."""
+    from torch.distributed import _symmetric_memory as module
+
+    exchange = inspect.signature(module._pipelined_produce_and_all2all)
+    return SymmetricProducts(
+        gathers_last_dim=hasattr(module, "_pipelined_all_gather_and_consume_last_dim"),
+        scatters_last_dim="out_chunk_dim" in exchange.parameters,
+    )

@@ -7,6 +7,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
+from crossfade.cost.fused import is_fused, read_fused
+from crossfade.cost.keys import Keys
 from crossfade.cost.timeline import Timeline
 from crossfade.errors import CrossfadeError
 from crossfade.graph.collectives import count_by_kind
@@ -133,8 +135,8 @@ class Report:
         return cls(
             title=title,
             records=after.history,
-            collectives_before=count_by_kind(before.graph),
-            collectives_after=count_by_kind(after.graph),
+            collectives_before=_counted(before),
+            collectives_after=_counted(after),
             nodes_before=len(before.graph.nodes),
             nodes_after=len(after.graph.nodes),
             facts={key: str(value) for key, value in (facts or {}).items()},
@@ -303,6 +305,18 @@ class Report:
 
     def __str__(self) -> str:
         return f"{self.title}: {self.summary}"
+
+
+def _counted(program: Program) -> CollectiveCounts:
+    """Number and bytes of a program's collectives by kind; those inside a matmul in pieces are told apart."""
+    counts = count_by_kind(program.graph)
+    keys = Keys()
+    for node in program.graph.nodes:
+        if is_fused(node.target):
+            inside = read_fused(node, keys)
+            number, size = counts.get(kind := f"{inside.kind} in pieces", (0, 0))
+            counts[kind] = (number + 1, size + inside.bytes)
+    return counts
 
 
 def _total(counts: CollectiveCounts) -> tuple[int, int]:

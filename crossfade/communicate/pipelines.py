@@ -1,0 +1,164 @@
+"""What the two pipelining passes share: where a pipeline may stand, whether it pays, and which form it takes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, fx
+
+from crossfade.cost.estimate import estimate
+from crossfade.cost.hidden import hidden_by_overlap
+from crossfade.cost.machine import Machine
+from crossfade.cost.pipelined import CHUNKS, Forecast, Forecasts
+from crossfade.errors import PassError
+from crossfade.graph import pipelined
+from crossfade.graph.collectives import Collective
+from crossfade.graph.effects import is_pure
+from crossfade.graph.layouts import same_shape
+from crossfade.graph.matmuls import Product
+from crossfade.graph.order import Order
+from crossfade.graph.passes import Outcome, Verdict
+from crossfade.graph.program import Program
+
+CYCLE = "the matmul's other operand is computed from what is gathered"
+LATER = "the matmul's other operand is made later, and cannot be made sooner"
+WRITTEN = "memory that it reads is written to"
+HIDDEN = "computation beside it hides it already"
+SLOWER = "no pipeline is predicted to be faster"
+TOO_SMALL = "there are too few rows to cut"
+PIPELINED = "travels in pieces, each computed on while the next is on its way"
+
+_MOST_RAISED = 32
+"""Nodes that a pipeline may raise above itself: transposed, converted and reshaped operands are a handful."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """How a pipeline runs, and what is predicted of it (nothing, where the form was given)."""
+
+    form: str
+    chunks: int
+    forecast: Forecast | None = None
+
+    def __str__(self) -> str:
+        pieces = f"{self.form} in {self.chunks} piece{'' if self.chunks == 1 else 's'}"
+        if self.forecast is None:
+            return f"{pieces}, as told"
+        return f"{pieces}, {_ms(self.forecast.saved)} of {_ms(self.forecast.plain)} saved"
+
+
+class Gate:
+    """Says of each candidate whether it pays on a machine; where form and pieces are given, it asks nothing."""
+
+    def __init__(
+        self,
+        program: Program,
+        machine: Machine,
+        forms: Mapping[str, Sequence[str]],
+        measured: Mapping[str, float],
+        form: str,
+        chunks: int | None,
+    ) -> None:
+        self.forms, self.form, self.chunks = forms, form, chunks
+        self.machine = machine
+        self.costs = estimate(program, machine, measured)
+        self.hidden = hidden_by_overlap(program, self.costs) if form == "auto" else {}
+
+    def forms_of(self, group: str) -> tuple[str, ...]:
+        """The forms that a group can run."""
+        return tuple(self.forms.get(group, ("chunked", "ring"))) if self.form == "auto" else (self.form,)
+
+    @property
+    def pieces(self) -> Sequence[int]:
+        """The numbers of pieces to try."""
+        return CHUNKS if self.chunks is None else (self.chunks,)
+
+    def judge(self, one: Collective, found: Forecasts) -> Choice | tuple[str, str]:
+        """The best way to run a candidate, or the reason against it and its numbers."""
+        if self.form != "auto" and self.chunks is not None:
+            return Choice(self.form, self.chunks)
+        if not found.considered:
+            return TOO_SMALL, f"{min(self.pieces)} pieces asked for"
+        best = found.considered[0]
+        if self.form != "auto":
+            return Choice(best.form, best.chunks, best)
+        hides, travel = self.hidden.get(one.node, 0.0), self.costs.travel.get(one.node, 0.0)
+        if best.saved <= 0:
+            return SLOWER, str(best)
+        if best.saved <= hides:
+            detail = f"{_ms(hides)} of {_ms(travel)} hidden, a pipeline would save {_ms(best.saved)}"
+            return HIDDEN, detail
+        return Choice(best.form, best.chunks, best)
+
+
+def check_form(name: str, form: str, chunks: int | None) -> None:
+    """Raise unless a pass's options are ones it can have."""
+    if form not in ("auto", *pipelined.FORMS):
+        raise PassError(
+            f"{name}(form={form!r})",
+            expected=" or ".join(map(repr, ("auto", *pipelined.FORMS))),
+            remedy="pass one of those",
+        )
+    if chunks is not None and chunks < 1:
+        raise PassError(f"{name}(chunks={chunks})", expected="at least 1, or None to choose", remedy="pass such")
+
+
+def raised(order: Order, needed: Iterable[fx.Node], place: fx.Node, written: set[fx.Node]) -> list[fx.Node] | str:
+    """The nodes at or below `place` that values are made from, in order; or why they cannot stand above it."""
+    limit, found, stack = order.position[place], set[fx.Node](), list(needed)
+    while stack:
+        node = stack.pop()
+        if node in found or order.position[node] < limit:
+            continue
+        found.add(node)
+        if len(found) > _MOST_RAISED or node.op not in ("call_function", "get_attr"):
+            return LATER
+        if node.op == "call_function" and not is_pure(node.target):
+            return LATER
+        if node in written:
+            return WRITTEN
+        stack.extend(node.all_input_nodes)
+    nodes = sorted(found, key=order.position.__getitem__)
+    if any(order.may_rise_above(node, place, found) is not None for node in nodes):
+        return LATER
+    return nodes
+
+
+def raise_above(place: fx.Node, nodes: Sequence[fx.Node]) -> None:
+    """Put nodes above another, those that are not there already."""
+    for node in nodes:
+        if not node < place:
+            place.prepend(node)
+
+
+def shaped(product: Product, given: Sequence[Tensor | None]) -> list[Any]:
+    """The other operand, the bias and the scales in the shapes that the equation has for them."""
+    shapes = (product.other_shape, product.bias_shape, *(product.scale_shapes or (None, None)))
+    return [
+        value if value is None or shape is None else value.reshape(shape)
+        for value, shape in zip(given, shapes, strict=True)
+    ]
+
+
+def spelled_product(product: Product) -> str:
+    """A product as the operators take it."""
+    if product.scales is None:
+        return product.equation
+    return pipelined.spelled(product.equation, product.dtype, fast=product.fast_accumulation)
+
+
+def viewed(value: Tensor, node: fx.Node) -> Tensor:
+    """A value in the shape that a node has."""
+    shape = node.meta["val"].shape
+    return value if same_shape(shape, value.shape) else value.view(shape)
+
+
+def left(one: Collective, reason: str, detail: str = "") -> Verdict:
+    """A verdict on a collective that stays as it is."""
+    return Verdict.of(one.node, Outcome.LEFT, reason, detail=detail, bytes=one.bytes)
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1e3:.3g} ms"

@@ -1,0 +1,97 @@
+"""Runs the operators of `crossfade.graph.pipelined`: importing this module makes them work on CPU and CUDA tensors.
+
+The forms of exchange are in `pipelined_chunked`, `pipelined_ring` and `pipelined_symmetric`; all compute the same.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from crossfade.errors import MeshError, NotYetError
+from crossfade.graph.pipelined import GATHER_MATMUL, MATMUL_SCATTER, check_run
+from crossfade.graph.private import group_named
+from crossfade.run import pipelined_chunked, pipelined_ring
+from crossfade.run.pipelined_pieces import GatheredProducts, ScatteredProduct
+
+_EXCHANGES = {"chunked": pipelined_chunked, "ring": pipelined_ring}
+
+
+def _gather_matmul(
+    part: Tensor,
+    others: list[Tensor],
+    biases: list[Tensor | None],
+    scales: list[Tensor | None],
+    products: list[str],
+    dim: int,
+    ranks: int,
+    form: str,
+    chunks: int,
+    keep: bool,
+    group_name: str,
+) -> list[Tensor]:
+    check_run(ranks, form, chunks)
+    if form == "symmetric" and ranks > 1:
+        from crossfade.run import pipelined_symmetric  # its operators are registered by a module that few need
+
+        _own_rank(part, ranks, form, group_name)
+        return pipelined_symmetric.gather(part, others, biases, scales, products, dim, ranks, keep, group_name)
+    gathered = GatheredProducts(part, others, biases, scales, products, dim, ranks, keep)
+    if ranks == 1:
+        gathered.take(part.unsqueeze(0), (0, 1), (0, part.shape[dim]))
+    else:
+        rank = _own_rank(part, ranks, form, group_name)
+        _EXCHANGES[form].gather(gathered, chunks, rank, group_name)
+    return gathered.results()
+
+
+def _matmul_scatter(
+    left: Tensor,
+    right: Tensor,
+    bias: Tensor | None,
+    scales: list[Tensor | None],
+    product: str,
+    dim: int,
+    reduce_op: str,
+    ranks: int,
+    form: str,
+    chunks: int,
+    group_name: str,
+) -> Tensor:
+    check_run(ranks, form, chunks)
+    if form == "symmetric" and ranks > 1:
+        from crossfade.run import pipelined_symmetric
+
+        _own_rank(left, ranks, form, group_name)
+        return pipelined_symmetric.scatter(left, right, bias, scales, product, dim, reduce_op, ranks, group_name)
+    scattered = ScatteredProduct(left, right, bias, scales, product, dim, reduce_op, ranks)
+    if ranks == 1:
+        scattered.compute((0, 1), (0, scattered.rows), scattered.result.unsqueeze(0))
+    else:
+        rank = _own_rank(left, ranks, form, group_name)
+        _EXCHANGES[form].scatter(scattered, chunks, rank, group_name)
+    return scattered.result
+
+
+def _own_rank(tensor: Tensor, ranks: int, form: str, name: str) -> int:
+    """This process's rank in the group, once the group is as large as the program says and can exchange so."""
+    group = group_named(name)
+    if group.size() != ranks:
+        raise MeshError(
+            f"a group {name} of {group.size()} ranks for a product over {ranks}",
+            expected=f"{ranks} ranks",
+            remedy="run the program on a mesh of the size it was made for",
+        )
+    if tensor.is_cuda and form != "symmetric" and dist.get_backend(group) == "gloo":
+        raise NotYetError(
+            f"a product of CUDA tensors pipelined in the form {form} over gloo",
+            expected="NCCL, which exchanges CUDA tensors beside computation",
+            remedy="use NCCL, or the form symmetric within one machine",
+        )
+    return group.rank()
+
+
+for _device in ("cpu", "cuda"):
+    torch.library.impl(GATHER_MATMUL, _device, _gather_matmul)
+    torch.library.impl(MATMUL_SCATTER, _device, _matmul_scatter)

@@ -1,0 +1,61 @@
+"""Exchange in pieces by functional collectives, on whatever a process group runs on.
+
+A gather starts the collectives of all pieces, computes the rank's own block meanwhile, then each piece as it arrives.
+A scatter starts each piece's exchange once it is computed, and computes the rank's own block last.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+
+from torch import Tensor
+
+from crossfade.graph import collectives
+from crossfade.run.pipelined_pieces import GatheredProducts, ScatteredProduct, Span
+from crossfade.run.pipelined_products import as_sent, cut
+
+
+def gather(products: GatheredProducts, chunks: int, rank: int, group: str) -> None:
+    """Take the pieces of all ranks into the products."""
+    part, dim, ranks = products.part, products.dim, products.ranks
+    flying: deque[tuple[Span, Tensor]] = deque()
+    for rows in cut(part.shape[dim], chunks):
+        sent = as_sent(part.narrow(dim, *rows).contiguous())
+        flying.append((rows, collectives.all_gather(sent, ranks, group)))
+    at_once = products.keep and dim == 0 and len(flying) == 1
+    if at_once:
+        products.receive_whole()
+    products.take(part.unsqueeze(0), (rank, 1), (0, part.shape[dim]))
+    while flying:
+        rows, started = flying.popleft()  # and let go of what has been computed with
+        arrived = collectives.wait(started).view(part.dtype)
+        if at_once:
+            products.received_whole(arrived)
+        block = arrived.view(ranks, *part.shape[:dim], rows[1], *part.shape[dim + 1 :])
+        for span in _others(rank, ranks):
+            products.take(block.narrow(0, *span), span, rows)
+
+
+def scatter(product: ScatteredProduct, chunks: int, rank: int, group: str) -> None:
+    """Send every other rank the pieces of its block, and add up those that come for this one's."""
+    ranks = product.ranks
+    flying: deque[tuple[Span, Tensor]] = deque()
+    for rows in cut(product.rows, chunks):
+        shape = product.piece_shape(rows[1])
+        pieces = product.result.new_empty((ranks - 1, *shape))
+        for start, count in _others(rank, ranks):
+            product.compute((start, count), rows, pieces.narrow(0, 0 if start < rank else rank, count))
+        sizes = [math.prod(shape)] * ranks
+        sizes[rank] = 0
+        flying.append((rows, collectives.all_to_all_split(as_sent(pieces).view(-1), sizes, sizes, group)))
+    product.compute((rank, 1), (0, product.rows), product.result.unsqueeze(0))
+    while flying:
+        rows, started = flying.popleft()
+        received = collectives.wait(started).view(product.dtype)
+        product.finish(rows, received.view(ranks - 1, *product.piece_shape(rows[1])))
+
+
+def _others(rank: int, ranks: int) -> list[Span]:
+    """The other ranks, as spans of neighbours."""
+    return [span for span in ((0, rank), (rank + 1, ranks - rank - 1)) if span[1]]

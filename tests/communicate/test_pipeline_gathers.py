@@ -1,0 +1,254 @@
+"""All-gathers and their matmuls become pipelines: exact programs, and every reason to leave one alone."""
+
+from __future__ import annotations
+
+import textwrap
+
+import pytest
+
+from crossfade.communicate import pipeline_gathers, pipelines
+from crossfade.communicate.pipeline_gathers import PipelineGathers
+from crossfade.cost.presets import preset
+from crossfade.errors import PassError
+from crossfade.graph.passes import Outcome, run_passes
+from crossfade.graph.program import Program
+from crossfade.graph.text import parse, render
+from crossfade.graph.verify import verify
+
+TOLD = PipelineGathers(form="chunked", chunks=2)
+START = """
+x: f32[512, 512] = input("x")
+w: f32[512, 512] = parameter("w")
+s: f32[1024, 512] = c10d.all_gather_into_tensor(x, 2, "tp")
+g: f32[1024, 512] = c10d.wait_tensor(s)
+"""
+
+
+def program_of(text: str) -> Program:
+    return parse(textwrap.dedent(text), groups={"tp": 2})
+
+
+def pipelined(text: str, one: PipelineGathers = TOLD) -> Program:
+    done = run_passes(program_of(text), [one])
+    verify(done, recompute=True)
+    return done
+
+
+def becomes(before: str, after: str, one: PipelineGathers = TOLD) -> Program:
+    done = pipelined(before, one)
+    assert render(done) == textwrap.dedent(after).strip()
+    return done
+
+
+def said(done: Program) -> dict[str, tuple[Outcome, str]]:
+    """The last that was said of each subject."""
+    return {one.subject: (one.outcome, one.reason) for one in done.history[0].verdicts}
+
+
+def left_alone(text: str, subject: str, reason: str, one: PipelineGathers = TOLD) -> str:
+    """Assert that a pass says so and changes nothing; the detail that it gives."""
+    done = pipelined(text, one)
+    assert render(done) == render(program_of(text))
+    found = [verdict for verdict in done.history[0].verdicts if verdict.subject == subject]
+    assert [(verdict.outcome, verdict.reason) for verdict in found] == [(Outcome.LEFT, reason)]
+    return found[0].detail
+
+
+def test_three_matmuls_share_a_gather_and_the_rest_reads_what_is_kept() -> None:
+    done = becomes(
+        """
+        x: f32[4, 6, 8] = input("x")
+        q: f32[8, 8] = parameter("q")
+        k: f32[3, 8] = parameter("k")
+        b: f32[3] = parameter("b")
+        s: f32[8, 6, 8] = c10d.all_gather_into_tensor(x, 2, "tp")
+        d: f32[8, 6, 8] = c10d.wait_tensor(s)
+        parts: (f32[4, 6, 8], f32[4, 6, 8]) = aten.split.Tensor(d, 4)
+        one: f32[4, 6, 8] = parts[0]
+        two: f32[4, 6, 8] = parts[1]
+        g: f32[4, 12, 8] = aten.cat([one, two], 1)
+        flat: f32[48, 8] = aten.view(g, [48, 8])
+        mm: f32[48, 8] = aten.mm(flat, q)
+        t: f32[8, 3] = aten.t(k)
+        addmm: f32[48, 3] = aten.addmm(b, flat, t)
+        linear: f32[4, 12, 3] = aten.linear(g, k)
+        relu: f32[48, 8] = aten.relu(flat)
+        return output("mm", mm), output("addmm", addmm), output("linear", linear), output("relu", relu)
+        """,
+        """
+        x: f32[4, 6, 8] = input("x")
+        q: f32[8, 8] = parameter("q")
+        k: f32[3, 8] = parameter("k")
+        b: f32[3] = parameter("b")
+        t: f32[8, 3] = aten.t(k)
+        gather_matmul: (f32[4, 12, 8], f32[4, 12, 3], f32[4, 12, 3], f32[4, 12, 8]) = crossfade.gather_matmul(x, [q, t, k], [None, b, None], [], ["abc,cd->abd", "abc,cd->abd", "abc,dc->abd"], 1, 2, "chunked", 2, True, "tp")
+        getitem: f32[4, 12, 8] = gather_matmul[0]
+        getitem_1: f32[4, 12, 3] = gather_matmul[1]
+        getitem_2: f32[4, 12, 3] = gather_matmul[2]
+        getitem_3: f32[4, 12, 8] = gather_matmul[3]
+        view: f32[48, 8] = aten.view(getitem, [48, 8])
+        view_1: f32[48, 3] = aten.view(getitem_1, [48, 3])
+        flat: f32[48, 8] = aten.view(getitem_3, [48, 8])
+        relu: f32[48, 8] = aten.relu(flat)
+        return output("mm", view), output("addmm", view_1), output("linear", getitem_2), output("relu", relu)
+        """,  # noqa: E501
+    )
+    assert done.history[0].counts == {"pipelines": 1, "matmuls": 3, "left": 0}
+    assert said(done)["s"] == (Outcome.FUSED, pipelines.PIPELINED)
+
+
+def test_a_weight_gradient_sums_over_what_is_gathered() -> None:
+    becomes(
+        """
+        x: f32[4, 3] = input("x")
+        grad: f32[8, 5] = input("grad")
+        s: f32[8, 3] = c10d.all_gather_into_tensor(x, 2, "tp")
+        g: f32[8, 3] = c10d.wait_tensor(s)
+        t: f32[3, 8] = aten.t(g)
+        mm: f32[3, 5] = aten.mm(t, grad)
+        return output("mm", mm)
+        """,
+        """
+        x: f32[4, 3] = input("x")
+        grad: f32[8, 5] = input("grad")
+        gather_matmul: (f32[3, 5],) = crossfade.gather_matmul(x, [grad], [None], [], ["ab,ac->bc"], 0, 2, "chunked", 2, False, "tp")
+        getitem: f32[3, 5] = gather_matmul[0]
+        return output("mm", getitem)
+        """,  # noqa: E501
+    )
+
+
+def test_rows_that_are_cut_off_are_cut_off_the_results() -> None:
+    done = pipelined(
+        """
+        x: f32[4, 3] = input("x")
+        w: f32[3, 5] = parameter("w")
+        s: f32[8, 3] = c10d.all_gather_into_tensor(x, 2, "tp")
+        g: f32[8, 3] = c10d.wait_tensor(s)
+        cut: f32[7, 3] = aten.slice.Tensor(g, 0, 0, 7)
+        mm: f32[7, 5] = aten.mm(cut, w)
+        return output("mm", mm)
+        """
+    )
+    assert "aten.slice.Tensor(getitem, 0, 0, 7)" in render(done)
+
+
+@pytest.mark.parametrize(
+    ("rest", "subject", "reason"),
+    [
+        (
+            'y: f32[1024, 512] = aten.relu(g)\nreturn output("y", y)',
+            "s",
+            pipeline_gathers.NO_MATMUL,
+        ),
+        (
+            """
+            r: f32[1024, 512] = aten.relu(g)
+            t: f32[512, 1024] = aten.t(r)
+            mm: f32[1024, 1024] = aten.mm(g, t)
+            return output("mm", mm)
+            """,
+            "mm",
+            pipelines.CYCLE,
+        ),
+        (
+            """
+            f: f32[512, 512] = aten.fill_.Scalar(w, 1.0)
+            mm: f32[1024, 512] = aten.mm(g, w)
+            return update("w", f), output("mm", mm)
+            """,
+            "mm",
+            pipelines.WRITTEN,
+        ),
+        (
+            """
+            r: f32[1024, 512] = aten.relu(g)
+            drawn: f32[512, 512] = aten.rand_like(w)
+            mm: f32[1024, 512] = aten.mm(g, drawn)
+            return output("mm", mm), output("r", r)
+            """,
+            "mm",
+            pipelines.LATER,
+        ),
+    ],
+    ids=["no matmul", "a cycle", "written memory", "drawn later"],
+)
+def test_what_cannot_be_is_left_alone(rest: str, subject: str, reason: str) -> None:
+    left_alone(START + textwrap.dedent(rest), subject, reason)
+
+
+def test_a_sum_over_cut_off_rows_is_left_alone() -> None:
+    text = """
+    x: f32[4, 3] = input("x")
+    grad: f32[7, 5] = input("grad")
+    s: f32[8, 3] = c10d.all_gather_into_tensor(x, 2, "tp")
+    g: f32[8, 3] = c10d.wait_tensor(s)
+    cut: f32[7, 3] = aten.slice.Tensor(g, 0, 0, 7)
+    t: f32[3, 7] = aten.t(cut)
+    mm: f32[3, 5] = aten.mm(t, grad)
+    return output("mm", mm)
+    """
+    assert left_alone(text, "mm", pipeline_gathers.TRIMMED) == "7 of 8"
+
+
+TWO = """
+x: f32[4, 8] = input("x")
+y: f32[4, 8] = input("y")
+s: f32[8, 8] = c10d.all_gather_into_tensor(x, 2, "tp")
+g: f32[8, 8] = c10d.wait_tensor(s)
+s2: f32[8, 8] = c10d.all_gather_into_tensor(y, 2, "tp")
+g2: f32[8, 8] = c10d.wait_tensor(s2)
+"""
+
+
+def test_a_matmul_of_two_gathered_values_is_part_of_one_pipeline() -> None:
+    done = pipelined(TWO + 'mm: f32[8, 8] = aten.mm(g, g2)\nreturn output("mm", mm)')
+    assert render(done).count("all_gather_into_tensor") == 1
+    assert said(done)["s2"] == (Outcome.LEFT, pipeline_gathers.BETWEEN)
+
+
+def test_no_two_pipelines_need_each_other() -> None:
+    """Each gathered value is multiplied with the other: were both pipelines, neither could come first."""
+    done = pipelined(
+        TWO
+        + """
+mm: f32[8, 8] = aten.mm(g, g2)
+mm2: f32[8, 8] = aten.mm(g2, g)
+return output("mm", mm), output("mm2", mm2)
+"""
+    )
+    assert done.history[0].counts["pipelines"] == 1
+
+
+def test_what_is_not_faster_is_left_alone_with_its_numbers() -> None:
+    text = START.replace("512", "16").replace("1024", "32")
+    text += 'mm: f32[32, 16] = aten.mm(g, w)\nreturn output("mm", mm)'
+    detail = left_alone(text, "s", pipelines.SLOWER, PipelineGathers(preset("ethernet-1gbit")))
+    assert "plain" in detail and "ms" in detail
+
+
+def test_too_few_rows_are_left_alone() -> None:
+    text = """
+    x: f32[3, 512] = input("x")
+    w: f32[512, 512] = parameter("w")
+    s: f32[6, 512] = c10d.all_gather_into_tensor(x, 2, "tp")
+    g: f32[6, 512] = c10d.wait_tensor(s)
+    mm: f32[6, 512] = aten.mm(g, w)
+    return output("mm", mm)
+    """
+    left_alone(text, "s", pipelines.TOO_SMALL, PipelineGathers(chunks=4))
+
+
+def test_what_computation_beside_it_hides_is_left_alone() -> None:
+    """Matmuls that need nothing gathered take longer than the gather travels."""
+    aside = "".join(f"a{i}: f32[512, 512] = aten.mm({'w' if not i else f'a{i - 1}'}, w)\n" for i in range(8))
+    text = START + aside + 'mm: f32[1024, 512] = aten.mm(g, w)\nreturn output("mm", mm), output("a", a7)'
+    detail = left_alone(text, "s", pipelines.HIDDEN, PipelineGathers(preset("ethernet-1gbit")))
+    assert "hidden" in detail
+
+
+def test_options_that_cannot_be_are_refused() -> None:
+    with pytest.raises(PassError, match=r"form='round'.*expected 'auto' or 'chunked'"):
+        PipelineGathers(form="round")
+    with pytest.raises(PassError, match="expected at least 1"):
+        PipelineGathers(chunks=0)
