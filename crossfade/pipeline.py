@@ -129,6 +129,7 @@ def micro_pipeline(
     backends: Mapping[str, str] | None = None,
     *,
     alike: Sequence[str] = (),
+    groups: Sequence[str] = (),
     symmetric: Collection[str] = (),
     measured: Mapping[str, float] | None = None,
 ) -> Pipeline:
@@ -136,7 +137,7 @@ def micro_pipeline(
 
     `backends` says what each group runs on, `symmetric` which groups have symmetric memory of CUDA devices. `alike` are
     the inputs that are the same on all ranks (names, or patterns with `*`): only from these follows what may be
-    computed in parts where an all-reduce becomes a reduce-scatter and an all-gather.
+    computed in parts where an all-reduce becomes a reduce-scatter and an all-gather, along `groups` if any are given.
 
     >>> from crossfade.cost.presets import preset
     >>> micro_pipeline(preset("ethernet-1gbit"))
@@ -153,7 +154,7 @@ def micro_pipeline(
     return Pipeline(
         [
             ComputeBeforeGathering(),
-            ScatterBetweenBlocks(tuple(alike), machine=machine),
+            ScatterBetweenBlocks(tuple(alike), tuple(groups), machine=machine),
             PipelineGathers(machine, forms=forms, measured=table),
             PipelineScatters(machine, forms=forms, measured=table),
         ]
@@ -199,8 +200,10 @@ def optimization(backends: Mapping[str, str] | None = None, machine: Machine | N
     >>> optimization({"dp": "gloo"}).without("reorder-for-locality", "bucket-all-gathers")[-2]
     LowerReduceScatters(groups=('dp',), piece_mb=1.0)
     """
-    pipelined = micro_pipeline(machine, backends) if machine is not None else []
-    return simplification(machine) + pipelined + communication() + lowering(backends or {})
+    backends = backends or {}
+    exchanged = [group for group, backend in backends.items() if backend == "gloo"]
+    pipelined = micro_pipeline(machine.with_scatters_as_exchanges(exchanged), backends) if machine is not None else []
+    return simplification(machine) + pipelined + communication() + lowering(backends)
 
 
 def copy_kernel(program: Program) -> dict[str, str]:

@@ -20,6 +20,7 @@ from crossfade.communicate.pipelines import (
     left,
     raise_above,
     raised,
+    rows_of_each,
     shaped,
     spelled_product,
     viewed,
@@ -223,6 +224,7 @@ class _Planner:
             self.gate.forms_of(start.group),
             self.gate.pieces,
             products=len(products),
+            each=rows_of_each(one.part.meta["val"].shape, one.dim),
         )
         return self.gate.judge(start, found)
 

@@ -14,6 +14,7 @@ from crossfade.communicate.pipelines import (
     Gate,
     check_form,
     left,
+    rows_of_each,
     shaped,
     spelled_product,
     viewed,
@@ -67,7 +68,7 @@ class PipelineScatters(Pass):
     After:
         x: f32[1024, 512] = input("x")
         w: f32[512, 512] = parameter("w")
-        matmul_scatter: f32[512, 512] = crossfade.matmul_scatter(x, w, None, [], "ab,bc->ac", 0, "sum", 2, "chunked", 4, "tp")
+        matmul_scatter: f32[512, 512] = crossfade.matmul_scatter(x, w, None, [], "ab,bc->ac", 0, "sum", 2, "chunked", 2, "tp")
         return output("y", matmul_scatter)
     """  # noqa: E501
 
@@ -140,6 +141,7 @@ def _plan_one(one: Scatter, gate: Gate, written: set[fx.Node]) -> ScatterPipelin
         size_hint(product.shape[dim]) // one.ranks,
         gate.forms_of(start.group),
         gate.pieces,
+        each=rows_of_each(product.shape, dim),
     )
     choice = gate.judge(start, found)
     if not isinstance(choice, Choice):

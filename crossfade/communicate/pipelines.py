@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -20,15 +21,21 @@ from crossfade.graph.layouts import same_shape
 from crossfade.graph.matmuls import Product
 from crossfade.graph.order import Order
 from crossfade.graph.passes import Outcome, Verdict
-from crossfade.graph.program import Program
+from crossfade.graph.program import Program, size_hint
 
 CYCLE = "the matmul's other operand is computed from what is gathered"
 LATER = "the matmul's other operand is made later, and cannot be made sooner"
 WRITTEN = "memory that it reads is written to"
 HIDDEN = "computation beside it hides it already"
-SLOWER = "no pipeline is predicted to be faster"
+SLOWER = "no pipeline is predicted to be faster by enough"
 TOO_SMALL = "there are too few rows to cut"
 PIPELINED = "travels in pieces, each computed on while the next is on its way"
+
+LEAST_GAIN = 0.05
+"""The part of the plain time that a pipeline must save: forecasts are not more exact than that."""
+
+_PIECE_SECONDS = 5e-5
+"""What a piece costs beside what is forecast: the host's work to cut, start and await it (45 to 57 us measured)."""
 
 _MOST_RAISED = 32
 """Nodes that a pipeline may raise above itself: transposed, converted and reshaped operands are a handful."""
@@ -81,11 +88,11 @@ class Gate:
             return Choice(self.form, self.chunks)
         if not found.considered:
             return TOO_SMALL, f"{min(self.pieces)} pieces asked for"
-        best = found.considered[0]
+        best = min(found.considered, key=lambda one: one.seconds + _PIECE_SECONDS * one.chunks)
         if self.form != "auto":
             return Choice(best.form, best.chunks, best)
         hides, travel = self.hidden.get(one.node, 0.0), self.costs.travel.get(one.node, 0.0)
-        if best.saved <= 0:
+        if best.saved < LEAST_GAIN * best.plain + _PIECE_SECONDS * best.chunks:
             return SLOWER, str(best)
         if best.saved <= hides:
             detail = f"{_ms(hides)} of {_ms(travel)} hidden, a pipeline would save {_ms(best.saved)}"
@@ -153,6 +160,12 @@ def viewed(value: Tensor, node: fx.Node) -> Tensor:
     """A value in the shape that a node has."""
     shape = node.meta["val"].shape
     return value if same_shape(shape, value.shape) else value.view(shape)
+
+
+def rows_of_each(shape: Sequence[Any], dim: int) -> int:
+    """The rows of a matmul in each of a dim that is cut: the sizes of the dims beside it, the last one's left out."""
+    last = len(shape) - 1
+    return math.prod(size_hint(size) for at, size in enumerate(shape) if at not in (dim, last)) if dim != last else 1
 
 
 def left(one: Collective, reason: str, detail: str = "") -> Verdict:

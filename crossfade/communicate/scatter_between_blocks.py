@@ -31,6 +31,8 @@ _MATMULS = {
     *(_aten.mm.default, _aten.addmm.default, _aten.bmm.default, _aten.baddbmm.default),
     *(_aten.matmul.default, _aten.linear.default, _aten._scaled_mm.default),
 }
+_LEAST_ROWS = 4
+"""Rows of a rank along the dim that is cut: fewer make too few pieces, if another dim has more."""
 _DONE = "its result is computed on in parts, between matmuls that can be pipelined with what travels"
 _NO_MAKER = "no matmul makes what is reduced"
 _NO_READER = "no matmul reads what is made of it"
@@ -161,7 +163,7 @@ def plan_scatters(program: Program, group: str, options: ScatterBetweenBlocks | 
             remedy = f"say it: groups={{{group!r}: ...}}" if not ranks else ""
             left.append(Verdict.of(one.node, Outcome.LEFT, reason, detail=detail, remedy=remedy, bytes=one.bytes))
     weighing = _Weighing(program, options)
-    best: tuple[tuple[int, int, int], list[Region], list[Verdict]] | None = None
+    best: tuple[tuple[int, int, bool, int], list[Region], list[Verdict]] | None = None
     preferred = sorted({dim for one in taken for _, dim in _cuts(one, ranks)})
     for dim in preferred:
         pays, declined = [], []
@@ -171,7 +173,8 @@ def plan_scatters(program: Program, group: str, options: ScatterBetweenBlocks | 
                 pays.append(region)
             else:
                 declined += [_declined(seed, *refusal) for seed in region.seeds]
-        rank = (-sum(len(one.seeds) for one in pays), sum(one.bytes_after for one in pays), dim)
+        thin = any(seed.value.meta["val"].shape[seed.dim] < _LEAST_ROWS * ranks for one in pays for seed in one.seeds)
+        rank = (-sum(len(one.seeds) for one in pays), sum(one.bytes_after for one in pays), thin, dim)
         if best is None or rank < best[0]:
             best = rank, pays, declined
     _, regions, declined = best or (None, [], [])

@@ -70,6 +70,7 @@ class Fused:
     products: tuple[FusedProduct, ...]
     bytes: int
     rows: int
+    each: int
     ranks: int
     form: str
     chunks: int
@@ -77,7 +78,8 @@ class Fused:
 
     def exchange(self, machine: Machine, seconds: float) -> Exchange:
         """What is to be forecast on a machine, where all products together take so many seconds."""
-        return Exchange(machine, self.group, self.ranks, self.bytes, seconds, self.rows, max(1, len(self.products)))
+        products = max(1, len(self.products))
+        return Exchange(machine, self.group, self.ranks, self.bytes, seconds, self.rows, products, self.each)
 
 
 @remembered
@@ -105,12 +107,15 @@ def read_fused(node: fx.Node, keys: Keys) -> Fused:
             FusedProduct(read_product(one), whole, keys.tensors(other)[0], _maybe(bias, keys), device)
             for one, other, bias in triples
         )
-        return Fused(Kind.ALL_GATHER, products, whole.bytes, part.sizes[dim], **how)
+        each = math.prod(part.sizes[:-1]) // part.sizes[dim] if dim < len(part.sizes) - 1 else 1
+        return Fused(Kind.ALL_GATHER, products, whole.bytes, part.sizes[dim], each, **how)
     left, right = keys.tensors(given["left"])[0], keys.tensors(given["right"])[0]
     result = keys.tensors(node)[0]
     product = FusedProduct(read_product(given["product"]), left, right, _maybe(given["bias"], keys), device)
     size = result.bytes * given["ranks"]
-    return Fused(Kind.REDUCE_SCATTER, (product,), size, result.sizes[given["dim"]], **how)
+    dim = given["dim"]
+    each = math.prod(result.sizes[:-1]) // result.sizes[dim] if dim < len(result.sizes) - 1 else 1
+    return Fused(Kind.REDUCE_SCATTER, (product,), size, result.sizes[dim], each, **how)
 
 
 def _maybe(node: fx.Node | None, keys: Keys) -> Described | None:

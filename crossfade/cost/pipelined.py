@@ -78,8 +78,8 @@ class Exchange:
     """A gather before a matmul or a scatter after one, and how much there is of both.
 
     `bytes` are those of the whole tensor that is gathered or scattered, all ranks' blocks; `rows` those of one rank's
-    block along the dim that is cut. `matmul_seconds` is what the whole matmul takes in one piece, or all of them if
-    there are several `products`.
+    block along the dim that is cut, `each` the rows of the matmul in each of them. `matmul_seconds` is what the whole
+    matmul takes in one piece, or all of them if there are several `products`.
     """
 
     machine: Machine
@@ -89,6 +89,7 @@ class Exchange:
     matmul_seconds: float
     rows: int
     products: int = 1
+    each: int = 1
 
     def travel(self, kind: Kind, chunks: int = 1) -> float:
         """Seconds for which one of so many equal pieces travels as a collective."""
@@ -110,7 +111,7 @@ class Exchange:
     def compute(self, share: float, rows: float, calls: int = 1) -> float:
         """Seconds of a share of the matmul in so many calls for each product, each of so many rows."""
         each = self.matmul_seconds * share / (calls * self.products)
-        return calls * self.products * call_seconds(self.machine, each, rows)
+        return calls * self.products * call_seconds(self.machine, each, rows * self.each)
 
     def moved(self, size: float) -> float:
         """Seconds in which so many bytes are read and written by one operator."""
@@ -118,7 +119,8 @@ class Exchange:
 
     def most_chunks(self) -> int:
         """Into how many pieces a block may be cut."""
-        return max(1, self.rows // LEAST_ROWS.get(self.machine.device, LEAST_ROWS["cuda"]))
+        least = LEAST_ROWS.get(self.machine.device, LEAST_ROWS["cuda"])
+        return max(1, min(self.rows, self.rows * self.each // least))
 
 
 def call_seconds(machine: Machine, seconds: float, rows: float) -> float:
@@ -157,6 +159,7 @@ def forecast_gather(
     chunks: Sequence[int] = CHUNKS,
     *,
     products: int = 1,
+    each: int = 1,
 ) -> Forecasts:
     """What an all-gather and the matmuls of what it gathers take in every form and number of pieces that is possible.
 
@@ -170,7 +173,7 @@ def forecast_gather(
         >>> print(f"{found.plain:.2f}", *(f"{one.chunks}: {one.seconds:.2f}" for one in found.considered))
         1.00 2: 0.63 1: 0.75
     """
-    work = Exchange(machine, axis, ranks, gathered_bytes, matmul_seconds, rows, products)
+    work = Exchange(machine, axis, ranks, gathered_bytes, matmul_seconds, rows, products, each)
     return _considered(work, Kind.ALL_GATHER, forms, chunks)
 
 
@@ -183,6 +186,8 @@ def forecast_scatter(
     rows: int,
     forms: Sequence[str] = ("chunked", "ring"),
     chunks: Sequence[int] = CHUNKS,
+    *,
+    each: int = 1,
 ) -> Forecasts:
     """What a matmul and the reduce-scatter of its result take in every form and number of pieces that is possible.
 
@@ -197,7 +202,10 @@ def forecast_scatter(
         None
     """
     return _considered(
-        Exchange(machine, axis, ranks, scattered_bytes, matmul_seconds, rows), Kind.REDUCE_SCATTER, forms, chunks
+        Exchange(machine, axis, ranks, scattered_bytes, matmul_seconds, rows, each=each),
+        Kind.REDUCE_SCATTER,
+        forms,
+        chunks,
     )
 
 

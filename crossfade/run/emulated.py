@@ -14,12 +14,14 @@ collective takes; it travels beside computation, and waiting for it waits for th
 launching takes the fabric's `launch`, if Python does not take longer. The axis is the group's description (`mesh_dp`
 of a DeviceMesh is axis `dp`), `"*"` for groups without one. Collectives of one axis travel one after another, whatever
 group they are of; axes travel side by side, unless `one_link`. What the five kinds of `Machine` do not name is charged
-as the nearest of them: a reduction to one rank, a message to one as a broadcast; gathering to and scattering from one
-as an all-gather; a barrier as an all-reduce of nothing. Messages received travel beside those sent. That a collective
-slows computation down (`slows_compute`) is not emulated, beyond what writing its values takes.
+as the nearest of them: a reduction to one rank as a broadcast; gathering to and scattering from one as an all-gather,
+and a message to one as its part of an all-gather; a barrier as an all-reduce of nothing. An exchange counts what goes
+to others. Messages received come with those that this rank sends: see `emulated_messages`. That a collective slows
+computation down (`slows_compute`) is not emulated, beyond what writing its values takes.
 
 **Values.** Every other rank holds what this one holds: see `emulated_values`. What only another rank could know cannot
-come: an object that it broadcasts is not received, what it scatters is zero. Outputs are written between launch and
+come: an object that it broadcasts is not received, what it scatters is zero, and so is what comes in an exchange in
+which this rank has nothing for itself. Outputs are written between launch and
 arrival, so that whoever reads before waiting reads nonsense sometimes, as in life. On CPU a thread writes them, which
 takes memory bandwidth and up to one core from the computation: a gather over 64 ranks writes 64 times its input. Where
 the writing takes longer than the travel, the collective arrives late: `Emulation.late` adds up by how much. Outputs of
@@ -54,7 +56,17 @@ from crossfade.graph import collectives
 from crossfade.graph.collectives import Kind
 from crossfade.graph.private import group_named, register_work, serve_in_python, work_of_future
 from crossfade.run import emulated_values as values_of
-from crossfade.run.emulated_time import SMALL, DeviceTravel, Together, Travel, Wire, sleep_until, travel_on_device
+from crossfade.run.emulated_messages import Messages, Receipt, Sent
+from crossfade.run.emulated_time import (
+    SMALL,
+    DeviceTravel,
+    Together,
+    Travel,
+    Wire,
+    arrive_on_device,
+    sleep_until,
+    travel_on_device,
+)
 from crossfade.run.emulated_values import Write
 
 NAME = "emulated"
@@ -147,7 +159,8 @@ class EmulatedGroup(dist.ProcessGroup):
     def __init__(self, rank: int, size: int, emulation: Emulation) -> None:
         super().__init__(rank, size)  # type: ignore[call-arg]
         self.emulation = emulation
-        self._coalesced: list[Travel | DeviceTravel] | None = None
+        self._coalesced: list[Sent | Receipt] | None = None
+        self._messages = Messages(self._arrive_with)
         serve_in_python(self, _DEVICES)
 
     @property
@@ -225,38 +238,64 @@ class EmulatedGroup(dist.ProcessGroup):
     ) -> dist.Work:
         """Exchange parts of a tensor: part `r` goes to rank `r`."""
         outputs = values_of.split(output, output_sizes or [], self.size())
-        own = values_of.split(source, input_sizes or [], self.size())[self.rank()]
-        return self._launch(Kind.ALL_TO_ALL, [source], [output], values_of.exchanged(outputs, own))
+        inputs = values_of.split(source, input_sizes or [], self.size())
+        return self._exchange(outputs, inputs, [output], [source])
 
     alltoall_base = all_to_all_single
 
     def alltoall(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None) -> dist.Work:
         """Exchange tensors: number `r` goes to rank `r`."""
-        write = values_of.exchanged(outputs, inputs[self.rank()])
-        return self._launch(Kind.ALL_TO_ALL, inputs, outputs, write)
+        return self._exchange(outputs, inputs, outputs, inputs)
+
+    def _exchange(
+        self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], results: Sequence[Tensor], sources: Sequence[Tensor]
+    ) -> dist.Work:
+        """Only what goes to others travels, which need not be alike."""
+        ranks, own = self.size(), inputs[self.rank()]
+        travels = max(_bytes(inputs) - own.nbytes, _bytes(outputs) - outputs[self.rank()].nbytes)
+        size = travels * ranks // max(1, ranks - 1)  # as if there were as much for oneself
+        return self._launch(Kind.ALL_TO_ALL, sources, results, values_of.exchanged(outputs, own), size=size)
 
     def gather(self, output_lists: Any, inputs: Any, opts: Any = None, timeout: Any = None) -> dist.Work:
         """Gather each input into a list of tensors on one rank."""
         if self._is_root(opts):
             return self.allgather(output_lists, inputs)
-        return self._launch(Kind.ALL_GATHER, _listed(inputs), [], None, scale=self.size())
+        inputs = _listed(inputs)
+        return self._launch(Kind.ALL_GATHER, inputs, [], None, size=_bytes(inputs) * self.size())
 
     def scatter(self, outputs: Any, input_lists: Any, opts: Any = None, timeout: Any = None) -> dist.Work:
         """Send each rank its tensor of a list that one rank has."""
         outputs = _listed(outputs)
         if not self._is_root(opts):
-            return self._launch(Kind.ALL_GATHER, outputs, outputs, values_of.zeroed(outputs), scale=self.size())
+            size = _bytes(outputs) * self.size()
+            return self._launch(Kind.ALL_GATHER, outputs, outputs, values_of.zeroed(outputs), size=size)
         parts = input_lists[0] if isinstance(input_lists[0], (list, tuple)) else input_lists
         write = values_of.repeated(outputs, parts[self.rank()])
         return self._launch(Kind.ALL_GATHER, parts, outputs, write)
 
     def send(self, tensors: Any, destination: int, tag: int = 0) -> dist.Work:
         """Send tensors to one rank."""
-        return self._launch(Kind.BROADCAST, _listed(tensors), [], None, ranks=2)
+        tensors = _listed(tensors)
+        work = self._launch(Kind.ALL_GATHER, tensors, [], None, size=2 * _bytes(tensors), ranks=2)
+        self._messages.sent(tag, tensors, work)
+        return work
 
     def recv(self, tensors: Any, source: int, tag: int = 0) -> dist.Work:
-        """Receive tensors from one rank, which holds the same."""
-        return self._launch(Kind.BROADCAST, [], _listed(tensors), None, ranks=2, incoming=True)
+        """Receive tensors from one rank: what this rank sends under that tag."""
+        began, tensors = time.perf_counter(), _listed(tensors)
+        emulation = self._emulation
+        emulation.launched += 1
+        ready = began + emulation.machine.fabric(self.axis).launch
+
+        def alone() -> Sent:
+            size = 2 * _bytes(tensors)
+            return self._travel(ready, Kind.ALL_GATHER, [], tensors, None, size=size, ranks=2, incoming=True)
+
+        receipt = self._messages.expected(tag, tensors, alone)
+        if self._coalesced is not None:
+            self._coalesced.append(receipt)
+        sleep_until(ready)
+        return receipt
 
     def recv_anysource(self, tensors: Any, tag: int = 0) -> dist.Work:
         """Receive tensors from any rank, which holds the same."""
@@ -281,6 +320,11 @@ class EmulatedGroup(dist.ProcessGroup):
     def _is_root(self, opts: Any) -> bool:
         return self.rank() == getattr(opts, "rootRank", opts or 0)
 
+    @property
+    def _emulation(self) -> Emulation:
+        """The fabric that is in use now."""
+        return _in_use[-1] if _in_use else self.emulation
+
     def _launch(
         self,
         kind: Kind,
@@ -288,31 +332,55 @@ class EmulatedGroup(dist.ProcessGroup):
         outputs: Sequence[Tensor],
         write: Write | None,
         *,
+        size: int | None = None,
         ranks: int | None = None,
-        scale: int = 1,
+        device: torch.device | None = None,
+    ) -> Sent:
+        """Start a collective, which keeps the thread for its launch; `size` is that of its larger side."""
+        began = time.perf_counter()
+        emulation = self._emulation
+        emulation.launched += 1
+        ready = began + emulation.machine.fabric(self.axis).launch
+        work = self._travel(ready, kind, inputs, outputs, write, size=size, ranks=ranks, device=device)
+        if self._coalesced is not None:
+            self._coalesced.append(work)
+        sleep_until(ready)
+        return work
+
+    def _travel(
+        self,
+        ready: float,
+        kind: Kind,
+        inputs: Sequence[Tensor],
+        outputs: Sequence[Tensor],
+        write: Write | None,
+        *,
+        size: int | None = None,
+        ranks: int | None = None,
         incoming: bool = False,
         device: torch.device | None = None,
-    ) -> dist.Work:
-        """Start a collective: find what it costs, occupy the link, have its outputs written meanwhile."""
-        began = time.perf_counter()
-        emulation = _in_use[-1] if _in_use else self.emulation
-        emulation.launched += 1
-        size = max(_bytes(inputs) * scale, _bytes(outputs))
-        fabric = emulation.machine.fabric(self.axis)
-        seconds = fabric.links[kind].seconds(kind, size, self.size() if ranks is None else ranks)
+    ) -> Sent:
+        """Find what a collective costs, occupy the link, have its outputs written meanwhile."""
+        emulation = self._emulation
+        size = max(_bytes(inputs), _bytes(outputs)) if size is None else size
+        link = emulation.machine.fabric(self.axis).links[kind]
+        seconds = link.seconds(kind, size, self.size() if ranks is None else ranks)
         if not emulation.values and _bytes(outputs) > SMALL:
             write = None
         wire = emulation.wire(self.axis, incoming)
         device = device or _device(inputs, outputs)
-        work: Travel | DeviceTravel
         if device.type == "cuda":
-            work = travel_on_device(wire, device, seconds, inputs, outputs, write, blocks=not (inputs or outputs))
-        else:
-            work = Travel(wire.book(began + fabric.launch, seconds), outputs, write, emulation.note_late)
-        if self._coalesced is not None:
-            self._coalesced.append(work)
-        sleep_until(began + fabric.launch)
-        return work
+            return travel_on_device(wire, device, seconds, inputs, outputs, write, blocks=not (inputs or outputs))
+        return Travel(wire.book(ready, seconds), outputs, write, emulation.note_late)
+
+    def _arrive_with(self, work: Sent, outputs: Sequence[Tensor], sources: Sequence[Tensor]) -> Sent:
+        """The arrival of a message like the one that `work` carries, at the same time."""
+        emulation = self._emulation
+        written = emulation.values or _bytes(outputs) <= SMALL
+        write = values_of.delivered(outputs, sources) if written else None
+        if isinstance(work, DeviceTravel):
+            return arrive_on_device(work, sources, outputs, write)
+        return Travel(work.due, outputs, write, emulation.note_late)
 
 
 def _create(common: Any, given: Any) -> EmulatedGroup:

@@ -197,7 +197,7 @@ class DeviceTravel(dist.Work):
 class Together(dist.Work):
     """Several collectives, waited for as one."""
 
-    def __init__(self, works: Sequence[Travel | DeviceTravel]):
+    def __init__(self, works: Sequence[Any]):
         super().__init__()
         self.works = list(works)
 
@@ -247,6 +247,18 @@ def travel_on_device(
             tensor.record_stream(writing)  # or its memory could be given away before it is read or written here
     writing.wait_stream(busy)
     return DeviceTravel(device, writing, results, blocks)
+
+
+def arrive_on_device(
+    sent: DeviceTravel, sources: Sequence[Tensor], results: Sequence[Tensor], write: Write | None
+) -> DeviceTravel:
+    """The arrival of something else with what has been sent: its values are written when that has arrived."""
+    if write is not None:
+        with torch.cuda.stream(sent.arrivals):
+            _write(write)
+        for tensor in (*sources, *results):
+            tensor.record_stream(sent.arrivals)
+    return DeviceTravel(sent.device, sent.arrivals, results, blocks=False)
 
 
 @functools.cache

@@ -50,6 +50,12 @@ def repeated(outputs: Sequence[Tensor], source: Tensor) -> Write:
     return lambda: _each(lambda target: target.copy_(values.view(target.shape)), targets)
 
 
+def delivered(outputs: Sequence[Tensor], sources: Sequence[Tensor]) -> Write:
+    """Each output is its source."""
+    pairs = [(output.data, source.data) for output, source in _paired(outputs, sources)]
+    return lambda: _each(lambda pair: pair[0].copy_(pair[1].reshape(pair[0].shape)), pairs)
+
+
 def zeroed(outputs: Sequence[Tensor]) -> Write:
     """Each output is zero: what is not known should at least not be whatever the memory held."""
     targets = [output.data for output in outputs]
