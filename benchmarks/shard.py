@@ -23,8 +23,8 @@ from torch.export import ExportedProgram
 
 from benchmarks import graphs
 from benchmarks.figures import save
-from crossfade.shard.localize import Request, localize
-from crossfade.shard.plan import Plan
+from crossfade.shard.tensor.localize import Request, localize
+from crossfade.shard.tensor.plan import Plan
 
 RANKS, REPEATS = 8, 3
 

@@ -16,7 +16,7 @@ from crossfade.pipeline import Optimized, optimize
 from crossfade.report.report import Report
 from crossfade.run.ranks import Ranks
 from crossfade.run.step import Step
-from crossfade.shard.plan import Fused, Plan
+from crossfade.shard.tensor.plan import Fused, Plan
 from crossfade.tensor_parallel import Sharded, shard
 from crossfade.training import compile_step
 

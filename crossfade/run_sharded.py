@@ -16,8 +16,9 @@ from torch import Tensor
 from crossfade.errors import BatchError
 from crossfade.graph.private import tree_flatten, tree_unflatten
 from crossfade.run.ranks import Ranks
-from crossfade.shard.folder import read_account
-from crossfade.shard.placements import Partial, Placement, Shard, block_sizes
+from crossfade.shard.tensor.folder import read_account
+from crossfade.shard.tensor.parts import gathered
+from crossfade.shard.tensor.placements import Partial, Placement, Shard
 from crossfade.tensor_parallel import Sharded, own_inputs
 
 
@@ -58,7 +59,7 @@ def _run(folder: str, inputs: str, output: str) -> Ran:
         result = module(*args, **kwargs)
     ended = time.perf_counter()
     leaves, shape = tree_flatten(result)
-    wholes = [_whole(value, where, sharded) for value, where in zip(leaves, sharded.outputs, strict=True)]
+    wholes = [_whole(value, where) for value, where in zip(leaves, sharded.outputs, strict=True)]
     if output and sharded.rank == 0:
         torch.save(tree_unflatten(wholes, shape), output)
     described = [
@@ -83,14 +84,11 @@ def read_inputs(path: Path, sharded: Sharded) -> tuple[tuple[Any, ...], dict[str
     return tree_unflatten(parts, sharded.program.call_spec.in_spec)
 
 
-def _whole(value: Any, placement: Placement, sharded: Sharded) -> Any:
+def _whole(value: Any, placement: Placement) -> Any:
     """An output as one device would have it."""
     if isinstance(placement, Partial):
+        value = value.clone()  # what is returned twice is one tensor
         dist.all_reduce(value)
     if not isinstance(placement, Shard):
         return value
-    parts = [torch.empty_like(value, memory_format=torch.contiguous_format) for _ in range(sharded.ranks)]
-    dist.all_gather(parts, value.contiguous())
-    blocks = [size // sharded.ranks for size in block_sizes(placement, value.shape[placement.dim] * sharded.ranks)]
-    pieces = [part.split(blocks, placement.dim) for part in parts]
-    return torch.cat([piece for block in zip(*pieces, strict=True) for piece in block], placement.dim)
+    return gathered(value, placement, dist.group.WORLD)

@@ -14,8 +14,8 @@ from torch.export import ExportedProgram
 
 from crossfade.errors import MeshError, PlanError
 from crossfade.report.units import format_bytes
-from crossfade.shard.plan import Plan
-from crossfade.shard.sources import source_of
+from crossfade.shard.tensor.plan import Plan
+from crossfade.shard.tensor.sources import source_of
 from crossfade.tensor_parallel import Prepared, Sharded, prepare
 
 

@@ -26,7 +26,7 @@ from crossfade.catalogue import pass_from_spelling
 from crossfade.errors import CaptureError, PassError
 from crossfade.graph.passes import Pass, run_passes
 from crossfade.graph.pipelines import Pipeline
-from crossfade.graph.private import rebuilt_exported
+from crossfade.graph.private import exported_program
 from crossfade.graph.program import Program, identifier
 from crossfade.pipeline import simplification
 from crossfade.report.report import Report
@@ -76,7 +76,10 @@ def rebuild(exported: ExportedProgram, program: Program) -> ExportedProgram:
         results = [spec.arg for spec in outputs if spec.kind is OutputKind.USER_OUTPUT]
         entries[0].signature = replace(entries[0].signature, outputs=results)
     signature = ExportGraphSignature(specs, outputs)
-    return rebuilt_exported(exported, program.module(), signature, entries, {**exported.constants, **constants})
+    module = program.module()
+    return exported_program(
+        exported, module.graph, signature, root=module, calls=entries, constants={**exported.constants, **constants}
+    )
 
 
 def _argument(value: Any, like: Any) -> Any:

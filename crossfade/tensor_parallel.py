@@ -27,10 +27,10 @@ from crossfade.errors import MeshError
 from crossfade.graph.passes import Verdict
 from crossfade.graph.private import name_group, tree_flatten, tree_unflatten
 from crossfade.graph.program import tensor_bytes
-from crossfade.shard.borders import input_placements, output_placements
-from crossfade.shard.devices import device_types, has_numbers, moved
-from crossfade.shard.fill import filled
-from crossfade.shard.folder import (
+from crossfade.shard.tensor.borders import input_placements, output_placements
+from crossfade.shard.tensor.devices import device_types, has_numbers, moved
+from crossfade.shard.tensor.fill import filled
+from crossfade.shard.tensor.folder import (
     Account,
     fingerprint,
     read_account,
@@ -39,10 +39,10 @@ from crossfade.shard.folder import (
     write_program,
     write_weights,
 )
-from crossfade.shard.localize import LocalProgram, Request, localize
-from crossfade.shard.placements import Placement, Shard
-from crossfade.shard.plan import Plan, ResolvedPlan
-from crossfade.shard.sources import Source, local_part, source_of
+from crossfade.shard.tensor.localize import LocalProgram, Request, localize
+from crossfade.shard.tensor.placements import Placement, Shard
+from crossfade.shard.tensor.plan import Plan, ResolvedPlan
+from crossfade.shard.tensor.sources import Source, local_part, source_of
 
 MeshLike = DeviceMesh | Mapping[str, int]
 
@@ -71,7 +71,7 @@ class Sharded:
     def collectives(self) -> dict[str, tuple[int, int]]:
         """How many collectives of each kind a forward runs, and their bytes on this rank.
 
-        Those of the backward are their conjugates: see `crossfade.shard.conjugate`.
+        Those of the backward are their conjugates: see `crossfade.shard.tensor.conjugate`.
         """
         counted: Counter[str] = Counter()
         moved: Counter[str] = Counter()

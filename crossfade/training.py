@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
-import zlib
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, get_args
 
@@ -38,30 +38,30 @@ from crossfade.pipeline import (
     copy_kernel,
     gradient_exchange,
     lowering,
+    micro_pipeline,
     parameter_sharding,
     simplification,
     updates_gathered,
 )
 from crossfade.report.report import Report
+from crossfade.run.checkpoint import checksum, checksums, random_state
 from crossfade.run.codegen import native
 from crossfade.run.members import Members
 from crossfade.run.mesh import (
     COPY_AXIS,
     SPLIT_AXIS,
-    Axis,
     DataParallel,
     MeshLike,
     backend_on,
     data_parallel_axes,
-    without_axis,
 )
 from crossfade.run.pack_in_place import PackInPlace
 from crossfade.run.shards import Shards, is_distributed
 from crossfade.run.step import Built, Step
 from crossfade.run.update_in_place import UpdateInPlace
 from crossfade.shard.batch_dims import mark_batch_dims, needs_batch_dims
-from crossfade.shard.plan import Plan
-from crossfade.tensor_training import TensorParallel
+from crossfade.shard.tensor.plan import Plan
+from crossfade.tensor_training import TensorParallel, check_not_split
 
 
 def compile_step(
@@ -98,7 +98,8 @@ def compile_step(
             parameters and the optimizer's state become DTensors; `step.gathered()` gives the whole model back for a
             while, `step.state_dict()` is for `torch.distributed.checkpoint`.
         tensor_parallel: a `Plan`, or a dict as `Plan` takes: the model is split by it over the mesh's axis `tp`, and
-            its parameters and optimizer state become this rank's parts of them at the first step.
+            its parameters and optimizer state become this rank's parts of them at the first step. `step.gathered()`,
+            `step.save` and `step.state_dict()` give the whole again, and DTensors.
         batch: `"global"` if every rank passes the whole batch (each computes its part), `"local"` if each passes its
             own part, as under a distributed sampler.
         accumulate: number of micro-batches whose gradients are averaged before they are exchanged.
@@ -130,22 +131,23 @@ def compile_step(
     names = parameter_names(model)
     check_model(model)
     check_optimizer(optimizer, names)
+    check_not_split(model)
     tensor: TensorParallel | None = None
-    tensor_members, tensor_group = None, {}
     if tensor_parallel is not None:
-        axis, mesh = without_axis(mesh, "tp")
-        _check_tensor_parallel(axis, data_parallel)
-        tensor_members, name = axis.open(timeout)
-        tensor_group = {axis.name: name}
-        tensor = TensorParallel.of(
-            tensor_parallel, axis, model, optimizer, lambda call, batch: loss_of(call, loss_fn, batch)
-        )
+        _check_tensor_parallel(data_parallel)
+
+        def loss(call: Callable[..., Any], batch: tuple[Any, ...]) -> torch.Tensor:
+            return loss_of(call, loss_fn, batch)
+
+        tensor, mesh = TensorParallel.of(tensor_parallel, mesh, model, optimizer, loss, timeout)
     axes = data_parallel_axes(mesh)
     mode: DataParallelMode = data_parallel if axes is not None else "replicate"
     _check_wholeness(model, mode)
     members, groups = _open(axes, mode, timeout) if axes is not None else (None, {})
     machine = preset(machine) if isinstance(machine, str) and machine != "calibrate" else machine
-    planned_for = _machine(machine, mode, axes, groups, model) if axes is not None and passes is None else None
+    everyone = tensor.everyone if tensor else (members, groups.get(axes.whole.name) if axes else None)
+    groups |= {tensor.axis.name: tensor.group} if tensor else {}
+    planned_for = _machine(machine, mode, axes, groups, everyone[1], model) if passes is None else None
     if memory_limit is not None and (passes is not None or (machine is None and planned_for is None)):
         raise CrossfadeError(
             f"memory_limit={memory_limit} without a machine to plan for",
@@ -155,26 +157,23 @@ def compile_step(
     shards = _sharded(model, optimizer, axes, mode, members) if axes is not None and members is not None else None
     compiler = _StepCompiler(
         model, tuple(model.modules()), loss_fn, optimizer, axes, mode, shards, batch, accumulate, clip_grad_norm,
-        semantics, loss_is, None if passes is None else tuple(passes), planned_for, memory_limit,
-        tensor, tensor_members,
+        semantics, loss_is, None if passes is None else tuple(passes), planned_for, memory_limit, tensor,
     )  # fmt: skip
     return Step(
-        model, optimizer, lambda b: compiler.build(b, members), compiler.key, members or tensor_members,
-        groups | tensor_group, shards, compiler.initial_state, compiler.state_keys,
-        shares_random_numbers=axes is None or semantics == "global", part_of_batch=members.rank if members else 0,
-        own_part=tensor.part_of if tensor else lambda name, whole: whole,
+        model, optimizer, lambda b: compiler.build(b, members), compiler.key, everyone[0],
+        groups, shards, compiler.initial_state,
+        compiler.state_keys, shares_random_numbers=axes is None or semantics == "global",
+        part_of_batch=members.rank if members else 0, tensor=tensor, everyone=everyone[1],
     )  # fmt: skip
 
 
-def _check_tensor_parallel(axis: Axis, mode: DataParallelMode) -> None:
+def _check_tensor_parallel(mode: DataParallelMode) -> None:
     if mode != "replicate":
         raise NotYetError(
             f"data_parallel={mode!r} together with tensor_parallel",
             expected='data_parallel="replicate" over the other axis',
             remedy="leave out one of the two",
         )
-    if axis.size == 1:
-        raise MeshError("an axis tp of one rank", remedy="give it ranks, or pass no tensor_parallel plan")
 
 
 def _check_wholeness(model: nn.Module, mode: DataParallelMode) -> None:
@@ -189,14 +188,20 @@ def _check_wholeness(model: nn.Module, mode: DataParallelMode) -> None:
 
 
 def _machine(
-    given: Machine | str | None, mode: DataParallelMode, axes: DataParallel, groups: Mapping[str, str], model: nn.Module
+    given: Machine | str | None,
+    mode: DataParallelMode,
+    axes: DataParallel | None,
+    groups: Mapping[str, str],
+    everyone: str | None,
+    model: nn.Module,
 ) -> Machine | None:
     """The machine to plan for; measured on the ranks if asked for, the nearest preset where a plan is needed."""
     device = next(model.parameters()).device.type
-    if given == "calibrate" and axes.whole.size > 1:
-        named = {axis: group_named(group) for axis, group in groups.items()}
-        return calibrate("calibrated", named, device=device, world=named[axes.whole.name])
-    if given is None and mode in ("zero2", "zero3"):
+    named = {axis: group_named(group) for axis, group in groups.items()}
+    several = {axis: group for axis, group in named.items() if group.size() > 1}
+    if given == "calibrate" and several and everyone is not None:
+        return calibrate("calibrated", several, device=device, world=group_named(everyone))
+    if given is None and axes is not None and mode in ("zero2", "zero3"):
         return preset("loopback-gloo" if backend_on(device, axes.whole.backend) == "gloo" else "h100-nvlink-node")
     return given if isinstance(given, Machine) else None
 
@@ -229,7 +234,7 @@ def _sharded(
             expected="a backend that gathers CUDA tensors: gloo's all-gather crashes on them",
             remedy='initialise the process group with nccl, or pass data_parallel="replicate"',
         )
-    lines = _checksums(model, optimizer)
+    lines = checksums(model, optimizer)
     members.agree(" ".join(lines), "\n".join(lines))
     return Shards(model, optimizer, axes.device_mesh(device), parameters=mode != "zero1")
 
@@ -272,18 +277,21 @@ def _ambient() -> tuple[Any, ...]:
     return (*autocast, torch.get_default_dtype())
 
 
-def _checksums(model: nn.Module, optimizer: Optimizer) -> list[str]:
-    """A line for every tensor that all ranks hold whole: parameters, buffers, optimizer state."""
-    tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    for parameter, name in parameter_names(model).items():
-        entries = optimizer.state.get(parameter, {})
-        tensors |= {f"{name}:{k}": v for k, v in entries.items() if isinstance(v, torch.Tensor)}
-    whole = {name: tensor for name, tensor in tensors.items() if not is_distributed(tensor)}
-    return [f"{name} with checksum {_checksum(tensor):08x}" for name, tensor in whole.items()]
+def _agree(members: Members, program: Program, common: Sequence[str]) -> None:
+    """Compare a program, and what else ranks must have in common, with the others."""
+    members.agree(" ".join([fingerprint(program), *common]), "\n".join([*common, str(program)]))
 
 
-def _checksum(tensor: torch.Tensor) -> int:
-    return zlib.crc32(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+@contextlib.contextmanager
+def _telling(*members: Members | None) -> Iterator[None]:
+    """Tell the others, who will wait to compare programs, why this rank cannot go on."""
+    try:
+        yield
+    except Exception as error:
+        for one in members:
+            if one is not None:
+                one.fail(f"{type(error).__name__}: {error}")
+        raise
 
 
 @dataclass(frozen=True)
@@ -306,7 +314,6 @@ class _StepCompiler:
     machine: Machine | None
     memory_limit: int | None
     tensor: TensorParallel | None = None
-    tensor_members: Members | None = None
 
     def key(self, batch: tuple[Any, ...]) -> Any:
         """What a captured program depends on."""
@@ -315,32 +322,32 @@ class _StepCompiler:
 
     def build(self, batch: tuple[Any, ...], members: Members | None) -> Built:
         """Capture and compile for one shape of batch, and agree on the result with the other ranks."""
-        try:
+        split = self.tensor
+        with _telling(members):
+            if split is not None:
+                split.agree()
+        with _telling(members, split.members if split else None):
             check_optimizer(self.optimizer, parameter_names(self.model))
             built = self._build(batch, members)
-        except Exception as error:
-            for one in (members, self.tensor_members):
-                if one is not None:
-                    one.fail(f"{type(error).__name__}: {error}")
-            raise
-        if self.tensor_members is not None:
-            self.tensor_members.agree(fingerprint(built.program), str(built.program))
+        with _telling(members):
+            if split is not None:
+                _agree(split.members, built.program, [self._stream(built.program), *self._rates()])
         if members is not None:
-            common = [f"planned for {self.machine}", self._stream(built.program), *self._state()]
-            members.agree(" ".join([fingerprint(built.program), *common]), "\n".join([*common, str(built.program)]))
+            alone = self.semantics == "per-rank"
+            stream = "random numbers of each rank's own" if alone else self._stream(built.program)
+            state = [*checksums(self.model, self.optimizer), *self._rates()]
+            _agree(members, built.program, [f"planned for {self.machine}", stream, *state])
         return built
 
     def _stream(self, program: Program) -> str:
         """What ranks that draw from one random stream must have in common beside the program."""
-        if self.semantics == "per-rank" or not any(is_random(node) for node in program.graph.nodes):
+        if not any(is_random(node) for node in program.graph.nodes):
             return "no random numbers shared by the ranks"
-        state = zlib.crc32(torch.get_rng_state().numpy().tobytes())
-        return f"random generator in state {state:08x}: call torch.manual_seed alike on every rank"
+        state = " and ".join(f"{checksum(one):08x}" for one in random_state(self.model).values())
+        return f"random generator in state {state}: call torch.manual_seed alike on every rank"
 
-    def _state(self) -> list[str]:
-        """A line for everything that ranks must start with alike: what each holds whole, and learning rates."""
-        rates = [f"lr.{index} = {group['lr']}" for index, group in enumerate(self.optimizer.param_groups)]
-        return _checksums(self.model, self.optimizer) + rates
+    def _rates(self) -> list[str]:
+        return [f"lr.{index} = {group['lr']}" for index, group in enumerate(self.optimizer.param_groups)]
 
     def _build(self, batch: tuple[Any, ...], members: Members | None) -> Built:
         start = time.perf_counter()
@@ -377,11 +384,16 @@ class _StepCompiler:
 
     def _communicating(self, before: Program, members: Members | None) -> tuple[Program, Timeline | None]:
         """The program with its collectives fused, bucketed and in order; and what it is predicted to do, if planned."""
-        if self.passes is not None or self.machine is None or members is None:
+        everyone = self.tensor.everyone[0] if self.tensor is not None else members
+        if self.passes is not None or self.machine is None or everyone is None:
             return run_passes(before, communication() if self.passes is None else self.passes), None
         machine = self.machine.with_scatters_as_exchanges(self._exchanged())
         here = self._measured(before)  # on all ranks at once, as they compute in a step
-        measured = members.share(lambda: here)
+        measured = everyone.share(lambda: here)
+        if self.tensor is not None:
+            alike, axis = self.tensor.alike(before), self.tensor.axis.name
+            passes = micro_pipeline(machine, self._backends(), alike=alike, groups=(axis,), measured=measured)
+            before = run_passes(before, passes)
         plan = plan_overlap(before, machine, measured, self.memory_limit)
         return plan.program, plan.timeline
 
@@ -474,7 +486,8 @@ class _StepCompiler:
         axes = [self.axes.copies, self.axes.split] if self.axes else []
         axes += [self.tensor.axis] if self.tensor else []
         sizes = " x ".join(f"{axis.name}={axis.size}" for axis in axes if axis is not None)
-        return {
+        split = {"split by the plan": self.tensor.said()} if self.tensor else {}
+        return split | {
             "mesh": f"{sizes} over {axes[-1].backend}" if axes and axes[-1] else "one device",
             "data parallel": self.mode,
             "planned for": self.machine.name if self.machine else "no machine in particular",

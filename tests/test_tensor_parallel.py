@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, fx, nn
 from torch.distributed import tensor as torch_placements
@@ -19,8 +20,8 @@ from torch.export import ExportedProgram
 import crossfade as cf
 from crossfade.errors import MeshError, PlanError, StateError
 from crossfade.graph.private import FakeTensorMode
-from crossfade.shard.devices import device_types
-from crossfade.shard.placements import REPLICATE, Shard
+from crossfade.shard.tensor.devices import device_types
+from crossfade.shard.tensor.placements import REPLICATE, Shard
 from tests.shard import lockstep
 
 PLAN = {"up": "colwise", "down": "rowwise"}
@@ -126,6 +127,17 @@ def test_an_index_that_lists_a_lost_file_says_so(tmp_path: Path) -> None:
     (where / "b.safetensors").unlink()
     with pytest.raises(StateError, match=r"b.safetensors, which the index lists"):
         shards(exported(), state=where)
+
+
+def test_folders_of_several_checkpoints_are_refused(tmp_path: Path) -> None:
+    found = checkpoints(tmp_path)
+    index = found["index"] / "model.safetensors.index.json"
+    (found["index"] / "other.safetensors.index.json").write_text(index.read_text())
+    with pytest.raises(StateError, match=r"model.safetensors.index.json and other.safetensors.index.json in"):
+        shards(exported(), state=found["index"])
+    save_file({"up.weight": torch.ones(32, 8)}, found["folder"] / "c.safetensors")
+    with pytest.raises(StateError, match=r"up.weight in [ab].safetensors and in c.safetensors"):
+        shards(exported(), state=found["folder"])
 
 
 def test_without_safetensors_the_error_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -268,6 +280,12 @@ def test_folders_that_do_not_fit_say_so(tmp_path: Path) -> None:
     own = (tmp_path / "rank-1-of-2.safetensors").read_bytes()
     shards(exported(), {})[1].save(tmp_path)
     refused(StateError, "rank-1-of-2.safetensors of another program")
+    (tmp_path / "rank-1-of-2.safetensors").write_bytes(own)
+    with safe_open(tmp_path / "rank-1-of-2.safetensors", framework="pt") as opened:
+        said, held = opened.metadata(), {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
+    held.pop("down.bias")
+    save_file(held, tmp_path / "rank-1-of-2.safetensors", metadata=said)
+    refused(StateError, "rank-1-of-2.safetensors without down.bias")
     (tmp_path / "rank-1-of-2.safetensors").unlink()
     refused(StateError, "no rank-1-of-2.safetensors in")
     (tmp_path / "rank-1-of-2.safetensors").write_bytes(own)

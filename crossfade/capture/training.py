@@ -16,11 +16,11 @@ from crossfade.capture.batch import BatchLayout, is_split
 from crossfade.capture.tracing import new_fake_mode, to_fake, trace
 from crossfade.errors import CaptureError, ModelError
 from crossfade.graph.private import (
-    FakeTensorMode,
     TorchDispatchMode,
     has_hooks,
     swapped_state,
     tree_flatten,
+    tree_map_only,
     tree_unflatten,
 )
 from crossfade.graph.program import Input, InputKind, Output, OutputKind, Program, identifier
@@ -80,7 +80,8 @@ def capture_forward_backward(
     mode = new_fake_mode()
     parameters, buffers = dict(model.named_parameters()), dict(model.named_buffers())
     leaves, spec = tree_flatten(batch)
-    tensors = [_resized(mode, leaf, batch_size, layout.size) for leaf in leaves if isinstance(leaf, Tensor)]
+    with mode:
+        tensors = [leaf for leaf in tree_flatten(resized(batch, batch_size, layout))[0] if isinstance(leaf, Tensor)]
 
     def forward_backward(parameter_values: list[Tensor], buffer_values: list[Tensor], *batch_values: Tensor) -> Any:
         fresh = [_as_leaf(p, like) for p, like in zip(parameter_values, parameters.values(), strict=True)]
@@ -182,24 +183,20 @@ def _as_leaf(value: Tensor, like: Tensor) -> Tensor:
     return value.detach().requires_grad_(like.requires_grad)
 
 
-def _resized(mode: FakeTensorMode, leaf: Tensor, batch_size: int, given: int) -> Tensor:
-    """A fake of a batch tensor with `batch_size` samples instead of those given, contiguous as `take` makes it."""
-    shape = (leaf.shape[0] * batch_size // given, *leaf.shape[1:]) if is_split(leaf) else leaf.shape
-    with mode:
-        return torch.empty(shape, dtype=leaf.dtype, device=leaf.device)
-
-
 def resized(batch: tuple[Any, ...], batch_size: int, layout: BatchLayout) -> tuple[Any, ...]:
-    """A batch like the given one with `batch_size` samples, of zeros."""
-    leaves, spec = tree_flatten(batch)
-    made = []
-    for leaf in leaves:
-        if isinstance(leaf, Tensor):
-            rows = leaf.shape[0] * batch_size // layout.size if is_split(leaf) else None
-            shape = (rows, *leaf.shape[1:]) if rows is not None else leaf.shape
-            leaf = torch.zeros(shape, dtype=leaf.dtype, device=leaf.device)
-        made.append(leaf)
-    return tree_unflatten(made, spec)
+    """A batch like the given one with `batch_size` samples, of zeros, contiguous as `take` makes it.
+
+    >>> batch = (torch.ones(4, 2), "words")
+    >>> layout = BatchLayout.of(batch, ranks=1, accumulate=1, given="global")
+    >>> resized(batch, 1, layout)
+    (tensor([[0., 0.]]), 'words')
+    """
+
+    def one(leaf: Tensor) -> Tensor:
+        shape = (leaf.shape[0] * batch_size // layout.size, *leaf.shape[1:]) if is_split(leaf) else leaf.shape
+        return torch.zeros(shape, dtype=leaf.dtype, device=leaf.device)
+
+    return tree_map_only(Tensor, one, batch)
 
 
 def _fill(leaves: Sequence[Any], tensors: Sequence[Tensor]) -> list[Any]:

@@ -17,6 +17,8 @@ from crossfade.communicate.pipelines import (
     Choice,
     Gate,
     check_form,
+    current,
+    laid_out,
     left,
     raise_above,
     raised,
@@ -143,13 +145,13 @@ class _Planner:
         start = one.collective
         if start.node in self.taken_whole:
             return left(start, BETWEEN)
-        if one.part in self.written:
-            return left(start, WRITTEN, one.part.name)
+        holders = (one.result, *one.also)
+        if rewritten := [node.name for node in (one.part, *holders) if node in self.written]:
+            return left(start, WRITTEN, ", ".join(rewritten))
         readers = products_of(one.result, one.also)
         products = [reader for reader in readers if isinstance(reader, Product)]
         if not products:
             return left(start, NO_MATMUL, str(readers[0]) if readers else "nothing reads it")
-        holders = (one.result, *one.also)
         place = min((user for node in holders for user in node.users), key=self.order.position.__getitem__)
         refused = list[Verdict]()
         chosen, raises = self._fitting(one, products, place, refused)
@@ -254,6 +256,7 @@ def _apply(program: Program, plan: GatherPipeline, replaced: Replacements) -> li
     raise_above(plan.place, plan.raises)
     scaled = any(product.scales for product in plan.products)
     inputs = [(product.other, product.bias, *(product.scales or (None, None))) for product in plan.products]
+    kept = (one.result, *one.also) if plan.keep else ()
 
     def pipeline(part: Tensor, operands: Sequence[tuple[Any, ...]]) -> list[Tensor]:
         given = [shaped(product, own) for product, own in zip(plan.products, operands, strict=True)]
@@ -274,14 +277,12 @@ def _apply(program: Program, plan: GatherPipeline, replaced: Replacements) -> li
             viewed(_trimmed(value, one, product.result_letters.find(_letter(one, product))), product.node)
             for value, product in zip(made, plan.products, strict=False)
         ]
-        return [*results, _trimmed(made[-1], one, one.dim)] if plan.keep else results
+        return [*results, *(_held(made[-1], one, node) for node in kept)]
 
-    results = splice(program, pipeline, one.part, inputs, before=plan.place, like=start.node)
-    for product, result in zip(plan.products, results, strict=False):
-        replaced.replace(product.node, result)
-    if plan.keep:
-        for node in (one.result, *one.also):
-            replaced.replace(node, results[-1])
+    part, inputs = fx.map_arg((one.part, inputs), lambda node: current(replaced, node))
+    results = splice(program, pipeline, part, inputs, before=plan.place, like=start.node)
+    for node, result in zip((*(product.node for product in plan.products), *kept), results, strict=True):
+        replaced.replace(node, result)
     for size in plan.sizes:
         replaced.replace(size, _size_by_part(program, one, size))
     _drop(plan, replaced)
@@ -310,11 +311,22 @@ def _drop(plan: GatherPipeline, replaced: Replacements) -> None:
     one = plan.gather
     going = {*one.nodes, *one.also}
     if not plan.keep:
-        going |= {node for product in plan.products for node in product.nodes}
+        stack = [one.result, *one.also]
+        while stack:  # views to the products, and those that nothing reads
+            views = [user for user in stack.pop().users if user not in replaced.new and user not in going]
+            going |= {*views}
+            stack += views
     for node in sorted(going - replaced.new.keys(), reverse=True):
         replaced.drop(node)
 
 
+def _held(whole: Tensor, one: Gather, node: fx.Node) -> Tensor:
+    """What is gathered as a node holds it: in its layout in memory, without the rows that it has cut off."""
+    if one.trim is None:
+        return laid_out(whole, node.meta["val"])
+    return laid_out(whole, node.all_input_nodes[0].meta["val"]).narrow(one.dim, 0, one.trim)
+
+
 def _trimmed(value: Tensor, one: Gather, dim: int) -> Tensor:
-    """A value without the rows that the gather's result has cut off."""
+    """A product without the rows that the gather's result has cut off."""
     return value if one.trim is None or dim < 0 else value.narrow(dim, 0, one.trim).contiguous()

@@ -13,6 +13,7 @@ from crossfade.communicate.pipelines import (
     Choice,
     Gate,
     check_form,
+    current,
     left,
     rows_of_each,
     shaped,
@@ -162,8 +163,9 @@ def _way(one: Scatter, product: Product) -> set[fx.Node]:
 def _apply(program: Program, plan: ScatterPipeline, replaced: Replacements) -> list[Verdict]:
     """Put the pipeline where the scatter started."""
     one, product, start = plan.scatter, plan.product, plan.scatter.collective
+    holders = (one.result, *one.also)
 
-    def pipeline(left: Tensor, operands: Sequence[Tensor | None]) -> Tensor:
+    def pipeline(left: Tensor, operands: Sequence[Tensor | None]) -> list[Tensor]:
         right, bias, *scales = shaped(product, operands)
         made = matmul_scatter(
             left if product.operand_shape is None else left.reshape(product.operand_shape),
@@ -178,11 +180,12 @@ def _apply(program: Program, plan: ScatterPipeline, replaced: Replacements) -> l
             bias=bias,
             scales=scales if product.scales is not None else (),
         )
-        return viewed(made, one.result)
+        return [viewed(made, node) for node in holders]
 
-    inputs = (product.other, product.bias, *(product.scales or (None, None)))
-    result = splice(program, pipeline, product.operand, inputs, before=start.node, like=start.node)
-    for node in (one.result, *one.also):
+    inputs = (product.operand, (product.other, product.bias, *(product.scales or (None, None))))
+    left, operands = fx.map_arg(inputs, lambda node: current(replaced, node))
+    results = splice(program, pipeline, left, operands, before=start.node, like=start.node)
+    for node, result in zip(holders, results, strict=True):
         replaced.replace(node, result)
     for node in sorted(_way(one, product) - replaced.new.keys(), reverse=True):
         replaced.drop(node)

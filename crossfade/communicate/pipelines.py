@@ -17,11 +17,12 @@ from crossfade.errors import PassError
 from crossfade.graph import pipelined
 from crossfade.graph.collectives import Collective
 from crossfade.graph.effects import is_pure
-from crossfade.graph.layouts import same_shape
+from crossfade.graph.layouts import same, same_shape
 from crossfade.graph.matmuls import Product
 from crossfade.graph.order import Order
 from crossfade.graph.passes import Outcome, Verdict
 from crossfade.graph.program import Program, size_hint
+from crossfade.graph.splice import Replacements
 
 CYCLE = "the matmul's other operand is computed from what is gathered"
 LATER = "the matmul's other operand is made later, and cannot be made sooner"
@@ -157,9 +158,33 @@ def spelled_product(product: Product) -> str:
 
 
 def viewed(value: Tensor, node: fx.Node) -> Tensor:
-    """A value in the shape that a node has."""
-    shape = node.meta["val"].shape
-    return value if same_shape(shape, value.shape) else value.view(shape)
+    """A contiguous value in the shape and the layout in memory that a node has."""
+    like: Tensor = node.meta["val"]
+    return laid_out(value if same_shape(like.shape, value.shape) else value.view(like.shape), like)
+
+
+def laid_out(value: Tensor, like: Tensor) -> Tensor:
+    """A contiguous value with its dims in memory in the order of another's, which readers may count on.
+
+    >>> import torch
+    >>> laid_out(torch.zeros(2, 3), torch.zeros(3, 2).t()).stride()
+    (1, 2)
+    """
+    wide = [dim for dim in range(like.dim()) if not same(like.shape[dim], 1)]
+    ordered = sorted(wide, key=lambda dim: -size_hint(like.stride(dim)))
+    if ordered == wide:
+        return value
+    order = list(range(like.dim()))
+    for dim, source in zip(wide, ordered, strict=True):
+        order[dim] = source
+    return value.permute(order).contiguous().permute([order.index(dim) for dim in range(len(order))])
+
+
+def current(replaced: Replacements, node: fx.Node) -> fx.Node:
+    """What stands for a value now that others have become pipelines."""
+    while node in replaced.new:
+        node = replaced.new[node]
+    return node
 
 
 def rows_of_each(shape: Sequence[Any], dim: int) -> int:

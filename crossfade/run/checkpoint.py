@@ -6,39 +6,71 @@ import contextlib
 import json
 import os
 import shutil
+import zlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from crossfade.errors import CrossfadeError
+from crossfade.run.shards import is_distributed
 
 _OLD, _NEW = ".old", ".new"
 
 
-def state_of(model: nn.Module, optimizer: Optimizer, *, steps: int, with_random: bool) -> dict[str, Any]:
-    """Everything that training goes on from, by the names of parameters; the tensors are the live ones."""
-    names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
-    entries = {names[parameter]: dict(state) for parameter, state in optimizer.state.items() if state}
+class SplitState(Protocol):
+    """A state of which this rank has parts that are no DTensors: how parts become DTensors, and these parts again."""
+
+    def seen(self, name: str, part: Tensor) -> Any:
+        """A part as what a checkpoint takes."""
+
+    def own(self, name: str, value: Any, like: Tensor) -> Any:
+        """This rank's part of what a checkpoint has, where there is one like this."""
+
+
+def state_of(
+    model: nn.Module, optimizer: Optimizer, *, steps: int, with_random: bool, parts: SplitState | None = None
+) -> dict[str, Any]:
+    """Everything that training goes on from, by the names of parameters; the tensors are the live ones.
+
+    With `parts`, the parameters' and the optimizer's tensors are parts of whole ones, and there as DTensors.
+    """
+    entries: dict[str, dict[str, Any]] = {}
+    for name, parameter in model.named_parameters():
+        if own := optimizer.state.get(parameter, {}):
+            entries[name] = {key: _seen(parts, name, value, parameter) for key, value in own.items()}
+    held = model.state_dict()
+    held.update({name: _seen(parts, name, value, value) for name, value in held.items()})
     groups = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
-    state = {"model": model.state_dict(), "optimizer": entries, "groups": json.dumps(groups), "steps": steps}
-    return state | ({"random": _random_state(model)} if with_random else {})
+    state = {"model": held, "optimizer": entries, "groups": json.dumps(groups), "steps": steps}
+    return state | ({"random": random_state(model)} if with_random else {})
 
 
-def restore(model: nn.Module, optimizer: Optimizer, state: Mapping[str, Any]) -> int:
+def _seen(parts: SplitState | None, name: str, value: Any, parameter: Any) -> Any:
+    """A value as a checkpoint takes it: split if it is of the parameter's shape and that is."""
+    is_like = parts is not None and isinstance(value, Tensor) and value.shape == parameter.shape
+    return parts.seen(name, value) if parts is not None and is_like else value
+
+
+def restore(
+    model: nn.Module, optimizer: Optimizer, state: Mapping[str, Any], *, parts: SplitState | None = None
+) -> int:
     """Put a state back, in place, and return its number of steps; the optimizer's entries must exist already."""
     _check(state)
     with torch.no_grad():
         present = model.state_dict()
-        model.load_state_dict({name: _split_like(present.get(name), one) for name, one in state["model"].items()})
+        model.load_state_dict(
+            {name: _own(parts, name, value, present.get(name)) for name, value in state["model"].items()}
+        )
         for name, entries in state["optimizer"].items():
-            live = optimizer.state[model.get_parameter(name)]
+            parameter = model.get_parameter(name)
+            live = optimizer.state[parameter]
             for key, value in entries.items():
-                if isinstance(value, Tensor) and isinstance(live.get(key), Tensor):
-                    live[key].copy_(_split_like(live[key], value))
+                if isinstance(value, Tensor) and isinstance(now := live.get(key), Tensor):
+                    now.copy_(_own(parts if now.shape == parameter.shape else None, name, value, now))
                 else:
                     live[key] = value
     for group, saved in zip(optimizer.param_groups, json.loads(state["groups"]), strict=True):
@@ -46,6 +78,13 @@ def restore(model: nn.Module, optimizer: Optimizer, state: Mapping[str, Any]) ->
     for device, generator in state.get("random", {}).items():
         _set_random_state(device, generator)
     return int(state["steps"])
+
+
+def _own(parts: SplitState | None, name: str, value: Any, live: Any) -> Any:
+    """What a rank puts in the place of a live tensor."""
+    if parts is not None and isinstance(live, Tensor):
+        return parts.own(name, value, live)
+    return _split_like(live, value)
 
 
 def _split_like(live: Any, value: Any) -> Any:
@@ -66,7 +105,29 @@ def _check(state: Mapping[str, Any]) -> None:
         )
 
 
-def _random_state(model: nn.Module) -> dict[str, Tensor]:
+def checksums(model: nn.Module, optimizer: Optimizer) -> list[str]:
+    """A line for every tensor that all ranks hold alike: parameters, buffers and optimizer state that are no DTensors.
+
+    >>> layer = nn.Linear(1, 1, bias=False)
+    >>> _ = nn.init.ones_(layer.weight)
+    >>> checksums(layer, torch.optim.SGD(layer.parameters()))
+    ['weight with checksum aca16a6a']
+    """
+    tensors: dict[str, Tensor] = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    for name, parameter in model.named_parameters():
+        entries = optimizer.state.get(parameter, {})
+        tensors |= {f"{name}:{key}": value for key, value in entries.items() if isinstance(value, Tensor)}
+    whole = {name: tensor for name, tensor in tensors.items() if not is_distributed(tensor)}
+    return [f"{name} with checksum {checksum(tensor):08x}" for name, tensor in whole.items()]
+
+
+def checksum(tensor: Tensor) -> int:
+    """Of a tensor's bytes: equal for equal numbers."""
+    return zlib.crc32(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+
+
+def random_state(model: nn.Module) -> dict[str, Tensor]:
+    """Of the generators that the model draws from, by the kind of device."""
     device = next((p.device.type for p in model.parameters()), "cpu")
     return {"cpu": torch.get_rng_state()} | ({"cuda": torch.cuda.get_rng_state()} if device == "cuda" else {})
 

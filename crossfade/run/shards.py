@@ -110,23 +110,9 @@ class Shards:
     @contextlib.contextmanager
     def gathered(self) -> Iterator[nn.Module]:
         """The model with its whole parameters, for evaluation or export; changes made to them are lost at the end."""
-        places = [
-            (module, attribute, parameter)
-            for module in self.model.modules()
-            for attribute, parameter in module._parameters.items()
-            if parameter is not None and self.has(self._names.get(parameter, ""))
-        ]
-        whole: dict[Tensor, nn.Parameter] = {}
-        try:
-            for module, attribute, parameter in places:
-                if parameter not in whole:
-                    full = self._whole(parameter)
-                    whole[parameter] = nn.Parameter(full, requires_grad=parameter.requires_grad)
-                module._parameters[attribute] = whole[parameter]
+        split = {parameter: self._whole(parameter) for parameter, name in self._names.items() if self.has(name)}
+        with replaced(self.model, split):
             yield self.model
-        finally:
-            for module, attribute, parameter in places:
-                module._parameters[attribute] = parameter
 
     def _whole(self, parameter: Any) -> Tensor:
         with torch.no_grad():
@@ -187,6 +173,32 @@ class Shards:
         from torch.distributed.tensor import Replicate, Shard
 
         return [Replicate()] * (self.mesh.ndim - 1) + [Shard(0)]
+
+
+@contextlib.contextmanager
+def replaced(model: nn.Module, others: Mapping[Tensor, Tensor]) -> Iterator[None]:
+    """A model with other tensors in the place of some parameters and buffers for a while.
+
+    >>> model = nn.Linear(2, 1)
+    >>> with replaced(model, {model.weight: torch.ones(4, 2)}):
+    ...     model.weight.shape
+    torch.Size([4, 2])
+    >>> model.weight.shape
+    torch.Size([1, 2])
+    """
+    new: dict[Tensor, Tensor] = {
+        old: nn.Parameter(one, requires_grad=old.requires_grad) if isinstance(old, nn.Parameter) else one
+        for old, one in others.items()
+    }
+    registries: list[dict[str, Any]] = [r for m in model.modules() for r in (m._parameters, m._buffers)]
+    places = [(r, attribute, old) for r in registries for attribute, old in r.items() if old is not None and old in new]
+    try:
+        for registry, attribute, old in places:
+            registry[attribute] = new[old]
+        yield
+    finally:
+        for registry, attribute, old in places:
+            registry[attribute] = old
 
 
 def is_distributed(tensor: Tensor) -> bool:

@@ -41,6 +41,27 @@ class TakesBatch(Protocol):
         """This rank's tensors."""
 
 
+class PartsOfModel(checkpoint.SplitState, Protocol):
+    """This rank's parts of a model."""
+
+    def part(self, name: str, whole: Tensor) -> Tensor:
+        """Of something whole that is like a parameter."""
+
+
+class SplitByPlan(Protocol):
+    """A model that a plan splits when it is first captured."""
+
+    @property
+    def parts(self) -> PartsOfModel | None:
+        """None until then."""
+
+    def check(self) -> None:
+        """Refuse to go on if the model has other parameters than those that were split."""
+
+    def gathered(self) -> contextlib.AbstractContextManager[nn.Module]:
+        """The whole model for a while."""
+
+
 @dataclass(frozen=True)
 class Built:
     """Everything one captured step needs to run, for one shape of batch."""
@@ -82,9 +103,11 @@ class Step:
         state_keys: Callable[[], Mapping[str, Collection[str]]] = dict,
         shares_random_numbers: bool = True,
         part_of_batch: int | None = None,
-        own_part: Callable[[str, Tensor], Tensor] = lambda name, whole: whole,
+        tensor: SplitByPlan | None = None,
+        everyone: str | None = None,
     ) -> None:
-        self._own_part = own_part
+        """`members` and `everyone`, a process group's name, are of all ranks that train the model together."""
+        self._tensor, self._everyone = tensor, everyone
         self.model, self.optimizer = model, optimizer
         self._part_of_batch = part_of_batch if part_of_batch is not None else members.rank if members else 0
         self._shards, self._shares_random_numbers = shards, shares_random_numbers
@@ -170,7 +193,8 @@ class Step:
             ...     whole(torch.ones(3, 2)).shape
             torch.Size([3, 1])
         """
-        with self._shards.gathered() if self._shards is not None else contextlib.nullcontext(self.model) as model:
+        split = self._shards or self._tensor
+        with split.gathered() if split is not None else contextlib.nullcontext(self.model) as model:
             yield model
 
     def own_parts(self, whole: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -180,36 +204,46 @@ class Step:
         >>> step.own_parts({"bias": torch.ones(1)})
         {'bias': tensor([1.])}
         """
-        return {name: self._own_part(name, value) for name, value in whole.items()}
+        parts = self._parts
+        return {name: parts.part(name, value) if parts else value for name, value in whole.items()}
+
+    @property
+    def _parts(self) -> PartsOfModel | None:
+        return self._tensor.parts if self._tensor is not None else None
 
     def state_dict(self) -> dict[str, Any]:
         """The model, the optimizer, the number of steps and, where ranks share it, the random generator.
 
         What is split is there as DTensors: `torch.distributed.checkpoint` saves it from all ranks, and loads it on any
-        number of them. The optimizer's state of every trained parameter is there, also before the first step.
+        number of them. The optimizer's state of every trained parameter is there, also before the first step. All ranks
+        must call it: weights that a plan splits in blocks are put in one piece first.
         """
         self._create_all_state()
         return checkpoint.state_of(
-            self.model, self.optimizer, steps=self.steps, with_random=self._shares_random_numbers
+            self.model,
+            self.optimizer,
+            steps=self.steps,
+            with_random=self._shares_random_numbers,
+            parts=self._parts,
         )
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from what `state_dict` returned here or, loaded by `torch.distributed.checkpoint`, elsewhere."""
         self._create_all_state()
-        self.steps = checkpoint.restore(self.model, self.optimizer, state)
+        self.steps = checkpoint.restore(self.model, self.optimizer, state, parts=self._parts)
 
     def save(self, folder: str | Path) -> None:
         """Write a checkpoint from all ranks; until it is complete, an earlier one in the folder stays."""
         checkpoint.save(self.state_dict(), folder, self._group(), first=self._members is None or not self._members.rank)
 
     def load(self, folder: str | Path) -> None:
-        """Go on from a checkpoint that `save` wrote, on any number of ranks and with any `data_parallel`."""
+        """Go on from a checkpoint that `save` wrote, on any number of ranks, with any `data_parallel` and any plan."""
         state = self.state_dict()
         checkpoint.load(state, folder, self._group())
         self.load_state_dict(state)
 
     def _group(self) -> Any:
-        return group_named(next(iter(self._groups.values()))) if self._groups else None
+        return group_named(self._everyone) if self._everyone is not None else None
 
     def _prepared(self, batch: tuple[Any, ...]) -> _Ready:
         if self._shards is not None:
@@ -223,6 +257,7 @@ class Step:
             if len(self._ready) == CAPTURES_KEPT:
                 self._ready.pop(next(iter(self._ready)))
             keys = [(name, self.model.get_parameter(name), one) for name, one in built.state_keys.items()]
+            key = self._key(batch)  # as the model is now: a plan may have split its buffers
             self._ready[key] = _Ready(built, executable, self._binders(built.program), keys)
             self.captures += 1
             if self.captures in (5, 20, 100):
@@ -259,8 +294,9 @@ class Step:
 
     def _create_all_state(self) -> None:
         """State of every trained parameter, also of those that no program has stepped yet."""
-        if self._shards is not None:
-            self._shards.check()
+        for split in (self._shards, self._tensor):
+            if split is not None:
+                split.check()
         keys = self._state_keys()
         self._create_state([(name, self.model.get_parameter(name), one) for name, one in keys.items()])
 
@@ -286,7 +322,7 @@ class Step:
                 parameter = model.get_parameter(parameter_name)
                 return lambda batch: optimizer.state[parameter][key]
             case InputKind.SCALAR if name == "rank":
-                rank = self._members.rank if self._members else 0
+                rank = self._part_of_batch
                 return lambda batch: rank
             case InputKind.SCALAR if name.startswith("rank.") and shards is not None:
                 return lambda batch: shards.rank

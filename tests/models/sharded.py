@@ -18,10 +18,10 @@ from torch.utils.flop_counter import FlopCounterMode
 from crossfade.errors import CrossfadeError
 from crossfade.graph.private import name_group, tree_flatten
 from crossfade.run.ranks import Ranks
-from crossfade.shard.fill import filled
-from crossfade.shard.localize import Request, localize
-from crossfade.shard.plan import Plan
-from crossfade.shard.sources import source_of
+from crossfade.shard.tensor.fill import filled
+from crossfade.shard.tensor.localize import Request, localize
+from crossfade.shard.tensor.plan import Plan
+from crossfade.shard.tensor.sources import source_of
 from tests.models import zoo
 
 PLANNED = frozenset(

@@ -14,6 +14,10 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import crossfade as cf
 from crossfade.demo.model import SIZES, build
+from crossfade.errors import MeshError
+from crossfade.graph.private import name_group
+from crossfade.run_sharded import _whole
+from crossfade.shard.tensor.placements import PARTIAL
 
 SIZE = SIZES["tiny"]
 
@@ -121,3 +125,33 @@ def ahead_of_time(folder: str) -> float:
 def test_a_program_compiles_ahead_of_time(ranks: Any, tmp_path: Path) -> None:
     """Each rank compiles its own, since the compiler takes the rank's index for a constant."""
     assert max(ranks(2).run(ahead_of_time, str(tmp_path), timeout=500)) < 1e-6
+
+
+def named_twice() -> list[str]:
+    """A name that programs call is not given to other ranks; to another group of the same ranks it is."""
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("named",))
+    name_group("named", mesh.get_group())
+    name_group("named", dist.new_group([0, 1]))
+    messages = []
+    alone = [dist.new_group([rank]) for rank in range(2)][dist.get_rank()]
+    try:
+        name_group("named", alone)
+    except MeshError as error:
+        messages.append(str(error))
+    return messages
+
+
+@pytest.mark.ranks
+def test_a_name_is_for_one_set_of_ranks(ranks: Any) -> None:
+    for rank, (message,) in enumerate(ranks(2).run(named_twice)):
+        assert f"found the ranks {rank} to be called named; expected the ranks 0, 1" in message
+
+
+def returned_twice() -> list[list[float]]:
+    value = torch.tensor([1.0, 2.0])
+    return [_whole(value, PARTIAL).tolist() for _ in range(2)]
+
+
+@pytest.mark.ranks
+def test_partial_sums_that_are_returned_twice_are_added_up_once(ranks: Any) -> None:
+    assert ranks(2).run(returned_twice) == [[[2.0, 4.0], [2.0, 4.0]]] * 2

@@ -11,13 +11,12 @@ from torch import Tensor, nn
 from torch.export import ExportedProgram
 from torch.nn import functional as F
 
-from crossfade.graph.private import name_group, state_of_exported
-from crossfade.shard import conjugate
-from crossfade.shard.localize import LocalProgram, Request, localize
-from crossfade.shard.partition import RANK
-from crossfade.shard.placements import REPLICATE
-from crossfade.shard.plan_resolved import ModuleBoundary, ParameterSharding, ResolvedPlan
-from crossfade.shard.sources import local_part
+from crossfade.graph.private import name_group
+from crossfade.shard.tensor import conjugate
+from crossfade.shard.tensor.fill import filled
+from crossfade.shard.tensor.localize import LocalProgram, Request, localize
+from crossfade.shard.tensor.plan_resolved import ModuleBoundary, ParameterSharding, ResolvedPlan
+from crossfade.shard.tensor.sources import InMemory
 
 
 def differentiate(
@@ -132,13 +131,7 @@ def model() -> Transformer:
 
 def fill(local: LocalProgram, exported: ExportedProgram, rank: int) -> Any:
     """The local program as a module with a rank's parts of the state."""
-    state = state_of_exported(local.exported)
-    for name, value in exported.state_dict.items():
-        part = local_part(value.detach(), local.parameters.get(name, REPLICATE), rank, local.ranks)
-        state[name] = nn.Parameter(part.clone()) if isinstance(value, nn.Parameter) else part
-    if local.knows_rank:
-        state[RANK] = torch.tensor(rank)
-    return local.exported.module()
+    return filled(local, {}, InMemory(exported.state_dict), rank).module()
 
 
 def train_step(sequence: bool) -> tuple[float, Mapping[str, Tensor], list[str]]:

@@ -11,10 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from crossfade.shard.localize import LocalProgram
-from crossfade.shard.partition import RANK
-from crossfade.shard.placements import Shard
-from crossfade.shard.sources import local_part
+from crossfade.shard.tensor.localize import LocalProgram
+from crossfade.shard.tensor.partition import RANK
+from crossfade.shard.tensor.parts import joined
+from crossfade.shard.tensor.placements import Shard
+from crossfade.shard.tensor.sources import local_part
 
 
 def run_ranks(local: LocalProgram, state: Mapping[str, Tensor], inputs: Sequence[Any]) -> list[list[Any]]:
@@ -75,11 +76,3 @@ def _collective(name: str, calls: list[tuple[Any, ...]]) -> list[Any]:
         local_part(whole if whole is not None else values[rank], Shard(dim, outer), rank, ranks)
         for rank in range(ranks)
     ]
-
-
-def joined(parts: Sequence[Tensor], shard: Shard) -> Tensor:
-    """The whole of which these are the ranks' parts."""
-    size = parts[0].shape[shard.dim]
-    blocks = [block // len(parts) for block in shard.sizes] or [size // shard.outer] * shard.outer
-    pieces = [part.split(blocks, shard.dim) for part in parts]
-    return torch.cat([piece for block in zip(*pieces, strict=True) for piece in block], shard.dim)

@@ -14,12 +14,13 @@ from torch.export.graph_signature import TensorArgument as Named
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from crossfade.graph.private import FakeTensorMode, exported_program
-from crossfade.shard.factors import Decision, Operand
-from crossfade.shard.localize import Request, localize
-from crossfade.shard.placements import REPLICATE, Partial, Placement, Shard, divides
-from crossfade.shard.plan_resolved import ResolvedPlan
-from crossfade.shard.rules import Call, rule_of
-from tests.shard.lockstep import joined, run_ranks
+from crossfade.shard.tensor.factors import Decision, Operand
+from crossfade.shard.tensor.localize import Request, localize
+from crossfade.shard.tensor.parts import joined
+from crossfade.shard.tensor.placements import REPLICATE, Partial, Placement, Shard, divides
+from crossfade.shard.tensor.plan_resolved import ResolvedPlan
+from crossfade.shard.tensor.rules import Call, rule_of
+from tests.shard.lockstep import run_ranks
 
 aten = torch.ops.aten
 

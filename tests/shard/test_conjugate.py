@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 
 from crossfade import Ranks
-from crossfade.shard import conjugate
-from crossfade.shard.localize import placement_of
-from crossfade.shard.placements import Shard
-from crossfade.shard.sources import local_part
+from crossfade.shard.tensor import conjugate
+from crossfade.shard.tensor.localize import placement_of
+from crossfade.shard.tensor.parts import joined
+from crossfade.shard.tensor.placements import Shard
+from crossfade.shard.tensor.sources import local_part
 from tests.shard.conjugate_jobs import batch, differentiate, model, plan_of, train_step
-from tests.shard.lockstep import joined
 
 Many = list[Tensor]
 MOVES = [(0, 1), (1, 1), (1, 2), (2, 2)]

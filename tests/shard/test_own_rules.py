@@ -10,11 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from crossfade.errors import PlanError
-from crossfade.shard import rules
-from crossfade.shard.localize import LocalProgram, Request, localize
-from crossfade.shard.placements import REPLICATE, Shard
-from crossfade.shard.plan_resolved import ParameterSharding, ResolvedPlan
-from crossfade.shard.rules import register_rule
+from crossfade.shard.tensor import rules
+from crossfade.shard.tensor.localize import LocalProgram, Request, localize
+from crossfade.shard.tensor.placements import REPLICATE, Shard
+from crossfade.shard.tensor.plan_resolved import ParameterSharding, ResolvedPlan
+from crossfade.shard.tensor.rules import register_rule
 from tests.shard.lockstep import run_ranks
 
 

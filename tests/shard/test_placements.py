@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from crossfade.graph.private import symbolic_shapes
-from crossfade.shard.placements import Shard, block_sizes, divides, in_blocks, is_multiple, reshaped
-from crossfade.shard.sources import local_part
-from tests.shard.lockstep import joined
+from crossfade.shard.tensor.parts import joined
+from crossfade.shard.tensor.placements import Shard, block_sizes, divides, in_blocks, is_multiple, reshaped
+from crossfade.shard.tensor.sources import local_part
 
 
 def shapes_of(number: int) -> list[tuple[int, ...]]:

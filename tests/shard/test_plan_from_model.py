@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from crossfade.errors import PlanError
-from crossfade.shard.plan import Plan
-from crossfade.shard.plan_styles import REFUSED, STRINGS
+from crossfade.shard.tensor.plan import Plan
+from crossfade.shard.tensor.plan_styles import REFUSED, STRINGS
 from tests.models.choice import some
 
 

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.export import Dim
 
-from crossfade.shard.plan import Plan
+from crossfade.shard.tensor.plan import Plan
 from tests.models.choice import some
 
 

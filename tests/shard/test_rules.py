@@ -12,9 +12,9 @@ import torch
 from torch import fx
 
 from crossfade.graph.private import FakeTensorMode
-from crossfade.shard.factors import Operand
-from crossfade.shard.placements import PARTIAL, REPLICATE, Partial, Placement, Shard
-from crossfade.shard.rules import _RULES, Call, rule_of
+from crossfade.shard.tensor.factors import Operand
+from crossfade.shard.tensor.placements import PARTIAL, REPLICATE, Partial, Placement, Shard
+from crossfade.shard.tensor.rules import _RULES, Call, rule_of
 from tests.shard.one_operator import OneOperator, placements_of, tensors_of
 from tests.shard.rule_cases import CASES, Case, case
 

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.utils._pytree import tree_map_only
 
-from crossfade.shard.placements import PARTIAL, REPLICATE, Partial, Placement, Shard
+from crossfade.shard.tensor.placements import PARTIAL, REPLICATE, Partial, Placement, Shard
 from tests.shard.one_operator import OneOperator, tensors_of
 from tests.shard.rule_cases import Case, case, f, n
 

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from crossfade.errors import PlanError
-from crossfade.shard.localize import LocalProgram, Request, localize
-from crossfade.shard.placements import PARTIAL, REPLICATE, Placement, Shard
+from crossfade.shard.tensor.localize import LocalProgram, Request, localize
+from crossfade.shard.tensor.placements import PARTIAL, REPLICATE, Placement, Shard
 from tests.shard.conjugate_jobs import plan_of
 from tests.shard.lockstep import run_ranks
 from tests.shard.one_operator import OneOperator

@@ -12,8 +12,8 @@ from torch.export import Dim, ExportedProgram
 
 import crossfade as cf
 from crossfade.errors import PlanError
-from crossfade.shard.localize import LocalProgram, Request, localize
-from crossfade.shard.plan import Plan
+from crossfade.shard.tensor.localize import LocalProgram, Request, localize
+from crossfade.shard.tensor.plan import Plan
 from tests.shard.lockstep import run_ranks
 
 HEADS, WIDTH, WORDS = 4, 16, 32

@@ -146,6 +146,10 @@ def _checked(style: Style) -> Style:
     for layout in (style.input, style.output):
         if layout not in (None, "replicate") and not _SHARD.fullmatch(str(layout)):
             raise _unreadable(f"the layout {layout!r}", "'replicate' or 'shard(<dim>)'")
+    if style.input is not None and style.kind not in ("sequence", "boundary"):
+        raise _unreadable(
+            f"the input layout {style.input!r} of a style {style.kind!r}", "none: the weights say what enters"
+        )
     if (style.kind == "shard") != (style.dim is not None):
         raise _unreadable(f"{style!r}", "a dim for the kind 'shard', and for no other")
     return style

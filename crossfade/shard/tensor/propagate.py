@@ -16,10 +16,10 @@ from torch import Tensor, fx
 
 from crossfade.graph.passes import Outcome, Verdict
 from crossfade.graph.program import source_line, tensor_bytes
-from crossfade.shard import rules_lookup, rules_table, rules_views  # noqa: F401  (they fill the table)
-from crossfade.shard.factors import Decision, Operand, WeightStuck, refuse, replicated
-from crossfade.shard.placements import REPLICATE, Partial, Placement, Shard
-from crossfade.shard.rules import Call, rule_of
+from crossfade.shard.tensor import rules_lookup, rules_table, rules_views  # noqa: F401  (they fill the table)
+from crossfade.shard.tensor.factors import Decision, Operand, WeightStuck, refuse, replicated
+from crossfade.shard.tensor.placements import REPLICATE, Partial, Placement, Shard
+from crossfade.shard.tensor.rules import Call, rule_of
 
 
 @dataclass(frozen=True)
@@ -68,6 +68,7 @@ class _Walk:
         self.carried: set[fx.Node] = set()
         self.weight_of: dict[fx.Node, str] = {}
         self.constant: set[fx.Node] = set()
+        self.said: set[tuple[str, str]] = set()
 
     def visit(self, node: fx.Node) -> None:
         if node.op == "placeholder":
@@ -166,11 +167,12 @@ class _Walk:
             self._say(source, Outcome.INSERTED, "reduced", f"for {node.name}")
 
     def _say(self, node: fx.Node, outcome: Outcome, reason: str, detail: str) -> None:
-        said = Verdict(
-            node.name, outcome, reason, source_line(node), bytes=tensor_bytes(node.meta["val"]), detail=detail
-        )
-        if all((one.subject, one.reason) != (said.subject, reason) for one in self.done.verdicts[-8:]):
-            self.done.verdicts.append(said)
+        """Once for each value and reason."""
+        if (node.name, reason) in self.said:
+            return
+        self.said.add((node.name, reason))
+        size = tensor_bytes(node.meta["val"])
+        self.done.verdicts.append(Verdict(node.name, outcome, reason, source_line(node), bytes=size, detail=detail))
 
 
 def tensor_operands(node: fx.Node) -> list[fx.Node]:

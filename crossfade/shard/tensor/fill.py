@@ -10,11 +10,12 @@ from torch.export import ExportedProgram
 
 from crossfade.errors import StateError
 from crossfade.graph.private import exported_with
-from crossfade.shard.devices import has_numbers
-from crossfade.shard.localize import LocalProgram
-from crossfade.shard.partition import RANK
-from crossfade.shard.placements import REPLICATE, Placement, Shard
-from crossfade.shard.sources import InMemory, Source, missing
+from crossfade.shard.tensor.devices import has_numbers, like
+from crossfade.shard.tensor.localize import LocalProgram
+from crossfade.shard.tensor.partition import RANK
+from crossfade.shard.tensor.parts import whole_shape
+from crossfade.shard.tensor.placements import REPLICATE, Placement, Shard
+from crossfade.shard.tensor.sources import InMemory, Source, missing
 
 
 def filled(local: LocalProgram, aliases: Mapping[str, str], source: Source, rank: int) -> ExportedProgram:
@@ -41,13 +42,6 @@ def devices_of(exported: ExportedProgram) -> dict[str, torch.device]:
     return {
         str(spec.target): node.meta["val"].device for spec, node in pairs if isinstance(node.meta.get("val"), Tensor)
     }
-
-
-def like(part: Tensor, empty: Tensor) -> Tensor:
-    """A part as what it stands in for: a parameter, or a plain tensor."""
-    if isinstance(empty, torch.nn.Parameter):
-        return torch.nn.Parameter(part, requires_grad=empty.requires_grad)
-    return part
 
 
 class _Taken:
@@ -91,19 +85,11 @@ class _Taken:
     def _part(self, source: Source, name: str, placement: Placement, empty: Tensor | None) -> Tensor:
         ranks = self.local.ranks
         if empty is not None:
-            _check(f"{name} of shape", source.shape(name), _whole(empty, placement, ranks))
+            _check(f"{name} of shape", source.shape(name), whole_shape(empty.shape, placement, ranks))
         part = source.part(name, placement, self.rank, ranks)
         if empty is not None:
             _check(f"{name} of type", part.dtype, empty.dtype)
         return part.to(self.devices.get(name, part.device))
-
-
-def _whole(part: Tensor, placement: Placement, ranks: int) -> tuple[int, ...]:
-    """The shape that a part was taken of."""
-    sizes = list(part.shape)
-    if isinstance(placement, Shard):
-        sizes[placement.dim] *= ranks
-    return tuple(sizes)
 
 
 def _check(what: str, found: object, expected: object) -> None:

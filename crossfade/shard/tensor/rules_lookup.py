@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 
-from crossfade.shard import conjugate
-from crossfade.shard.factors import Decision
-from crossfade.shard.placements import PARTIAL, REPLICATE, Placement, Shard
-from crossfade.shard.rules import Call, rule
+from crossfade.shard.tensor import conjugate
+from crossfade.shard.tensor.factors import Decision
+from crossfade.shard.tensor.placements import PARTIAL, REPLICATE, Placement, Shard
+from crossfade.shard.tensor.rules import Call, rule
 
 aten = torch.ops.aten
 

@@ -13,8 +13,8 @@ from torch import Tensor, fx
 
 from crossfade.errors import PlanError
 from crossfade.graph.operators import arguments, remembered
-from crossfade.shard.factors import Decision, Factors, Operand, decide, parse_factors, read_factors, replicated
-from crossfade.shard.placements import Placement
+from crossfade.shard.tensor.factors import Decision, Factors, Operand, decide, parse_factors, read_factors, replicated
+from crossfade.shard.tensor.placements import Placement
 
 RuleFunction = Callable[["Call"], Decision]
 

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from crossfade.errors import StateError
-from crossfade.shard.devices import has_numbers
-from crossfade.shard.placements import Placement, Shard, block_sizes
+from crossfade.shard.tensor.devices import has_numbers
+from crossfade.shard.tensor.placements import Placement, Shard, block_sizes
 
 
 class Source(Protocol):
@@ -114,12 +114,26 @@ class SafetensorsFiles:
         self._open = safetensors_for(path).safe_open
         self._opened: dict[Path, Any] = {}
         indices = [] if path.is_file() else sorted(path.glob("*.safetensors.index.json"))
+        if len(indices) > 1:
+            raise StateError(
+                f"{' and '.join(one.name for one in indices)} in {path}",
+                expected="one index",
+                remedy="give the path of a folder that holds one checkpoint",
+            )
         if indices:
             listed = json.loads(indices[0].read_text())["weight_map"]
             self.files = {name: path / file for name, file in listed.items()}
         else:
-            files = [path] if path.is_file() else sorted(path.glob("*.safetensors"))
-            self.files = {name: file for file in files for name in self._file(file).keys()}  # noqa: SIM118
+            self.files = {}
+            for file in [path] if path.is_file() else sorted(path.glob("*.safetensors")):
+                for name in self._file(file).keys():  # noqa: SIM118
+                    if name in self.files:
+                        raise StateError(
+                            f"{name} in {self.files[name].name} and in {file.name}",
+                            expected="every tensor in one file of the folder",
+                            remedy="give the path of one file, or of a folder that holds one checkpoint",
+                        )
+                    self.files[name] = file
 
     def __contains__(self, name: str) -> bool:
         return name in self.files

@@ -12,10 +12,11 @@ from torch import Tensor, fx
 from crossfade.errors import PlanError
 from crossfade.graph.operators import by_name, defaults_of
 from crossfade.graph.private import FakeTensorMode
-from crossfade.shard import conjugate
-from crossfade.shard.factors import Decision
-from crossfade.shard.placements import REPLICATE, Partial, Placement, Replicate, Shard, is_multiple
-from crossfade.shard.propagate import Propagated, tensor_operands
+from crossfade.shard.tensor import conjugate
+from crossfade.shard.tensor.devices import like
+from crossfade.shard.tensor.factors import Decision
+from crossfade.shard.tensor.placements import REPLICATE, Partial, Placement, Replicate, Shard, is_multiple
+from crossfade.shard.tensor.propagate import Propagated, tensor_operands
 
 RANK = "crossfade_rank"
 """The name of the buffer that tells a rank its index on the axis: all else in the program is alike on all ranks."""
@@ -89,11 +90,7 @@ class Builder:
             strides[dim] = strides[dim] // self.ranks
         with self.mode:
             part = torch.empty_strided(sizes, strides, dtype=value.dtype, device=value.device)
-        return torch.nn.Parameter(part, requires_grad=value.requires_grad) if _is_parameter(value) else part
-
-
-def _is_parameter(value: Tensor) -> bool:
-    return isinstance(value, torch.nn.Parameter)
+        return like(part, value)
 
 
 class Partitioner:

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, fx
 
 from crossfade.graph.private import statically_equal
-from crossfade.shard.factors import Decision, Factors
-from crossfade.shard.placements import Placement, Shard, block_sizes, in_blocks, reshaped
-from crossfade.shard.rules import Call, rule
+from crossfade.shard.tensor.factors import Decision, Factors
+from crossfade.shard.tensor.placements import Placement, Shard, block_sizes, in_blocks, reshaped
+from crossfade.shard.tensor.rules import Call, rule
 
 aten = torch.ops.aten
 

@@ -20,6 +20,17 @@ def has_numbers(tensor: Tensor) -> bool:
     return not isinstance(tensor, FakeTensor) and not tensor.is_meta
 
 
+def like(value: Tensor, original: Tensor) -> Tensor:
+    """A value as what it stands in for: a parameter, or a plain tensor.
+
+    >>> like(torch.ones(1), torch.nn.Parameter(torch.ones(2), requires_grad=False))
+    Parameter containing:
+    tensor([1.])
+    """
+    is_parameter = isinstance(original, torch.nn.Parameter)
+    return torch.nn.Parameter(value, requires_grad=original.requires_grad) if is_parameter else value
+
+
 def device_types(exported: ExportedProgram) -> set[str]:
     """The kinds of devices that the program's values lie on."""
     values = (node.meta.get("val") for node in exported.graph.nodes)
@@ -73,6 +84,4 @@ def _moved_value(value: Tensor, where: Mapping[str, torch.device]) -> Tensor:
         return value
     with value.fake_mode:
         made = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=where[value.device.type])
-    if isinstance(value, torch.nn.Parameter):
-        return torch.nn.Parameter(made, requires_grad=value.requires_grad)
-    return made
+    return like(made, value)

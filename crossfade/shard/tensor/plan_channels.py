@@ -22,7 +22,7 @@ from torch import fx
 
 from crossfade.graph.operators import arguments
 from crossfade.graph.private import size_expression
-from crossfade.shard.plan_names import moved_dims
+from crossfade.shard.tensor.plan_names import moved_dims
 
 aten = torch.ops.aten
 

@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 from torch.export import ExportedProgram
 
 from crossfade.errors import PlanError
-from crossfade.shard.plan_names import Names, Use, is_glob, names_of
-from crossfade.shard.plan_resolved import ModuleBoundary, ParameterSharding, ResolvedPlan
-from crossfade.shard.plan_styles import Style
+from crossfade.shard.tensor.plan_names import Names, Use, is_glob, names_of
+from crossfade.shard.tensor.plan_resolved import ModuleBoundary, ParameterSharding, ResolvedPlan
+from crossfade.shard.tensor.plan_styles import Style
 
 Split = tuple[int | None, tuple[int, ...]]
 """The dim that is split and the blocks along it."""
@@ -77,7 +77,7 @@ def _apply(pattern: str, style: Style, names: Names, wanted: _Wanted) -> None:
             splits = _direct_split(pattern, style, name, names)
         else:
             splits = _module_splits(pattern, style, name, names, wanted.notes)
-            wanted.borders.setdefault(name, []).append((pattern, _boundary(style, name, names)))
+            wanted.borders.setdefault(name, []).append((pattern, _boundary(style, name)))
         for tensor, split in splits.items():
             wanted.claims.setdefault(tensor, []).append(Claim(pattern, direct, split, style))
         shards |= any(dim is not None for dim, _ in splits.values())
@@ -167,14 +167,10 @@ def _block_sizes(pattern: str, style: Style, name: str, size: int) -> tuple[int,
     raise PlanError(found, expected=f"blocks that make up {size}", remedy="give the sizes of the blocks")
 
 
-def _boundary(style: Style, module: str, names: Names) -> ModuleBoundary:
-    if style.kind == "colwise":
-        return ModuleBoundary(module, "replicate", style.output)
-    if style.kind == "rowwise":
-        roles = {use.role for name in names.modules[module] if (use := names.role(name)) is not None}
-        arrives = "replicate" if "embedding" in roles else "shard(-1)"
-        return ModuleBoundary(module, arrives, style.output or "replicate")
-    return ModuleBoundary(module, style.input, style.output)
+def _boundary(style: Style, module: str) -> ModuleBoundary:
+    """What a style says of activations; what split weights take follows from the weights."""
+    output = style.output or "replicate" if style.kind == "rowwise" else style.output
+    return ModuleBoundary(module, style.input, output)
 
 
 def _strongest(name: str, claims: Iterable[Claim]) -> Claim:

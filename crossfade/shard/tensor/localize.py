@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -23,10 +22,12 @@ from crossfade.errors import PlanError
 from crossfade.graph.effects import written_inputs
 from crossfade.graph.passes import Verdict
 from crossfade.graph.private import FakeTensorMode, exported_program
-from crossfade.shard.partition import RANK, Builder, Partitioner
-from crossfade.shard.placements import REPLICATE, Placement, Shard, divides, in_blocks
-from crossfade.shard.plan_resolved import ModuleBoundary, ParameterSharding, ResolvedPlan
-from crossfade.shard.propagate import Propagated, Settings, propagate
+from crossfade.shard.tensor.devices import like
+from crossfade.shard.tensor.partition import RANK, Builder, Partitioner
+from crossfade.shard.tensor.placements import REPLICATE, Placement, Shard, divides, in_blocks
+from crossfade.shard.tensor.plan_boundaries import find_boundaries
+from crossfade.shard.tensor.plan_resolved import ParameterSharding, ResolvedPlan
+from crossfade.shard.tensor.propagate import Propagated, Settings, propagate
 
 _STATE = (InputKind.PARAMETER, InputKind.BUFFER)
 
@@ -63,9 +64,11 @@ def localize(exported: ExportedProgram, plan: ResolvedPlan, ranks: int, group: s
     """
     if any(written_inputs(node) for node in exported.graph.nodes):
         exported = exported.run_decompositions({})
+    boundaries = find_boundaries(exported, plan.boundaries, ranks)
+    exported = boundaries.exported
     signature = exported.graph_signature
     placements = {name: placement_of(one, ranks) for name, one in plan.parameters.items()}
-    settings = _settings(exported, plan, placements, ranks, request)
+    settings = _settings(exported, plan, placements, ranks, request, boundaries.placements)
     placed = propagate(exported.graph, settings)
     state = frozenset(spec.arg.name for spec in signature.input_specs if spec.kind in _STATE)
     builder = Builder(_fake_mode(exported.graph), ranks, group, state)
@@ -81,7 +84,8 @@ def localize(exported: ExportedProgram, plan: ResolvedPlan, ranks: int, group: s
         if spec.kind is InputKind.USER_INPUT
     ]
     returned = tuple(place for _, place in outputs)
-    return LocalProgram(local, placements, dict(user), returned, tuple(placed.verdicts), builder.knows_rank, ranks)
+    verdicts = (*boundaries.verdicts, *placed.verdicts)
+    return LocalProgram(local, placements, dict(user), returned, verdicts, builder.knows_rank, ranks)
 
 
 def _empty_state(
@@ -94,9 +98,7 @@ def _empty_state(
         placement = placements.get(plan.aliases.get(name, name), REPLICATE)
         if isinstance(placement, Shard):
             shape[placement.dim] //= ranks
-        part = torch.empty(shape, dtype=value.dtype, device="meta")
-        trained = isinstance(value, torch.nn.Parameter)
-        state[name] = torch.nn.Parameter(part, requires_grad=value.requires_grad) if trained else part
+        state[name] = like(torch.empty(shape, dtype=value.dtype, device="meta"), value)
     return state | ({RANK: torch.empty((), dtype=torch.int64, device="meta")} if knows_rank else {})
 
 
@@ -116,7 +118,12 @@ def placement_of(one: ParameterSharding, ranks: int) -> Placement:
 
 
 def _settings(
-    exported: ExportedProgram, plan: ResolvedPlan, placements: Mapping[str, Placement], ranks: int, request: Request
+    exported: ExportedProgram,
+    plan: ResolvedPlan,
+    placements: Mapping[str, Placement],
+    ranks: int,
+    request: Request,
+    boundaries: Mapping[str, Placement],
 ) -> Settings:
     inputs: dict[str, Placement] = {}
     weights, constants = {}, set()
@@ -135,41 +142,7 @@ def _settings(
         constants.add(spec.arg.name)
         if inputs[spec.arg.name] != REPLICATE:
             weights[spec.arg.name] = name
-    boundaries = _boundaries(exported.graph, plan.boundaries)
     return Settings(ranks, inputs, weights, boundaries, request.allow_weight_gather, constants=frozenset(constants))
-
-
-def _boundaries(graph: fx.Graph, modules: Mapping[str, ModuleBoundary]) -> dict[str, Placement]:
-    """The placement of each value that leaves a module whose output the plan speaks of."""
-    found: dict[str, Placement] = {}
-    for node in graph.nodes:
-        value = node.meta.get("val")
-        if node.op != "call_function" or not isinstance(value, Tensor) or not value.is_floating_point():
-            continue
-        outside = [_modules(user) for user in node.users]
-        for path in _modules(node) & modules.keys():
-            output = modules[path].output
-            if output is not None and any(path not in where for where in outside):
-                found[node.name] = _spelled(output, value.dim())
-    return found
-
-
-def _modules(node: fx.Node) -> set[str]:
-    """The modules that a node was called in, by their paths."""
-    stack = node.meta.get("nn_module_stack") or {}
-    return {_plain_path(path) for path, _ in stack.values()}
-
-
-def _plain_path(path: str) -> str:
-    return re.sub(r"^L\['self'\]\.?|@\d+$", "", path)
-
-
-def _spelled(text: str, rank: int) -> Placement:
-    """A placement from a boundary's words."""
-    if text == "replicate":
-        return REPLICATE
-    dim = int(text.removeprefix("shard(").removesuffix(")"))
-    return Shard(dim % rank)
 
 
 def _fake_mode(graph: fx.Graph) -> FakeTensorMode:

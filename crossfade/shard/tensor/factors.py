@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from crossfade.errors import PlanError
-from crossfade.shard.placements import PARTIAL, REPLICATE, Partial, Placement, Shard, divides
+from crossfade.shard.tensor.placements import PARTIAL, REPLICATE, Partial, Placement, Shard, divides
 
 Dims = tuple[str | None, ...]
 

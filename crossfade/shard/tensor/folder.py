@@ -27,12 +27,12 @@ from torch.export import ExportedProgram
 from crossfade.errors import StateError
 from crossfade.graph.passes import Outcome, Verdict
 from crossfade.graph.private import exported_with, tree_map_only
-from crossfade.shard.devices import device_types, moved
-from crossfade.shard.fill import devices_of, like
-from crossfade.shard.partition import RANK
-from crossfade.shard.placements import PARTIAL, REPLICATE, Partial, Placement, Shard
-from crossfade.shard.plan_resolved import ModuleBoundary, ParameterSharding, ResolvedPlan
-from crossfade.shard.sources import safetensors_for
+from crossfade.shard.tensor.devices import device_types, like, moved
+from crossfade.shard.tensor.fill import devices_of
+from crossfade.shard.tensor.partition import RANK
+from crossfade.shard.tensor.placements import PARTIAL, REPLICATE, Partial, Placement, Shard
+from crossfade.shard.tensor.plan_resolved import ModuleBoundary, ParameterSharding, ResolvedPlan
+from crossfade.shard.tensor.sources import safetensors_for
 
 PROGRAM, ACCOUNT = "program.pt2", "sharded.json"
 FORMAT = 1
@@ -155,6 +155,11 @@ def read_weights(folder: Path, exported: ExportedProgram, account: Account, rank
     devices = devices_of(exported)
     held = {name: value.to(devices.get(name, value.device)) for name, value in held.items()}
     aliases = account.plan.aliases
+    needed = {aliases.get(name, name) for name in exported.state_dict}
+    if lacking := sorted(needed.union(_split_constants(exported, account.placements)) - held.keys()):
+        raise StateError(f"{path.name} without {', '.join(lacking[:3])}",
+                         expected="everything that the program splits or trains",
+                         remedy="save this rank again")  # fmt: skip
     read = {name: like(held[name], empty) for name, empty in exported.state_dict.items() if name in held}
     state = {name: read[aliases.get(name, name)] for name in exported.state_dict}
     return exported_with(exported, state, {name: held.get(name, value) for name, value in exported.constants.items()})

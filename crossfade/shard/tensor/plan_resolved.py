@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from crossfade.shard.plan_names import starred
+from crossfade.shard.tensor.plan_names import starred
 
 
 @dataclass(frozen=True)
@@ -72,8 +72,9 @@ class ParameterSharding:
 class ModuleBoundary:
     """How activations enter and leave a module: `"replicate"`, `"shard(<dim>)"`, or None where they stay as they are.
 
-    `input` speaks of the first tensor that the module takes, `output` of the first that it returns. Partial sums that
-    reach an output are reduced there: all-reduced for `"replicate"`, reduce-scattered for `"shard(<dim>)"`.
+    `input` speaks of the first tensor that the module takes, `output` of those that it returns and that have the dim.
+    Partial sums that reach a boundary are reduce-scattered there for `"shard(<dim>)"`; for `"replicate"` they are
+    all-reduced where something first needs them whole.
     """
 
     module: str

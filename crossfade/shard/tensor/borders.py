@@ -15,7 +15,7 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind, OutputKind
 
 from crossfade.errors import PlanError
-from crossfade.shard.placements import PARTIAL, REPLICATE, Partial, Placement, Replicate, Shard, divides
+from crossfade.shard.tensor.placements import PARTIAL, REPLICATE, Partial, Placement, Replicate, Shard, divides
 
 _WORDS = "Shard(dim) or Replicate()"
 

@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from crossfade.shard.factors import Decision, Factors
-from crossfade.shard.placements import REPLICATE, Placement, Shard
-from crossfade.shard.rules import Call, pointwise, rule
+from crossfade.shard.tensor.factors import Decision, Factors
+from crossfade.shard.tensor.placements import REPLICATE, Placement, Shard
+from crossfade.shard.tensor.rules import Call, pointwise, rule
 
 _FIRST, _SECOND, _BOTH = frozenset({0}), frozenset({1}), frozenset({0, 1})
 

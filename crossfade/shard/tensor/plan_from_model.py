@@ -6,8 +6,8 @@ import itertools
 from typing import Any
 
 from crossfade.errors import PlanError
-from crossfade.shard.plan_names import matches
-from crossfade.shard.plan_styles import REFUSED
+from crossfade.shard.tensor.plan_names import matches
+from crossfade.shard.tensor.plan_styles import REFUSED
 
 
 def entries_of_model(model: Any) -> tuple[dict[str, str], tuple[str, ...]]:

@@ -27,12 +27,12 @@ from typing import Any
 from torch.export import ExportedProgram
 
 from crossfade.errors import PlanError
-from crossfade.shard import plan_file
-from crossfade.shard.plan_from_model import entries_of_model
-from crossfade.shard.plan_megatron import find_entries
-from crossfade.shard.plan_resolve import resolve
-from crossfade.shard.plan_resolved import ModuleBoundary, ParameterSharding, ResolvedPlan
-from crossfade.shard.plan_styles import Fused, Style, read_style, to_data
+from crossfade.shard.tensor import plan_file
+from crossfade.shard.tensor.plan_from_model import entries_of_model
+from crossfade.shard.tensor.plan_megatron import find_entries
+from crossfade.shard.tensor.plan_resolve import resolve
+from crossfade.shard.tensor.plan_resolved import ModuleBoundary, ParameterSharding, ResolvedPlan
+from crossfade.shard.tensor.plan_styles import Fused, Style, read_style, to_data
 
 __all__ = ["Fused", "ModuleBoundary", "ParameterSharding", "Plan", "ResolvedPlan", "Style"]
 

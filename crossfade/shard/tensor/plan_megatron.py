@@ -18,9 +18,9 @@ from torch import fx
 from torch.export import ExportedProgram
 
 from crossfade.graph.operators import arguments
-from crossfade.shard.plan_channels import Channels, Factor, follow, sizes_of
-from crossfade.shard.plan_names import Names, Use, is_glob, matches, names_of, owner, starred
-from crossfade.shard.plan_styles import Fused, read_style
+from crossfade.shard.tensor.plan_channels import Channels, Factor, follow, sizes_of
+from crossfade.shard.tensor.plan_names import Names, Use, is_glob, matches, names_of, owner, starred
+from crossfade.shard.tensor.plan_styles import Fused, read_style
 
 aten = torch.ops.aten
 
