@@ -30,7 +30,9 @@ from crossfade.communicate.pipelines import (
 from crossfade.cost.machine import Machine
 from crossfade.cost.pipelined import forecast_gather
 from crossfade.cost.presets import preset
+from crossfade.graph.effects import memory_of
 from crossfade.graph.gathers import Gather, find_gathers
+from crossfade.graph.layouts import same
 from crossfade.graph.matmuls import SIZE_ONLY, Product, products_of
 from crossfade.graph.order import Order, Reachability
 from crossfade.graph.passes import Numerics, Outcome, Pass, PassResult, Verdict
@@ -41,6 +43,7 @@ from crossfade.graph.splice import Replacements, insert_call, splice
 
 NO_MATMUL = "no matmul reads what it gathers"
 TRIMMED = "the matmul sums over rows of which the last are cut off"
+CUT = "something else that the matmul takes has only the rows that are not cut off"
 ANOTHER = "the matmul is part of another pipeline"
 BETWEEN = "another pipeline takes what it gathers whole"
 
@@ -196,8 +199,8 @@ class _Planner:
                 return CYCLE, f"{node.name} needs {one.collective.node.name}"
             if node in self.written:
                 return WRITTEN, node.name
-        if one.trim is not None and _letter(one, product) not in product.result_letters:
-            return TRIMMED, f"{one.trim} of {_whole_size(one)}"
+        if one.trim is not None and (reason := _against_trimming(one, product)) is not None:
+            return reason, f"{one.trim} of {_whole_size(one)}"
         found = raised(self.order, operands, place, self.written)
         if isinstance(found, str):
             return found, f"{', '.join(node.name for node in operands)} above {place.name}"
@@ -246,6 +249,23 @@ def _letter(one: Gather, product: Product) -> str:
     return product.operand_letters[one.dim]
 
 
+def _against_trimming(one: Gather, product: Product) -> str | None:
+    """Why a product cannot be computed with rows that are cut off only afterwards."""
+    letter, result = _letter(one, product), product.result_letters
+    if letter not in result:
+        return TRIMMED
+    if letter in product.other_letters:
+        return CUT
+    scale = product.scales[0] if product.scales is not None else None
+    if scale is not None and not same(scale.meta["val"].numel(), 1):
+        return CUT
+    if product.bias is None:
+        return None
+    shape = product.bias_shape if product.bias_shape is not None else product.bias.meta["val"].shape
+    place = result.index(letter) - len(result) + len(shape)
+    return CUT if place >= 0 and not same(shape[place], 1) else None
+
+
 def _whole_size(one: Gather) -> Any:
     return one.part.meta["val"].shape[one.dim] * one.ranks
 
@@ -277,7 +297,11 @@ def _apply(program: Program, plan: GatherPipeline, replaced: Replacements) -> li
             viewed(_trimmed(value, one, product.result_letters.find(_letter(one, product))), product.node)
             for value, product in zip(made, plan.products, strict=False)
         ]
-        return [*results, *(_held(made[-1], one, node) for node in kept)]
+        held = dict[Any, Tensor]()  # what had memory of its own may be written by whoever is given it
+        for node in kept:
+            value = made[-1].clone() if held else made[-1]
+            held.setdefault(memory_of(node), _held(value, one, node))
+        return [*results, *(held[memory_of(node)] for node in kept)]
 
     part, inputs = fx.map_arg((one.part, inputs), lambda node: current(replaced, node))
     results = splice(program, pipeline, part, inputs, before=plan.place, like=start.node)
@@ -309,7 +333,7 @@ def _size_by_part(program: Program, one: Gather, asked: fx.Node) -> fx.Node:
 def _drop(plan: GatherPipeline, replaced: Replacements) -> None:
     """Let go of what stood between the part and the products, readers first; a kept value's views stay for others."""
     one = plan.gather
-    going = {*one.nodes, *one.also}
+    going = {node for node in (*one.nodes, *one.also) if not node < one.collective.node}  # others may read those before
     if not plan.keep:
         stack = [one.result, *one.also]
         while stack:  # views to the products, and those that nothing reads

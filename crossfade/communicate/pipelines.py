@@ -170,13 +170,9 @@ def laid_out(value: Tensor, like: Tensor) -> Tensor:
     >>> laid_out(torch.zeros(2, 3), torch.zeros(3, 2).t()).stride()
     (1, 2)
     """
-    wide = [dim for dim in range(like.dim()) if not same(like.shape[dim], 1)]
-    ordered = sorted(wide, key=lambda dim: -size_hint(like.stride(dim)))
-    if ordered == wide:
+    order = sorted(range(like.dim()), key=lambda dim: (-size_hint(like.stride(dim)), same(like.shape[dim], 1)))
+    if order == sorted(order):
         return value
-    order = list(range(like.dim()))
-    for dim, source in zip(wide, ordered, strict=True):
-        order[dim] = source
     return value.permute(order).contiguous().permute([order.index(dim) for dim in range(len(order))])
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from crossfade.graph.effects import memory_of, written_inputs
+from crossfade.graph.effects import may_write, memory_of, written_inputs
 from crossfade.graph.operators import remembered
 from crossfade.graph.private import statically_equal
 from crossfade.graph.program import Program
@@ -35,10 +35,13 @@ class Aliasing:
     """
 
     def __init__(self, program: Program) -> None:
-        nodes = list(program.graph.nodes)
-        self._given = {memory_of(node) for node in nodes if node.op in ("placeholder", "get_attr")}
-        self._written = {memory_of(target) for node in nodes for target in written_inputs(node)}
-        self._strided = {memory_of(node) for node in nodes if node.target is torch.ops.aten.as_strided.default}
+        graph = program.graph
+        given = (*graph.find_nodes(op="placeholder"), *graph.find_nodes(op="get_attr"))
+        strided = graph.find_nodes(op="call_function", target=torch.ops.aten.as_strided.default, sort=False)
+        writers = (node for node in graph.nodes if node.op == "call_function" and may_write(node.target))
+        self._given = set(map(memory_of, given))
+        self._written = {memory_of(target) for node in writers for target in written_inputs(node)}
+        self._strided = set(map(memory_of, strided))
         self._results = {memory_of(value) for value in program.results if isinstance(value, fx.Node)}
 
     def is_written(self, node: fx.Node) -> bool:

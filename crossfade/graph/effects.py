@@ -36,14 +36,17 @@ def alias_roots(nodes: Iterable[fx.Node]) -> dict[fx.Node, fx.Node]:
     roots: dict[fx.Node, fx.Node] = {}
     first: dict[Any, fx.Node] = {}
     for node in nodes:
-        if node.op == "get_attr":
-            roots[node] = first.setdefault(node.target, node)
-        elif node.target is operator.getitem:
+        op, target = node.op, node.target
+        if op == "get_attr":
+            roots[node] = first.setdefault(target, node)
+        elif target is operator.getitem:
             shared, element = _element(node)
             roots[node] = roots[shared] if shared is not None else first.setdefault(element, node)
-        else:
+        elif op == "call_function" and _shared_place(target) is not None:
             shared = _aliased_input(node)
             roots[node] = roots[shared] if shared is not None else node
+        else:
+            roots[node] = node
     return roots
 
 
@@ -65,7 +68,7 @@ def memory_of(node: fx.Node) -> Any:
 
 def written_inputs(node: fx.Node) -> list[fx.Node]:
     """The argument nodes whose memory this node writes, from its operator's schema."""
-    if node.op != "call_function":
+    if node.op != "call_function" or not may_write(node.target):
         return []
     if str(node.target) == _TRITON_CALL:  # which of its tensors a kernel writes is known to Triton only
         passed: list[fx.Node] = []
@@ -80,6 +83,16 @@ def written_inputs(node: fx.Node) -> list[fx.Node]:
     return written
 
 
+@remembered
+def may_write(target: Any) -> bool:
+    """Whether some call of an operator writes memory that it is given.
+
+    >>> may_write(torch.ops.aten.add_.Tensor), may_write(torch.ops.aten.add.Tensor)
+    (True, False)
+    """
+    return str(target) == _TRITON_CALL or bool(_traits(target).written)
+
+
 def rewritten(nodes: Iterable[fx.Node], roots: dict[fx.Node, fx.Node]) -> set[fx.Node]:
     """The values whose memory something writes: read later than they are, they might not be the same."""
     written = written_owners(nodes, roots)
@@ -88,7 +101,8 @@ def rewritten(nodes: Iterable[fx.Node], roots: dict[fx.Node, fx.Node]) -> set[fx
 
 def written_owners(nodes: Iterable[fx.Node], roots: dict[fx.Node, fx.Node]) -> set[fx.Node]:
     """The owners of memory that something writes."""
-    return {roots[target] for node in nodes for target in written_inputs(node)}
+    writers = (node for node in nodes if node.op == "call_function" and may_write(node.target))
+    return {roots[target] for node in writers for target in written_inputs(node)}
 
 
 def strided_owners(nodes: Iterable[fx.Node], roots: dict[fx.Node, fx.Node]) -> set[fx.Node]:

@@ -65,6 +65,11 @@ class Product:
         return self.equation.partition(",")[0]
 
     @property
+    def other_letters(self) -> str:
+        """One letter for each dim of the other operand."""
+        return self.equation.partition(",")[2].partition("->")[0]
+
+    @property
     def result_letters(self) -> str:
         """One letter for each dim of the result."""
         return self.equation.partition("->")[2]

@@ -19,8 +19,8 @@ from torch import fx
 
 from crossfade.graph import collectives
 from crossfade.graph.collectives import Kind
+from crossfade.graph.effects import alias_roots, is_pure
 from crossfade.graph.operators import remembered
-from crossfade.graph.order import alias_roots
 from crossfade.graph.program import Program, size_hint
 
 # fmt: off
@@ -129,19 +129,19 @@ class Storages:
         if node.op in ("placeholder", "get_attr"):
             self._hold(node)
             return
-        touched = [cell for source in node.all_input_nodes for cell in self._cells_read(node, source)]
+        inputs, is_element = node.all_input_nodes, node.target is operator.getitem
+        touched: list[int] = []
+        for source in inputs:
+            cells = self._cells[source]  # taking one element of a list does not touch the others
+            touched += cells[:1] if is_element and source in self._elements else cells
         if node.op == "call_function":
-            is_element = node.target is operator.getitem
-            self._cells[node] = self._element(node) if is_element else self._made_by(node)
-            touched += [*self._cells[node], *self._flight_of(node)]
-        self.touches[node] = list(dict.fromkeys(touched))
-        for cell in self.touches[node]:
+            self._cells[node] = made = self._element(node) if is_element else self._made_by(node, inputs)
+            touched += made
+            if not (is_element or is_pure(node.target)):
+                touched += self._flight_of(node)
+        self.touches[node] = touched = list(dict.fromkeys(touched))
+        for cell in touched:
             self.uses[cell] += 1
-
-    def _cells_read(self, node: fx.Node, source: fx.Node) -> tuple[int, ...]:
-        """The cells that a node touches by naming a source; taking one element of a list does not touch the others."""
-        cells = self._cells[source]
-        return cells[:1] if source in self._elements and node.target is operator.getitem else cells
 
     def _hold(self, node: fx.Node) -> None:
         self._cells[node], self.touches[node] = (), []
@@ -160,28 +160,28 @@ class Storages:
             self.uses[cell] += 1
         return len(self.size) - 1
 
-    def _made_by(self, node: fx.Node) -> tuple[int, ...]:
+    def _made_by(self, node: fx.Node, inputs: Sequence[fx.Node]) -> tuple[int, ...]:
         value = node.meta.get("val")
         if isinstance(value, (tuple, list)):
             return self._list_of(node, value)
         if not isinstance(value, torch.Tensor):
             return ()
-        shared = self._shared_cells(node)
+        shared = self._shared_cells(node, inputs)
         if shared is None or not _is_known(node.target):  # what an unknown op returns may be either: both are kept
             return (self._cell(_storage_bytes(value)), *(shared or ()))
         return shared
 
-    def _shared_cells(self, node: fx.Node) -> tuple[int, ...] | None:
+    def _shared_cells(self, node: fx.Node, inputs: Sequence[fx.Node]) -> tuple[int, ...] | None:
         """The cells of the argument whose memory a node's result lies in; None if it lies in memory of its own."""
         root = self._roots[node]
-        source = next((one for one in node.all_input_nodes if self._roots[one] is root), None)
-        if root is node or source is None or (_may_copy(node.target) and _copies(node)):
+        source = next((one for one in inputs if self._roots[one] is root), None) if root is not node else None
+        if source is None or (_may_copy(node.target) and _copies(node)):
             return None
         return self._cells[source]
 
     def _list_of(self, node: fx.Node, values: Sequence[Any]) -> tuple[int, ...]:
         if self._roots[node] is not node and _is_known(node.target):  # a list of views
-            return self._shared_cells(node) or ()
+            return self._shared_cells(node, node.all_input_nodes) or ()
         taken = {user.args[1]: user for user in node.users if user.target is operator.getitem}
         elements: dict[int, tuple[int, ...]] = {}
         for index, value in enumerate(values):
@@ -279,13 +279,16 @@ def _tensors(value: Any) -> list[torch.Tensor]:
 
 def _storage_bytes(value: torch.Tensor) -> int:
     """The bytes from a tensor's first element to its last; symbolic sizes count by their hint."""
-    sizes = [size_hint(size) for size in value.shape]
-    if 0 in sizes:
-        return 0
     if value.layout is not torch.strided:
         return size_hint(value.numel()) * value.element_size()
-    strides = [size_hint(stride) for stride in value.stride()]
-    return (1 + sum((size - 1) * stride for size, stride in zip(sizes, strides, strict=True))) * value.element_size()
+    reach = 1
+    for size, stride in zip(value.shape, value.stride(), strict=True):
+        if type(size) is not int or type(stride) is not int:
+            size, stride = size_hint(size), size_hint(stride)
+        if not size:
+            return 0
+        reach += (size - 1) * stride
+    return reach * value.element_size()
 
 
 def _is_known(target: Any) -> bool:

@@ -17,6 +17,7 @@ from torch import fx
 
 from crossfade.errors import MemoryLimitError, PassError
 from crossfade.graph.nested import closed, nested_graphs, node_count, opened, why_closed
+from crossfade.graph.operators import remembered
 from crossfade.graph.private import FakeTensor
 from crossfade.graph.program import Program, attribute, source_line
 from crossfade.graph.text import render, render_type
@@ -165,9 +166,9 @@ def run_passes(program: Program, passes: Sequence[Pass], *, keep_text: bool | No
         {'removed': 1}
     """
     check_requirements(program.facts, passes)
-    program = program.copy()
+    program, look = program.copy(), _Look()
     for one in passes:
-        _run_one(program, one, keep_text)
+        look = _run_one(program, one, keep_text, look)
     return program
 
 
@@ -220,7 +221,8 @@ def _lines(graph: fx.Graph, constant: Callable[[str], Any]) -> Iterator[str]:
     for index, node in enumerate(graph.nodes):
         position[node] = _Reference(index)
         arguments = fx.map_arg((node.args, node.kwargs), position.__getitem__)
-        yield f"{node.op} {_target_name(node)} {arguments}\n"
+        name = _called(node.target) if node.op == "call_function" else "" if node.op == "placeholder" else node.target
+        yield f"{node.op} {name} {arguments}\n"
         if node.op == "get_attr" and isinstance(module := constant(str(node.target)), fx.GraphModule):
             types = [render_type(one.meta.get("val")) for one in module.graph.find_nodes(op="placeholder")]
             yield f"{types} {{\n"
@@ -228,11 +230,10 @@ def _lines(graph: fx.Graph, constant: Callable[[str], Any]) -> Iterator[str]:
             yield "}\n"
 
 
-def _target_name(node: fx.Node) -> str:
+@remembered
+def _called(target: Any) -> str:
     """The name of what a node calls, without the address that a Python function prints with."""
-    if node.op == "placeholder":
-        return ""
-    return str(node.target) if hasattr(node.target, "_schema") else getattr(node.target, "__name__", str(node.target))
+    return str(target) if hasattr(target, "_schema") else getattr(target, "__name__", str(target))
 
 
 class _Reference:
@@ -247,13 +248,23 @@ class _Reference:
         return f"%{self.position}"
 
 
-def _run_one(program: Program, one: Pass, keep_text: bool | None) -> None:
+@dataclass(frozen=True, slots=True)
+class _Look:
+    """What a program looked like after the last pass, which is how the next one finds it; empty if nobody looked."""
+
+    hash: str = ""
+    text: str = ""
+
+
+def _run_one(program: Program, one: Pass, keep_text: bool | None, look: _Look) -> _Look:
+    """Run a pass and write its record; returns how the program looks afterwards."""
     nodes_before = node_count(program)
     texts = keep_text if keep_text is not None else nodes_before <= TEXT_LIMIT
-    before = render(program) if texts else ""
+    before = (look.text or render(program)) if texts else ""
     start = time.perf_counter()
-    result, checking = _run_checked(program, one)
+    result, checking, hash_after = _run_checked(program, one, look.hash)
     seconds = time.perf_counter() - start - checking
+    after = render(program) if texts and result.changed else ""
     program.facts |= one.provides
     program.history += (
         PassRecord(
@@ -267,15 +278,19 @@ def _run_one(program: Program, one: Pass, keep_text: bool | None) -> None:
             nodes_before,
             node_count(program),
             before if result.changed else "",
-            render(program) if texts and result.changed else "",
+            after,
         ),
     )
+    return _Look(hash_after, after or before)
 
 
-def _run_checked(program: Program, one: Pass) -> tuple[PassResult, float]:
-    """Run a pass on a program, then on the graphs inside it; also says how many seconds went into watching it."""
+def _run_checked(program: Program, one: Pass, hash_before: str = "") -> tuple[PassResult, float, str]:
+    """Run a pass on a program, then on the graphs inside it.
+
+    Also says how many seconds went into watching it, and the hash of the program afterwards if it is known.
+    """
     start = time.perf_counter()
-    hash_before, graphs_before = fingerprint(program), nested_graphs(program)
+    hash_before, graphs_before = hash_before or fingerprint(program), nested_graphs(program)
     checking = time.perf_counter() - start
     try:
         result = one.run(program)
@@ -291,7 +306,8 @@ def _run_checked(program: Program, one: Pass) -> tuple[PassResult, float]:
                 verify(inside)
     except Exception as error:
         raise _blame(one, "left a broken program", error) from error
-    changed = fingerprint(program) != hash_before
+    hash_after = fingerprint(program)
+    changed = hash_after != hash_before
     if changed != result.changed:
         raise PassError(
             f"pass {one.name} reporting changed={result.changed} on a graph that did{'' if changed else ' not'} change",
@@ -299,8 +315,9 @@ def _run_checked(program: Program, one: Pass) -> tuple[PassResult, float]:
         )
     checking += time.perf_counter() - start
     if not one.nested:
-        return result, checking
-    return _run_inside(program, one, result, checking)
+        return result, checking, hash_after
+    result, checking = _run_inside(program, one, result, checking)
+    return result, checking, "" if nested_graphs(program) else hash_after  # what is inside may have changed since
 
 
 def _run_inside(program: Program, one: Pass, result: PassResult, checking: float) -> tuple[PassResult, float]:
@@ -316,7 +333,7 @@ def _run_inside(program: Program, one: Pass, result: PassResult, checking: float
             verdicts.append(Verdict(name, Outcome.LEFT, reason))
             continue
         if module not in done:
-            deeper, seconds = _run_checked(inside, one)
+            deeper, seconds, _ = _run_checked(inside, one)
             checking += seconds
             counts.update(deeper.counts)
             verdicts += [replace(verdict, subject=f"{name}.{verdict.subject}") for verdict in deeper.verdicts]

@@ -1,7 +1,7 @@
 """Changing graphs by declarative rules.
 
 A rule is a pattern, a check that answers with a reason when it declines, and a replacement. Patterns are indexed by
-their root operator, so that a rule costs nothing on graphs without it.
+their root operator and by what its arguments are made by, so that a rule costs nothing where it cannot apply.
 """
 
 from __future__ import annotations
@@ -9,31 +9,43 @@ from __future__ import annotations
 import ast
 import operator
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cache
-from typing import Any
+from functools import cache, cached_property
+from typing import Any, NamedTuple
 
 from torch import fx
 
 from crossfade.errors import RewriteError, TextError
 from crossfade.graph.aliasing import Aliasing
 from crossfade.graph.operators import argument_names, by_name, defaults_of
-from crossfade.graph.program import Program
+from crossfade.graph.program import Program, paused_garbage_collection
 from crossfade.graph.splice import NeedsGuard, erase_if_dead, splice
 from crossfade.graph.text import resolve_operator
 
+WRITTEN = "its memory, or memory it is computed from, is written to"
+"""Why a rule declines that would read at another place what `Match.is_written`."""
 
-@dataclass(frozen=True)
+
+@dataclass(slots=True)
 class Match:
     """Where a pattern matched: its root node and what each name in it stands for."""
 
     program: Program
     root: fx.Node
     bound: Mapping[str, Any]
+    aliasing: Aliasing
 
     def __getitem__(self, name: str) -> Any:
         return self.bound[name]
+
+    def is_written(self, *nodes: fx.Node) -> bool:
+        """Whether something writes the memory behind any of these values: for rules that look beyond the root's inputs.
+
+        Rules make no writes and replace nothing that is written, so the answer stays true while they are applied.
+        """
+        return any(map(self.aliasing.is_written, nodes))
 
     def splice(self, function: Callable[..., Any], *inputs: Any) -> Any:
         """Insert a function's nodes where the root stands, with its provenance."""
@@ -44,7 +56,7 @@ def _always(match: Match) -> str | None:
     return None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Rule:
     """Rewrite `pattern` to what `replace` returns (a node or a constant), unless `check` returns a reason not to.
 
@@ -92,59 +104,115 @@ def apply_rules(program: Program, rules: Iterable[Rule]) -> Rewritten:
     c: f32[4] = aten.neg(x)
     return output("c", c)
     """
-    index: dict[Any, list[tuple[Rule, _Call]]] = {}
-    for rule in rules:
-        pattern = compile_pattern(rule.pattern)
-        for target in pattern.targets:
-            index.setdefault(target, []).append((rule, pattern))
+    known = _Rules(rules)
     done = Rewritten()
     declined: dict[tuple[Rule, fx.Node], str] = {}  # only the last answer about a node counts
-    work = deque(node for node in program.graph.nodes if node.op == "call_function" and node.target in index)
+    work = deque(node for node in program.graph.nodes if node.op == "call_function" and node.target in known)
     queued = set(work)
-    depth = max((pattern.depth for entries in index.values() for _, pattern in entries), default=0)
-    rewriter = _Rewriter(program, index, done.counts, declined)
-    while work:
-        node = work.popleft()
-        queued.discard(node)
-        if node._erased:
-            continue
-        for again in _with_users(rewriter.rewrite(node), depth - 1):
-            if again.op == "call_function" and again.target in index and again not in queued:
-                work.append(again)
-                queued.add(again)
+    rewriter = _Rewriter(program, known, done.counts, declined)
+    with paused_garbage_collection(), _results_apart(program):
+        while work:
+            node = work.popleft()
+            queued.discard(node)
+            if node._erased:
+                continue
+            for again in _with_users(rewriter.rewrite(node), known.depth - 1):
+                if again.op == "call_function" and again not in queued and again.target in known:
+                    work.append(again)
+                    queued.add(again)
     done.declined = [(rule, node, reason) for (rule, node), reason in declined.items() if not node._erased]
     return done
 
 
-def _with_users(nodes: list[fx.Node], steps: int) -> list[fx.Node]:
+@contextmanager
+def _results_apart(program: Program) -> Iterator[None]:
+    """Let several nodes hold a program's results for a while, if they are many: replacing one rewrites all beside it.
+
+    To rules that look at `users`, each holder is an output; whoever asks for `program.results` meanwhile gets an error.
+    """
+    output, results = program.output_node, program.results
+    is_tuple = isinstance(output.args[0], tuple)
+    if len(results) <= _HELD_TOGETHER:
+        yield
+        return
+    with program.graph.inserting_after(output):
+        held = [results[at : at + _HELD_TOGETHER] for at in range(0, len(results), _HELD_TOGETHER)]
+        holders = [program.graph.create_node("output", "output", (some,)) for some in held]
+    output.args = ()
+    try:
+        yield
+    finally:
+        results = [value for holder in holders for value in holder.args[0]]  # type: ignore[union-attr]
+        output.args = (tuple(results) if is_tuple else results,)
+        for holder in holders:
+            program.graph.erase_node(holder)
+
+
+_HELD_TOGETHER = 64
+
+
+def _with_users(nodes: list[fx.Node], steps: int) -> Iterable[fx.Node]:
     """The nodes and their users' users, as far up as a pattern's root can stand above what changed."""
-    found = dict.fromkeys(nodes)
-    for _ in range(steps):
-        found |= dict.fromkeys(user for node in found for user in node.users)
-    return list(found)
+    found = last = dict.fromkeys(nodes)
+    for _ in range(steps if nodes else 0):
+        last = dict.fromkeys(user for node in last for user in node.users if user not in found)
+        found |= last
+    return found
+
+
+class _Rules:
+    """Rules by what they can apply to: the operator at the root of their pattern, and what its arguments are."""
+
+    def __init__(self, rules: Iterable[Rule]) -> None:
+        self._by_root: dict[int, list[tuple[Rule, _Call]]] = {}  # by identity: torch's operators hash in Python, slowly
+        self._narrowed: dict[tuple[int, int, Any], tuple[Any, list[tuple[Rule, _Call]]]] = {}
+        self.depth = 0
+        for rule in rules:
+            pattern = compile_pattern(rule.pattern)
+            self.depth = max(self.depth, pattern.depth)
+            for target in pattern.targets:
+                self._by_root.setdefault(id(target), []).append((rule, pattern))
+
+    def __contains__(self, target: Any) -> bool:
+        return id(target) in self._by_root
+
+    def possible(self, node: fx.Node) -> list[tuple[Rule, _Call]]:
+        """The rules that a node's operator, that of its first argument and the kind of its second do not rule out.
+
+        Each combination of these is looked into once: there are few.
+        """
+        args = node.args
+        if not args:
+            return self._by_root[id(node.target)]
+        first: Any = args[0]
+        inner = first.target if isinstance(first, fx.Node) and first.op == "call_function" else None
+        kind = _kind(args[1]) if len(args) > 1 else _ABSENT
+        key = id(node.target), id(inner), kind
+        entry = self._narrowed.get(key)
+        if entry is None:
+            rules = self._by_root[id(node.target)]
+            found = [one for one in rules if one[1].may_match(node.target, inner, kind)]
+            entry = self._narrowed[key] = inner, found  # kept with the operator, whose id is then its own
+        return entry[1]
 
 
 class _Rewriter:
     """Applies rules one node at a time, and refuses what would be seen in memory."""
 
     def __init__(
-        self,
-        program: Program,
-        rules: Mapping[Any, list[tuple[Rule, _Call]]],
-        counts: Counter[str],
-        declined: dict[tuple[Rule, fx.Node], str],
+        self, program: Program, rules: _Rules, counts: Counter[str], declined: dict[tuple[Rule, fx.Node], str]
     ) -> None:
         self.program, self.rules, self.counts, self.declined = program, rules, counts, declined
         self.aliasing = Aliasing(program)
-        self.patience = 100 * len(program.graph.nodes)
+        self.applied, self.patience = 0, 100 * len(program.graph.nodes)
 
     def rewrite(self, node: fx.Node) -> list[fx.Node]:
         """Apply the first rule that fits; return the nodes worth another look."""
-        for rule, pattern in self.rules[node.target]:
+        for rule, pattern in self.rules.possible(node):
             bound: dict[str, Any] = {}
             if not pattern.matches(node, bound):
                 continue
-            match = Match(self.program, node, bound)
+            match = Match(self.program, node, bound, self.aliasing)
             if (reason := rule.check(match)) is not None:
                 self.declined[rule, node] = reason
                 continue
@@ -182,7 +250,8 @@ class _Rewriter:
 
     def _count(self, rule: Rule, node: fx.Node, replacement: Any) -> None:
         self.counts[rule.name] += 1
-        if replacement is node or self.counts.total() > self.patience:
+        self.applied += 1
+        if replacement is node or self.applied > self.patience:
             raise RewriteError(
                 f"the rule {rule.name} applying to {node.name} without end",
                 remedy="let its check decline what its replacement makes",
@@ -236,12 +305,19 @@ class _Literal:
 class _Sequence:
     items: tuple[Any, ...]
 
-    @property
+    @cached_property
     def depth(self) -> int:
         return max((item.depth for item in self.items), default=0)
 
+    @cached_property
+    def literals(self) -> list[tuple[int, _Literal]]:
+        """What is quickly told apart: the items that match one thing only."""
+        return [(place, item) for place, item in enumerate(self.items) if isinstance(item, _Literal)]
+
     def matches(self, value: Any, bound: dict[str, Any]) -> bool:
         if not isinstance(value, (tuple, list)) or len(value) != len(self.items):
+            return False
+        if not all(item.matches(value[place], bound) for place, item in self.literals):
             return False
         return all(item.matches(one, bound) for item, one in zip(self.items, value, strict=True))
 
@@ -251,41 +327,86 @@ class _Call:
     targets: tuple[Any, ...]
     args: tuple[Any, ...]
     kwargs: tuple[tuple[str, Any], ...]
-    _known: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False)
+    _known: dict[int, _Arranged] = field(default_factory=dict, compare=False, repr=False)
 
-    @property
+    @cached_property
     def depth(self) -> int:
         """How many calls stand above the lowest one, itself included."""
         return 1 + max((item.depth for item in (*self.args, *dict(self.kwargs).values())), default=0)
 
     def matches(self, value: Any, bound: dict[str, Any]) -> bool:
-        if not isinstance(value, fx.Node) or value.target not in self.targets:
+        if not isinstance(value, fx.Node):
             return False
-        wanted, others = self._arranged(value.target)
+        arranged = self._known.get(id(value.target))
+        if arranged is None:
+            if value.target not in self.targets:
+                return False
+            arranged = self.arranged(value.target)
         args, kwargs = value.args, value.kwargs
-        for place, name, item, default in wanted:
-            given = args[place] if place < len(args) else kwargs.get(name, default)
+        count = len(args)
+        for place, name, default, item in arranged.named:
+            given = args[place] if place < count else kwargs.get(name, default)
             if given is _ABSENT or not item.matches(given, bound):
                 return False
-        for place, name, default in others:
-            given = args[place] if place < len(args) else kwargs.get(name, default)
+        if count <= arranged.first_other and not kwargs:
+            return True
+        for place, name, default in arranged.others:
+            given = args[place] if place < count else kwargs.get(name, default)
             if given is not default and not _same(default, given):
                 return False
         return True
 
-    def _arranged(self, target: Any) -> tuple[list[tuple[int, Any, Any, Any]], list[tuple[int, Any, Any]]]:
-        """For one operator: where each argument that the pattern names stands, and the defaults of all others."""
-        known = self._known.get(target)
-        if known is None:
-            named, defaults = by_name(target, self.args, dict(self.kwargs)), defaults_of(target)
-            names: list[Any] = [*argument_names(target)] or [*range(_MOST_ARGUMENTS)]
-            places = [(place, name, defaults.get(name, _ABSENT)) for place, name in enumerate(names)]
-            wanted = [(place, name, named[name], default) for place, name, default in places if name in named]
-            known = wanted, [one for one in places if one[1] not in named]
-            if len(wanted) < len(named):  # an argument that the operator does not have
-                known = [(0, "", _Nothing(), None)], []
-            self._known[target] = known
-        return known
+    def arranged(self, target: Any) -> _Arranged:
+        """Its arguments as one of its operators takes them, remembered."""
+        if id(target) not in self._known:
+            self._known[id(target)] = _arranged(self, target)
+        return self._known[id(target)]
+
+    def may_match(self, target: Any, inner: Any, kind: Any) -> bool:
+        """Whether it could match a call of `target` whose first argument `inner` makes, the second being of a kind."""
+        for place, _, _, item in self.arranged(target).named:
+            if place == 0 and isinstance(item, _Call) and inner not in item.targets:
+                return False
+            if place == 1 and not _may_be(item, kind):
+                return False
+        return True
+
+
+class _Arranged(NamedTuple):
+    """A pattern's arguments as one operator takes them: place, name, default of those it names, and of all others."""
+
+    named: list[tuple[int, Any, Any, Any]]
+    others: list[tuple[int, Any, Any]]
+    first_other: int
+
+
+def _arranged(pattern: _Call, target: Any) -> _Arranged:
+    named, defaults = by_name(target, pattern.args, dict(pattern.kwargs)), defaults_of(target)
+    names: list[Any] = [*argument_names(target)] or [*range(_MOST_ARGUMENTS)]
+    places = [(place, name, defaults.get(name, _ABSENT)) for place, name in enumerate(names)]
+    wanted = [(*place, named[place[1]]) for place in places if place[1] in named]
+    if len(wanted) < len(named):  # an argument that the operator does not have
+        return _Arranged([(0, "", None, _Nothing())], [], len(places))
+    if argument_names(target):  # where there is a schema, every argument is given or has a default
+        wanted = [one for one in wanted if not isinstance(one[3], _Anything)]
+    others = [place for place in places if place[1] not in named]
+    return _Arranged(wanted, others, min((place for place, _, _ in others), default=len(places)))
+
+
+def _kind(argument: Any) -> Any:
+    """What tells quickly that an argument does not match: being a node, or the length of a list."""
+    if isinstance(argument, fx.Node):
+        return fx.Node
+    return len(argument) if isinstance(argument, (tuple, list)) else None
+
+
+def _may_be(item: Any, kind: Any) -> bool:
+    """Whether part of a pattern can match something of a `_kind`; an argument that is absent may be anything yet."""
+    if kind is _ABSENT or isinstance(item, (_Anything, _Capture)):
+        return True
+    if isinstance(item, _Sequence):
+        return kind == len(item.items)
+    return (kind is fx.Node) == isinstance(item, _Call)
 
 
 _ABSENT = object()
@@ -301,9 +422,11 @@ class _Nothing:
 
 def _same(one: Any, other: Any) -> bool:
     """Equality that tells `1`, `1.0` and `True` apart, also inside lists."""
+    if one is other:
+        return True
     if isinstance(one, (tuple, list)) and isinstance(other, (tuple, list)):
         return len(one) == len(other) and all(_same(a, b) for a, b in zip(one, other, strict=True))
-    return one is other or (type(one) is type(other) and one == other)
+    return type(one) is type(other) and one == other
 
 
 @cache

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from crossfade.graph.passes import Outcome, Pass, PassResult, Verdict
@@ -29,8 +29,12 @@ class RulePass(Pass):
         return run_rules(program, self.rules())
 
 
-def run_rules(program: Program, rules: Sequence[Rule]) -> PassResult:
-    """Apply rules in one worklist and account for them."""
+def run_rules(program: Program, rules: Sequence[Rule], unspoken: Collection[str] = ()) -> PassResult:
+    """Apply rules in one worklist and account for them; declines for `unspoken` reasons become no verdicts."""
     done = apply_rules(program, rules)
-    verdicts = tuple(Verdict.of(node, Outcome.LEFT, reason, detail=rule.name) for rule, node, reason in done.declined)
-    return PassResult(done.changed, dict(done.counts), verdicts)
+    verdicts = [
+        Verdict.of(node, Outcome.LEFT, reason, detail=rule.name)
+        for rule, node, reason in done.declined
+        if reason not in unspoken
+    ]
+    return PassResult(done.changed, dict(done.counts), tuple(verdicts))

@@ -27,7 +27,7 @@ def verify(program: Program, *, recompute: bool = False, nested: bool = True) ->
     - every result of a started collective is waited for, and nothing reads it, or a view of it, before that;
     - nothing writes what a started collective is still reading;
     - everything that communicates names a group that the program knows;
-    - all of this holds of the graphs inside it, unless `nested` is false.
+    - all of this holds of the graphs inside it that are made of operators with metadata, unless `nested` is false.
 
         >>> from crossfade.graph.text import parse
         >>> verify(parse('''

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -11,28 +12,29 @@ from torch import fx
 from crossfade.graph.operators import arguments
 
 _aten = torch.ops.aten
-_GIVEN = frozenset({_aten.full.default, _aten.full_like.default, _aten.new_full.default})
-_NUMBERS = {
-    **dict.fromkeys((_aten.ones.default, _aten.ones_like.default, _aten.new_ones.default), 1),
+
+FILLING: Mapping[Any, int | str] = {
+    **dict.fromkeys((_aten.full.default, _aten.full_like.default, _aten.new_full.default), "fill_value"),
     **dict.fromkeys((_aten.zeros.default, _aten.zeros_like.default, _aten.new_zeros.default), 0),
+    **dict.fromkeys((_aten.ones.default, _aten.ones_like.default, _aten.new_ones.default), 1),
+    _aten.scalar_tensor.default: "s",
 }
+"""Operators that make tensors of one number: the number, or the name of the argument that has it."""
+
 INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
-def fill_of(node: Any) -> Any:
+def fill_of(node: Any) -> bool | int | float | None:
     """The number that a node fills a new tensor with, as it is written there; None if it does something else.
 
     >>> graph = fx.Graph()
     >>> fill_of(graph.call_function(_aten.full.default, ([2, 3], 7))), fill_of(graph.placeholder("x"))
     (7, None)
     """
-    if not isinstance(node, fx.Node):
-        return None
-    if node.target in _GIVEN:
-        value = arguments(node)["fill_value"]
-        return value if isinstance(value, bool | int | float) else None
-    return _NUMBERS.get(node.target)  # type: ignore[call-overload]
+    fill = FILLING.get(node.target) if isinstance(node, fx.Node) else None
+    value = arguments(node)[fill] if isinstance(fill, str) else fill
+    return value if isinstance(value, bool | int | float) else None
 
 
 def held_exactly(value: bool | int | float, dtype: torch.dtype) -> bool:

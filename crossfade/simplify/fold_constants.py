@@ -19,20 +19,13 @@ from crossfade.graph.passes import Numerics, Outcome, Pass, PassResult, Verdict
 from crossfade.graph.private import FakeTensor
 from crossfade.graph.program import Program, tensor_bytes
 from crossfade.graph.splice import erase_if_dead, insert_call
+from crossfade.simplify.filled import FILLING, fill_of
 
 _aten = torch.ops.aten
 _PREFIX = "folded_"
 _CPU = torch.device("cpu")
 
-_UNIFORM_SOURCES: dict[Any, int | str] = {
-    **dict.fromkeys((_aten.full.default, _aten.full_like.default, _aten.new_full.default), "fill_value"),
-    **dict.fromkeys((_aten.zeros.default, _aten.zeros_like.default, _aten.new_zeros.default), 0),
-    **dict.fromkeys((_aten.ones.default, _aten.ones_like.default, _aten.new_ones.default), 1),
-    _aten.scalar_tensor.default: "s",
-}
-"""Operators that make tensors of one value: the value, or the name of the argument that has it."""
-
-_SOURCES = frozenset({*_UNIFORM_SOURCES, *(getattr(_aten.arange, name) for name in ("default", "start", "start_step"))})
+_SOURCES = frozenset({*FILLING, *(getattr(_aten.arange, name) for name in ("default", "start", "start_step"))})
 
 # fmt: off
 _KEEPS_VALUES = frozenset({
@@ -67,6 +60,7 @@ _LAST_BITS = "its last bits may depend on threads and alignment"
 _WRITTEN = "its memory is written to"
 _RETURNED = "a result of the program would share memory with a constant"
 _REFUSED = "torch refuses to compute it, as it will when the program runs"
+_OTHER_LAYOUT = "it is of one value, but lies in memory as no `full` does"
 _MAY_CHANGE = "the tensors that the program keeps may change from run to run"
 
 
@@ -136,36 +130,40 @@ class _Known:
         """Decide about a node, all its inputs being decided."""
         if node.op == "get_attr":
             self._look_at_constant(node)
-        elif node.op == "call_function" and _is_static(node):
-            if node.target in _SOURCES:
+        elif node.op == "call_function" and _is_source(node.target):
+            if _is_static(node):
                 self._look_at_source(node)
-            elif node.all_input_nodes and all(map(self._is_constant, node.all_input_nodes)):
-                self._look_at_computed(node)
+        elif node.op == "call_function" and self._reads_constants(node) and _is_static(node):
+            self._look_at_computed(node)
 
-    def _is_constant(self, node: fx.Node) -> bool:
-        return node in self.foldable or node in self.uncomputed
+    def _reads_constants(self, node: fx.Node) -> bool:
+        """Whether all that a node reads is constant, and there is some."""
+        inputs = node.all_input_nodes
+        return bool(inputs) and all(one in self.foldable or one in self.uncomputed for one in inputs)
 
     def _look_at_constant(self, node: fx.Node) -> None:
         value = self.program.constants.get(str(node.target))
         if not isinstance(value, Tensor) or isinstance(value, FakeTensor) or "val" not in node.meta:
             return
-        if self.aliasing.is_written(node):
-            return
-        if not self.options.kept and not str(node.target).startswith(_PREFIX):
-            if any(_is_static(user) and _is_computable(user) and len(user.all_input_nodes) == 1 for user in node.users):
-                self.leave(node, _MAY_CHANGE)
-            return
-        if value.device == _CPU and value.numel() * value.element_size() <= self.options.limit_bytes:
+        if (reason := self._reason_against_constant(node, value)) is None:
             self.foldable[node] = True
             self.real[node] = value.detach()
+        elif any(_is_static(user) and _is_computable(user) and len(user.all_input_nodes) == 1 for user in node.users):
+            self.leave(node, reason)
+
+    def _reason_against_constant(self, node: fx.Node, value: Tensor) -> str | None:
+        """Why nothing is made now of a tensor that the program keeps, or None."""
+        if self.aliasing.is_written(node):
+            return _WRITTEN
+        if not self.options.kept and not str(node.target).startswith(_PREFIX):
+            return _MAY_CHANGE
+        return self._reason_against_values([value])
 
     def _look_at_source(self, node: fx.Node) -> None:
         value, told = node.meta["val"], arguments(node)
         if self.aliasing.is_written(node) or told.get("pin_memory") or any(map(_is_number, node.all_input_nodes)):
             return
-        fill = _UNIFORM_SOURCES.get(node.target)
-        one = _one_element(value, told[fill] if isinstance(fill, str) else fill)
-        if one is not None:
+        if (one := _one_element(value, fill_of(node))) is not None:
             self.uniform[node] = one
         reason = self._reason_against_values([value])
         if reason is None or node in self.uniform:  # what is like another tensor has no values to compute
@@ -255,7 +253,7 @@ class _Folder:
     def fold(self, node: fx.Node) -> None:
         """Put a `full` or a constant in a node's place."""
         value = None if node._erased else node.meta["val"]
-        if not isinstance(value, Tensor) or not node.users or node.target in _SOURCES or node.op == "get_attr":
+        if not isinstance(value, Tensor) or not node.users or _is_source(node.target) or node.op == "get_attr":
             return
         one, whole = self.known.uniform.get(node), None
         if one is None:
@@ -263,8 +261,12 @@ class _Folder:
             one = _one_value_of(whole) if whole is not None else None
         if one is not None and value.is_contiguous():
             replacement, reason = self._full(node, one), None
-        elif one is not None or whole is None:
-            return  # of one value, but laid out like no `full`: a view, which costs nothing
+        elif one is not None:
+            if memory_of(node) is node:  # what is not is a view, which costs nothing
+                self.known.leave(node, _OTHER_LAYOUT)
+            return
+        elif whole is None:
+            return  # that torch refuses to compute it is said already
         else:
             replacement, reason = self._constant(node, whole)
         reason = reason or self.known.aliasing.may_replace(node, replacement)
@@ -308,7 +310,7 @@ def _fold_numbers(program: Program) -> int:
     """Give users of arithmetic on literals, and of known sizes, the number itself."""
     folded = 0
     for node in list(program.graph.nodes):
-        number = _number(node) if node.op == "call_function" else None
+        number = _number(node) if node.op == "call_function" and _makes_number(node.target) else None
         if number is None:
             continue
         for user in list(node.users):
@@ -319,12 +321,17 @@ def _fold_numbers(program: Program) -> int:
     return folded
 
 
+@remembered
+def _makes_number(target: Any) -> bool:
+    return target is _aten.sym_size.int or target in _ARITHMETIC
+
+
 def _number(node: fx.Node) -> int | float | bool | None:
     if node.target is _aten.sym_size.int:
         told = arguments(node)
         size = told["self"].meta["val"].shape[told["dim"]]
         return size if isinstance(size, int) else None
-    if node.target not in _ARITHMETIC or node.all_input_nodes or node.kwargs:
+    if node.all_input_nodes or node.kwargs:
         return None
     if not all(isinstance(value, (int, float)) for value in node.args):
         return None
@@ -332,6 +339,11 @@ def _number(node: fx.Node) -> int | float | bool | None:
         return node.target(*node.args)  # type: ignore[operator]
     except ArithmeticError:  # it fails when it runs, as before
         return None
+
+
+@remembered
+def _is_source(target: Any) -> bool:
+    return target in _SOURCES
 
 
 def _is_computable(node: fx.Node) -> bool:
@@ -363,7 +375,7 @@ def _dims(node: fx.Node) -> int:
 
 def _one_element(like: Tensor, fill: Any) -> Tensor | None:
     """A fill value as the tensor's dtype has it."""
-    return _surely(lambda: torch.full((), fill, dtype=like.dtype)) if isinstance(fill, (int, float)) else None
+    return _surely(lambda: torch.full((), fill, dtype=like.dtype)) if fill is not None else None
 
 
 def _surely(compute: Callable[[], Tensor]) -> Tensor | None:

@@ -12,10 +12,9 @@ from torch import Tensor, fx
 
 from crossfade.graph.operators import arguments
 from crossfade.graph.passes import Numerics
-from crossfade.graph.rewrite import Match, Rule
+from crossfade.graph.rewrite import WRITTEN, Match, Rule
 from crossfade.graph.rule_pass import RulePass
 from crossfade.simplify.filled import FLOATS, INTEGERS, fill_of, held_exactly
-from crossfade.simplify.written import REASON, Writes
 
 _aten = torch.ops.aten
 _NOT_A_NUMBER = "what it sums is not a tensor filled with one number"
@@ -52,15 +51,12 @@ class FoldCumsums(RulePass):
 
     def rules(self) -> Sequence[Rule]:
         """Sums along a dim, with a dtype or without."""
-        writes = Writes()
-
-        def reason_against(match: Match) -> str | None:
-            return REASON if writes.touch(match, match["filled"]) else _reason_against(match)
-
-        return (Rule("cumsum-of-one-number", "aten.cumsum(filled, dim, dtype=dtype)", _as_arange, reason_against),)
+        return (Rule("cumsum-of-one-number", "aten.cumsum(filled, dim, dtype=dtype)", _as_arange, _reason_against),)
 
 
 def _reason_against(match: Match) -> str | None:
+    if match.is_written(match["filled"]):
+        return WRITTEN
     filled, result = match["filled"].meta["val"], match.root.meta["val"]
     value = fill_of(match["filled"])
     if value is None:
@@ -97,8 +93,9 @@ def _length(cumsum: fx.Node) -> int:
 
 def _as_arange(match: Match) -> fx.Node:
     result, dim = match.root.meta["val"], match["dim"]
-    number = _number(fill_of(match["filled"]), match["filled"].meta["val"].dtype)
-    assert number is not None
+    value = fill_of(match["filled"])
+    number = _number(value, match["filled"].meta["val"].dtype) if value is not None else None
+    assert number is not None  # the check has seen to that
     length = _length(match.root)
     view = [1] * result.dim()
     if view:

@@ -91,7 +91,7 @@ class GroupLinears(Pass):
 
     def _group(self, program: Program, key: Any, form: type[Group], verdicts: list[Verdict]) -> int:
         order = _StrictOrder(program.graph)
-        candidates = _candidates(program, order.nodes, key)
+        candidates = _candidates(program, order.nodes, key, verdicts)
         formed, strides = [], Strides(program)
         for members in _independent(order, candidates):
             group = form(tuple(members), self.folds_constants)
@@ -313,7 +313,13 @@ def _of_one_input(one: Linear) -> Hashable:
     return (one.input, one.like) if type(one.columns) is int else None
 
 
-def _candidates(program: Program, nodes: list[fx.Node], key: Any) -> dict[fx.Node, tuple[Hashable, Linear]]:
+_SHOWN = "its memory is returned, written to, or looked at by strides"
+_READS_WRITTEN = "what it reads is written to"
+
+
+def _candidates(
+    program: Program, nodes: list[fx.Node], key: Any, verdicts: list[Verdict]
+) -> dict[fx.Node, tuple[Hashable, Linear]]:
     """Products that share their key with another one and whose memory nobody looks at, by node."""
     roots = alias_roots(nodes)
     written = written_owners(nodes, roots)
@@ -322,10 +328,19 @@ def _candidates(program: Program, nodes: list[fx.Node], key: Any) -> dict[fx.Nod
     found: dict[fx.Node, tuple[Hashable, Linear]] = {}
     for node in nodes:
         one = Linear.of(node)
-        if one is None or node in shown or any(roots[source] in written for source in node.all_input_nodes):
-            continue
-        if (shared := key(one)) is not None:
+        if one is not None and (shared := key(one)) is not None:
             found[node] = shared, one
+    for node in _not_alone(found):
+        seen = _SHOWN if node in shown else None
+        reads = _READS_WRITTEN if any(roots[source] in written for source in node.all_input_nodes) else None
+        if (reason := seen or reads) is not None:
+            verdicts.append(Verdict.of(node, Outcome.LEFT, reason))
+            del found[node]
+    return _not_alone(found)
+
+
+def _not_alone(found: dict[fx.Node, tuple[Hashable, Linear]]) -> dict[fx.Node, tuple[Hashable, Linear]]:
+    """Those that share their key with another one."""
     count = Counter(shared for shared, _ in found.values())
     return {node: entry for node, entry in found.items() if count[entry[0]] > 1}
 

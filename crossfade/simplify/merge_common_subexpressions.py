@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import operator
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +14,7 @@ from torch import Tensor, fx
 from crossfade.graph import collectives
 from crossfade.graph.aliasing import Aliasing
 from crossfade.graph.effects import alias_roots, is_pure, is_random, memory_behind, written_inputs
-from crossfade.graph.operators import defaults_of, remembered
+from crossfade.graph.operators import argument_names, defaults_of, remembered
 from crossfade.graph.passes import Numerics, Outcome, Pass, PassResult, Verdict
 from crossfade.graph.private import size_expression
 from crossfade.graph.program import Program, paused_garbage_collection, tensor_bytes
@@ -174,7 +174,8 @@ class _Values:
 
     def __init__(self, roots: dict[fx.Node, fx.Node]) -> None:
         self.roots = roots
-        self.numbers: dict[fx.Node, int] = {}
+        self.references: dict[fx.Node, tuple[Any, int]] = {}
+        """What stands for a value in the key of a call that reads it: its number, marked as no argument is."""
         self.known: dict[Hashable, int] = {}
         self.last_write: dict[fx.Node, int] = {}
         self.writes = itertools.count()
@@ -182,7 +183,8 @@ class _Values:
     def number(self, node: fx.Node, pure: bool) -> int:
         """The number of a node's value as the node makes it; `pure` if it is known to have no effect."""
         key = self._key(node, pure or _is_function(node))
-        number = self.numbers[node] = self.known.setdefault(key, len(self.numbers))
+        number = self.known.setdefault(key, len(self.references))
+        self.references[node] = _Reference, number
         for target in () if pure else written_inputs(node):
             write = next(self.writes)
             for owner in memory_behind(target, self.roots):
@@ -190,13 +192,17 @@ class _Values:
         return number
 
     def key_of_call(self, node: fx.Node) -> Hashable:
-        """Equal for calls of one operator on equal values, however spelled."""
-        names, defaults = _arguments_of(node.target)
-        items: dict[Any, Hashable] = dict(zip(names or range(len(node.args)), map(self._item, node.args), strict=False))
-        items.update((name, self._item(value)) for name, value in node.kwargs.items())
-        if defaults:
-            items = {name: item for name, item in items.items() if defaults.get(name) != item}
-        return id(node.target), frozenset(items.items())
+        """Equal for calls of one operator on equal values, however spelled: what is not a default, by its place."""
+        places, defaults = _places_of(node.target)
+        given: Iterable[tuple[Any, Any]] = enumerate(node.args)
+        if node.kwargs:
+            given = (*given, *sorted((places.get(name, name), value) for name, value in node.kwargs.items()))
+        key: list[Hashable] = [id(node.target)]
+        for place, value in given:
+            item = self._item(value)
+            if defaults.get(place, _Reference) != item:
+                key += place, item
+        return tuple(key)
 
     def _key(self, node: fx.Node, is_function: bool) -> Hashable:
         value = node.meta.get("val")
@@ -208,14 +214,13 @@ class _Values:
 
     def _item(self, value: Any) -> Hashable:
         if isinstance(value, fx.Node):
-            return _Reference, self.numbers[value], self._version(value)
+            reference = self.references[value]
+            return (*reference, self._version(value)) if self.last_write else reference
         if isinstance(value, (tuple, list)):
-            return tuple, tuple([self._item(item) for item in value])
-        return _constant(value)
+            return tuple, *[one if type(one) is int else self._item(one) for one in value]
+        return value if type(value) is int else _constant(value)
 
     def _version(self, node: fx.Node) -> Hashable:
-        if not self.last_write:
-            return None
         if not _is_list(node):
             return self.last_write.get(self.roots[node])
         return tuple([self.last_write.get(owner) for owner in memory_behind(node, self.roots)])
@@ -223,21 +228,22 @@ class _Values:
 
 def _constant(value: Any) -> Hashable:
     """A key for what is no node; lists are to be taken apart before, unless they are constants too."""
+    if type(value) is int:
+        return value  # no other constant's key is a number
     if isinstance(value, (int, float, complex, slice)):
         return type(value), repr(value)  # tells 0.0 from -0.0, and NaN is itself
     if isinstance(value, (torch.SymInt, torch.SymFloat)):
         return type(value), size_expression(value)
     if isinstance(value, (tuple, list)):
-        return tuple, tuple([_constant(item) for item in value])
-    return value if isinstance(value, Hashable) else id(value)
+        return tuple, *[_constant(item) for item in value]
+    return value if isinstance(value, Hashable) else (id, id(value))
 
 
 @remembered
-def _arguments_of(target: Any) -> tuple[tuple[str, ...], dict[str, Hashable]]:
-    """The names of an operator's arguments, and the keys of their defaults."""
-    schema = getattr(target, "_schema", None)
-    names = tuple(argument.name for argument in schema.arguments) if schema is not None else ()
-    return names, {name: _constant(value) for name, value in defaults_of(target).items()}
+def _places_of(target: Any) -> tuple[dict[str, int], dict[Any, Hashable]]:
+    """The places of an operator's arguments by their names, and the keys of their defaults by their places."""
+    places = {name: place for place, name in enumerate(argument_names(target))}
+    return places, {places[name]: _constant(value) for name, value in defaults_of(target).items()}
 
 
 class _Reference:

@@ -12,11 +12,10 @@ from torch import fx
 
 from crossfade.graph.operators import arguments
 from crossfade.graph.passes import Numerics
-from crossfade.graph.rewrite import Match, Rule
+from crossfade.graph.rewrite import WRITTEN, Match, Rule
 from crossfade.graph.rule_pass import RulePass
 from crossfade.graph.splice import insert_call
 from crossfade.simplify.softmax_statistics import softmax_statistics
-from crossfade.simplify.written import REASON, Writes
 
 _aten = torch.ops.aten
 _OTHER_DEVICE = "its device has no kernel that finds both in one reading"
@@ -61,7 +60,6 @@ class PrepareSoftmaxOnline(RulePass):
 
     def rules(self) -> Sequence[Rule]:
         """First the maximum, where both are found; then the sum of exponentials below it, which is there already."""
-        writes = Writes()
 
         def against_maximum(match: Match) -> str | None:
             if (reason := self._reason_against(match["x"])) is not None:
@@ -69,13 +67,13 @@ class PrepareSoftmaxOnline(RulePass):
             below = _below(match.root)
             if below is None:
                 return _NOT_SOFTMAX
-            return REASON if writes.touch(match, match["x"], match.root, *below) else None
+            return WRITTEN if match.is_written(match["x"], match.root, *below) else None
 
         def against_sum(match: Match) -> str | None:
             if _one_dim(match.root) != match["dim"]:
                 return _NOT_SOFTMAX
             maximum, sub, exp = _above(match.root)
-            return REASON if writes.touch(match, match["x"], maximum, sub, exp) else None
+            return WRITTEN if match.is_written(match["x"], maximum, sub, exp) else None
 
         found = "crossfade.softmax_statistics(x, dim)[0]"
         exponentials_below = f"aten.sum.dim_IntList(aten.exp(aten.sub.Tensor(x, {found})), _, True)"

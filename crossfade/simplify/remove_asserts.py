@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from crossfade.graph.operators import arguments
+from crossfade.graph.operators import arguments, remembered
 from crossfade.graph.passes import Numerics, Outcome, Pass, PassResult, Verdict
 from crossfade.graph.private import statically_equal
 from crossfade.graph.program import Program
@@ -54,8 +54,8 @@ class RemoveAsserts(Pass):
         removed = {"checks": 0, "marks": 0}
         verdicts = []
         for node in reversed(list(program.graph.nodes)):
-            kind = "marks" if _is_mark(node) else "checks"
-            if kind == "checks" and node.target not in _METADATA | _VALUES | _SIZES:
+            kind = _kind(node.target) if node.op == "call_function" else ""
+            if not kind:
                 continue
             if (reason := self._why_stay(node)) is not None:
                 verdicts.append(Verdict.of(node, Outcome.LEFT, reason, remedy=_REMEDIES.get(reason, "")))
@@ -67,7 +67,7 @@ class RemoveAsserts(Pass):
     def _why_stay(self, node: fx.Node) -> str | None:
         if node.users:
             return "something uses its result"
-        if _is_mark(node):
+        if _kind(node.target) == "marks":
             return None if self.marks else _KEEPS_MARKS
         if node.target in _METADATA:
             return None if _holds(node) else "metadata does not say that it holds"
@@ -86,9 +86,12 @@ _REMEDIES = {
 }
 
 
-def _is_mark(node: fx.Node) -> bool:
-    """Whether a node begins or ends a range of the profiler."""
-    return node.op == "call_function" and getattr(node.target, "namespace", "") == "profiler"
+@remembered
+def _kind(target: Any) -> str:
+    """What an operator is for if it computes nothing: a mark begins or ends a range of the profiler."""
+    if getattr(target, "namespace", "") == "profiler":
+        return "marks"
+    return "checks" if target in _METADATA | _VALUES | _SIZES else ""
 
 
 def _holds(node: fx.Node) -> bool:

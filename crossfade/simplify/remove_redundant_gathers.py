@@ -24,6 +24,14 @@ _RANK = Input(InputKind.SCALAR, "rank")
 _ALIKE_AFTER = (Kind.ALL_REDUCE, Kind.ALL_GATHER, Kind.BROADCAST)
 """Collectives that leave the same value on all ranks of their group."""
 
+_PAIRS = (
+    (Kind.REDUCE_SCATTER, Kind.ALL_GATHER),
+    (Kind.ALL_GATHER, Kind.REDUCE_SCATTER),
+    (Kind.ALL_TO_ALL, Kind.ALL_TO_ALL),
+)
+"""What undoes, or begins, what stands before it."""
+
+_NOT_PLAIN = "the collective before it is coalesced or writes into memory that it is given"
 _UNKNOWN_SIZE = "the size of its group is not known"
 _NO_COPIES = "what many times the same value reduces to is not a product with their number"
 _USED_TOO = "the scattered value is used too"
@@ -102,10 +110,14 @@ class _Remover:
         source = one.inputs[0]
         start = collectives.started_by(source) if collectives.is_wait(source) else None
         inner = collectives.view(start) if start is not None else None
-        if inner is None or inner.coalesced or inner.in_place or inner.out is not None or inner.group != one.group:
+        if inner is None or inner.group != one.group:
             return
         kinds = (inner.kind, one.kind)
-        if kinds == (Kind.REDUCE_SCATTER, Kind.ALL_GATHER):
+        if kinds not in _PAIRS and not (inner.kind in _ALIKE_AFTER and one.kind in _ALIKE_AFTER):
+            return
+        if inner.coalesced or inner.in_place or inner.out is not None:
+            self._leave(one, _NOT_PLAIN)
+        elif kinds == (Kind.REDUCE_SCATTER, Kind.ALL_GATHER):
             self._reduce_at_once(inner, one)
         elif kinds == (Kind.ALL_GATHER, Kind.REDUCE_SCATTER):
             self._copies(one, inner.inputs[0], inner, "it adds up copies of what this rank gave")
@@ -195,7 +207,10 @@ class _Remover:
         source = _part_at_rank(node, self.rank) if self.rank is not None else None
         start = collectives.started_by(source) if source is not None and collectives.is_wait(source) else None
         gather = collectives.view(start) if start is not None else None
-        if gather is None or gather.kind is not Kind.ALL_GATHER or gather.coalesced or gather.out is not None:
+        if gather is None or gather.kind is not Kind.ALL_GATHER:
+            return
+        if gather.coalesced or gather.out is not None:
+            self.verdicts.append(Verdict.of(node, Outcome.LEFT, _NOT_PLAIN))
             return
         value = gather.inputs[0]
         if not statically_equal(node.meta["val"].shape, value.meta["val"].shape):

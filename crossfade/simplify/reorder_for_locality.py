@@ -11,10 +11,10 @@ import torch
 from torch import fx
 
 from crossfade.graph import collectives
-from crossfade.graph.effects import has_hidden_effect, is_random, written_inputs
+from crossfade.graph.effects import has_hidden_effect, is_pure, is_random, written_inputs
 from crossfade.graph.memory import Storages
 from crossfade.graph.passes import Numerics, Outcome, Pass, PassResult, Verdict
-from crossfade.graph.program import Program
+from crossfade.graph.program import Program, paused_garbage_collection
 
 _BARRIER = "a collective, a write, a random draw or a call of other graphs stands before its first user"
 _MEMORY = "what it reads would be kept longer, and that could take more memory"
@@ -54,17 +54,18 @@ class ReorderForLocality(Pass):
 
     def run(self, program: Program) -> PassResult:
         """One walk from the end: below the node looked at, everything has found its place."""
-        mover = _Mover(program.graph)
         left: Counter[str] = Counter()
         moved = 0
-        for node in reversed(mover.nodes):
-            user = mover.first_user(node)
-            reason = mover.why_stay(node, user) if user is not None else ""
-            if reason:
-                left[reason] += 1
-            elif user is not None:
-                moved += mover.put_above(user, node)
-            mover.settle(node)
+        with paused_garbage_collection():
+            mover = _Mover(program.graph)
+            for node in reversed(mover.nodes):
+                user = mover.first_user(node)
+                reason = mover.why_stay(node, user) if user is not None else ""
+                if reason:
+                    left[reason] += 1
+                elif user is not None:
+                    moved += mover.put_above(user, node)
+                mover.settle(node)
         verdicts = tuple(Verdict(f"{count} nodes", Outcome.LEFT, reason) for reason, count in sorted(left.items()))
         return PassResult(bool(moved), {"moved": moved}, verdicts)
 
@@ -166,17 +167,18 @@ class _Mover:
 
     def _cells_made(self) -> dict[fx.Node, list[int]]:
         """The cells that each node is the first to touch, in whatever order the nodes run."""
-        begun: set[int] = set()
+        begun = bytearray(len(self._storages.size))
         made: dict[fx.Node, list[int]] = {}
-        for node in self.nodes:
-            made[node] = [cell for cell in self._storages.touches[node] if cell not in begun]
-            begun.update(made[node])
+        for node, touched in self._storages.touches.items():
+            made[node] = first = [cell for cell in touched if not begun[cell]]
+            for cell in first:
+                begun[cell] = 1
         return made
 
 
 def _is_barrier(node: fx.Node) -> bool:
     """Whether nothing may cross a node: it communicates, writes, draws, checks, or calls what may."""
-    if node.op != "call_function":
+    if node.op != "call_function" or is_pure(node.target):
         return False
     if isinstance(node.target, torch._ops.HigherOrderOperator) or collectives.is_wait(node):
         return True

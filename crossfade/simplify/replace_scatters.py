@@ -11,10 +11,9 @@ from torch import Tensor, fx
 
 from crossfade.graph.passes import Numerics
 from crossfade.graph.private import statically_equal
-from crossfade.graph.rewrite import Match, Rule
+from crossfade.graph.rewrite import WRITTEN, Match, Rule
 from crossfade.graph.rule_pass import RulePass
 from crossfade.simplify.filled import fill_of, held_exactly
-from crossfade.simplify.written import REASON, Writes
 
 _aten = torch.ops.aten
 _NOT_FILLED = "what it scatters, or into, is not one number everywhere"
@@ -57,19 +56,15 @@ class ReplaceScatters(RulePass):
 
     def rules(self) -> Sequence[Rule]:
         """Scatters of a number, and of a tensor filled with one."""
-        writes = Writes()
-
-        def reason_against(match: Match) -> str | None:
-            filled = [match["background"], *([match["value"]] if isinstance(match["value"], fx.Node) else [])]
-            return REASON if writes.touch(match, *filled) else _reason_against(match)
-
         return (
-            Rule("scatter-a-number", "aten.scatter.value(background, dim, index, value)", _as_where, reason_against),
-            Rule("scatter-a-tensor", "aten.scatter.src(background, dim, index, value)", _as_where, reason_against),
+            Rule("scatter-a-number", "aten.scatter.value(background, dim, index, value)", _as_where, _reason_against),
+            Rule("scatter-a-tensor", "aten.scatter.src(background, dim, index, value)", _as_where, _reason_against),
         )
 
 
 def _reason_against(match: Match) -> str | None:
+    if match.is_written(*(one for one in (match["background"], match["value"]) if isinstance(one, fx.Node))):
+        return WRITTEN
     background, value = fill_of(match["background"]), _scattered(match)
     if background is None or value is None:
         return _NOT_FILLED

@@ -12,9 +12,8 @@ from torch import Tensor, fx
 
 from crossfade.graph.operators import arguments
 from crossfade.graph.passes import Numerics
-from crossfade.graph.rewrite import Match, Rule
+from crossfade.graph.rewrite import WRITTEN, Match, Rule
 from crossfade.graph.rule_pass import RulePass
-from crossfade.simplify.written import REASON, Writes
 
 _aten = torch.ops.aten
 _KINDS = {
@@ -70,29 +69,23 @@ class ReusePartialReductions(RulePass):
 
     def rules(self) -> Sequence[Rule]:
         """One for each spelling of a reduction over some dims or all."""
-        writes = Writes()
-
-        def reason_against(match: Match) -> str | None:
-            if (reason := _reason_against(match.root)) is not None:
-                return reason
-            return REASON if writes.touch(match, match["x"], _partial(match.root)) else None
-
         some = "(aten.amax | aten.amin | aten.any.dims | aten.all.dims | aten.any.dim | aten.all.dim)(x, _, _)"
         every = "(aten.max | aten.min | aten.any | aten.all)(x)"
         return (
-            Rule("partly-reduced", some, _reduce_further, reason_against),
-            Rule("wholly-reduced", every, _reduce_further, reason_against),
+            Rule("partly-reduced", some, _reduce_further, _reason_against),
+            Rule("wholly-reduced", every, _reduce_further, _reason_against),
         )
 
 
-def _reason_against(root: fx.Node) -> str | None:
-    partial = _partial(root)
+def _reason_against(match: Match) -> str | None:
+    root, partial = match.root, _partial(match.root)
     if partial is None:
         return _NONE
     if not partial < root:
         return _BELOW
-    value = _argument(root)
-    return _ZERO_SIGN if value.meta["val"].dtype.is_floating_point and not _is_safe(root) else None
+    if match["x"].meta["val"].dtype.is_floating_point and not _is_safe(root):
+        return _ZERO_SIGN
+    return WRITTEN if match.is_written(match["x"], partial) else None
 
 
 def _is_safe(root: fx.Node) -> bool:

@@ -14,10 +14,9 @@ from torch import Tensor, fx
 from crossfade.graph.operators import arguments
 from crossfade.graph.passes import Numerics
 from crossfade.graph.private import statically_equal
-from crossfade.graph.rewrite import Match, Rule
+from crossfade.graph.rewrite import WRITTEN, Match, Rule
 from crossfade.graph.rule_pass import RulePass
 from crossfade.simplify.parts import SPLITS, Part, as_part, dim_of, part_inside, size_along
-from crossfade.simplify.written import REASON, Writes
 
 _aten = torch.ops.aten
 
@@ -69,19 +68,10 @@ class SimplifyCats(RulePass):
 
     def rules(self) -> Sequence[Rule]:
         """Joins of parts and of elements, parts and elements of joins, parts of parts."""
-        writes = Writes()
-
-        def against_join(match: Match) -> str | None:
-            found = _joined(match.root)
-            if isinstance(found, str):
-                return found
-            # an input that is read again here is near, but a cat inside read it before what is written in between
-            return REASON if writes.touch(match, *(part.source for part in found)) else None
-
         split = "(aten.split.Tensor | aten.split_with_sizes | aten.chunk)"
         of_slice, slice_of = "aten.slice.Tensor(_, _, _, _, _)", "aten.slice.Tensor({}, _, _, _, _)"
         return (
-            Rule("join-parts", "aten.cat(_, _)", _join, against_join),
+            Rule("join-parts", "aten.cat(_, _)", _join, _reason_against_join),
             Rule("slice-of-cat", slice_of.format("aten.cat(_, _)"), _take, _reason_against_part),
             Rule("slice-of-slice", slice_of.format(of_slice), _take, _reason_against_part),
             Rule("slice-of-piece", slice_of.format(f"{split}(_, _, _)[_]"), _take, _reason_against_part),
@@ -177,6 +167,14 @@ def _cut(part: Part, dim: int) -> list[Part] | None:
     if first is None or last is None or first >= last:
         return None
     return [part_inside(value, 0, size_along(value, dim), dim) for value in inputs[first:last]]
+
+
+def _reason_against_join(match: Match) -> str | None:
+    found = _joined(match.root)
+    if isinstance(found, str):
+        return found
+    # an input that is read again here is near, but a cat inside read it before what is written in between
+    return WRITTEN if match.is_written(*(part.source for part in found)) else None
 
 
 def _join(match: Match) -> fx.Node:

@@ -9,7 +9,7 @@ from crossfade.errors import PassError
 from crossfade.graph.passes import Numerics, PassResult
 from crossfade.graph.program import Program
 from crossfade.graph.rewrite import Rule
-from crossfade.graph.rule_pass import RulePass
+from crossfade.graph.rule_pass import RulePass, run_rules
 from crossfade.simplify.canonicalize_views import CanonicalizeViews
 from crossfade.simplify.collapse_conversions import CollapseConversions
 from crossfade.simplify.collapse_views import CollapseViews
@@ -81,8 +81,7 @@ class SimplifyNodes(RulePass):
 
     def run(self, program: Program) -> PassResult:
         """Apply the rules of all members to one fixed point; nodes that do what they are for need no verdict."""
-        done = super().run(program)
-        return replace(done, verdicts=tuple(one for one in done.verdicts if one.reason not in _NO_CANDIDATES))
+        return run_rules(program, self.rules(), unspoken=_NO_CANDIDATES)
 
     def rules(self) -> Sequence[Rule]:
         """The rules of all members, named after the pass they are from."""

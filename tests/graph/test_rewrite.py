@@ -7,7 +7,8 @@ import torch
 from small_programs import TWO, body, named, program_of
 
 from crossfade.errors import RewriteError
-from crossfade.graph.rewrite import Match, Rule, apply_rules, compile_pattern
+from crossfade.graph.passes import fingerprint
+from crossfade.graph.rewrite import WRITTEN, Match, Rule, apply_rules, compile_pattern
 from crossfade.graph.verify import verify
 
 aten = torch.ops.aten
@@ -169,6 +170,47 @@ class TestRules:
         done = apply_rules(program, [Rule("double", "aten.neg(aten.neg(x))", lambda m: m["x"])])
         assert done.counts["double"] == 20 and len(body(program)) == 1
 
+    @pytest.mark.parametrize("spelled", ["aten.view(x, [2, -1])", "aten.view(self=x, size=[2, -1])"])
+    def test_arguments_match_by_place_and_by_name(self, spelled: str):
+        program = program_of(f"""
+            y: f32[4] = input("y")
+            x: f32[4] = aten.neg(y)
+            v: f32[2, 2] = {spelled}
+            return output("v", v)
+        """)
+        rules = [
+            Rule("another operator inside", "aten.view(aten.exp(y), _)", lambda m: m["y"]),
+            Rule("more sizes", "aten.view(x, [_, _, -1])", lambda m: m["x"]),
+            Rule("another size", "aten.view(x, [-1, _])", lambda m: m["x"]),
+            Rule("a node", "aten.view(x, aten.neg(_))", lambda m: m["x"]),
+            Rule("right", "aten.view(aten.neg(y), [_, -1])", lambda m: m["y"], lambda m: "seen"),
+        ]
+        assert [(rule.name, reason) for rule, _, reason in apply_rules(program, rules).declined] == [("right", "seen")]
+
+    def test_a_pattern_with_an_argument_that_the_operator_lacks_matches_nothing(self):
+        program = program_of(TWO)
+        done = apply_rules(program, [Rule("neg", "aten.neg(x, memory_format=_)", lambda m: m["x"])])
+        assert not done.changed and not done.declined
+
+    def test_what_is_written_is_known_to_checks(self):
+        program = program_of("""
+            x: f32[4] = input("x")
+            a: f32[4] = aten.exp(x)
+            v: f32[2, 2] = aten.view(a, [2, 2])
+            n: f32[4] = aten.neg(a)
+            w: f32[4] = aten.add_.Tensor(a, 1)
+            m: f32[4] = aten.neg(x)
+            return output("n", n), output("w", w), output("m", m), output("v", v)
+        """)
+        seen: dict[str, bool] = {}
+
+        def check(match: Match) -> str | None:
+            seen[match.root.name] = match.is_written(match["x"])
+            return WRITTEN
+
+        apply_rules(program, [Rule("neg", "aten.neg(x)", lambda m: m["x"], check)])
+        assert seen == {"n": True, "m": False}
+
     def test_nothing_to_do(self):
         program = program_of(TWO)
         done = apply_rules(program, [Rule("exp", "aten.exp(x)", lambda m: m["x"])])
@@ -195,3 +237,49 @@ def test_a_rule_without_end_is_named(pattern: str, replace):
     )
     with pytest.raises(RewriteError, match=message):
         apply_rules(program, [Rule("again", pattern, replace)])
+
+
+class TestManyResults:
+    """To replace one argument of a call copies all of them: many results are held by several nodes meanwhile."""
+
+    NUMBER = 200
+
+    def program(self):
+        calls = [f"a{i}: f32[4] = aten.neg(x)\nview_{i}: f32[4] = aten.detach(a{i})" for i in range(self.NUMBER)]
+        results = ", ".join(f'output("{i}", view_{i})' for i in range(self.NUMBER))
+        return program_of("\n".join(['x: f32[4] = input("x")', *calls, f"return {results}"]))
+
+    def test_none_is_replaced_among_many(self):
+        program, together = self.program(), set()
+
+        def check(match: Match) -> str | None:
+            together.update(len(user.args[0]) for user in match.root.users if user.op == "output")
+            return None
+
+        done = apply_rules(program, [Rule("detach", "aten.detach(x)", lambda m: m["x"], check)])
+        assert together == {64, self.NUMBER % 64}
+        assert dict(done.counts) == {"detach": self.NUMBER}
+        assert [value.name for value in program.results] == [f"a{i}" for i in range(self.NUMBER)]
+        verify(program, recompute=True)
+
+    def test_they_are_as_they_were_when_nothing_applies(self):
+        program = self.program()
+        before = fingerprint(program)
+        apply_rules(program, [Rule("detach", "aten.detach(x)", lambda m: m["x"], lambda m: "no")])
+        assert fingerprint(program) == before
+
+    def test_they_are_back_when_a_rule_fails(self):
+        program = self.program()
+        before = fingerprint(program)
+
+        def fail(match: Match):
+            raise ValueError("broken")
+
+        with pytest.raises(ValueError, match="broken"):
+            apply_rules(program, [Rule("detach", "aten.detach(x)", fail)])
+        assert fingerprint(program) == before
+
+    def test_asking_for_them_meanwhile_fails(self):
+        program = self.program()
+        with pytest.raises(IndexError):
+            apply_rules(program, [Rule("detach", "aten.detach(x)", lambda m: m.program.results[0])])

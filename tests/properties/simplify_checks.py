@@ -59,7 +59,7 @@ def run(program: Program, sizes: Sizes, seed: int, special: bool = False, moved:
             value.copy_(value * (1 + moved) + moved)
         values[node] = value
     inputs = list(values.values())
-    torch.manual_seed(seed)
+    torch.default_generator.manual_seed(seed)  # torch.manual_seed asks for all devices, which takes longer than a run
     for node in program.graph.nodes:
         if node.op == "get_attr":
             values[node] = program.constants[str(node.target)]
@@ -95,9 +95,47 @@ def all_sizes(program: Program, random: Random) -> Iterator[Sizes]:
             yield others
 
 
+class Last:
+    """What the last checks made of one program and the next ones need again: a copy left as it was, and its runs."""
+
+    def __init__(self) -> None:
+        self.program: Program | None = None
+        self.spare: Program | None = None
+        self.runs: dict[Any, Ran] = {}
+        self.calls: set[Any] | None = None
+
+    def _now(self, program: Program) -> None:
+        if self.program is not program:
+            self.program, self.spare, self.runs, self.calls = program, None, {}, None
+
+    def calls_of(self, program: Program) -> set[Any]:
+        """The keys of all calls of a program."""
+        self._now(program)
+        if self.calls is None:
+            self.calls = {call_key(node.target, node.args, node.kwargs) for node in _calls(program)}
+        return self.calls
+
+    def copy_of(self, program: Program) -> Program:
+        """A copy for passes; the one before if none changed it: if one did and did not say so, that is seen later."""
+        self._now(program)
+        done, self.spare = self.spare or program.copy(), None
+        return done
+
+    def run_of(self, program: Program, sizes: Sizes, seed: int, special: bool) -> Ran:
+        """What `run` leaves; nobody writes it afterwards."""
+        self._now(program)
+        key = frozenset(sizes.items()), seed, special
+        if key not in self.runs:
+            self.runs[key] = run(program, sizes, seed, special)
+        return self.runs[key]
+
+
+_LAST = Last()
+
+
 def failure_of(program: Program, passes: Sequence[Pass], seed: int = 0) -> Failure | None:
     """How passes break a program; None if they do not, or if the program tells nothing."""
-    done = program.copy()
+    done = _LAST.copy_of(program)
     guards = _guards(program)
     changed = False
     with quiet():
@@ -107,6 +145,7 @@ def failure_of(program: Program, passes: Sequence[Pass], seed: int = 0) -> Failu
             except Exception as error:
                 return Failure(f"{one.name} raises {type(error).__name__}", str(error))
     if not changed:
+        _LAST.spare = done
         return None
     if _guards(program) != guards:
         return Failure("a guard was added", str(program.fake_mode.shape_env.guards[guards:]))
@@ -123,10 +162,7 @@ def _malformed(program: Program, done: Program) -> Failure | None:
         verify(done)
     except CrossfadeError as error:
         return Failure("not well formed", str(error))
-    known = {
-        call_key(node.target, node.args, node.kwargs) for node in program.graph.nodes if node.op == "call_function"
-    }
-    mode = program.fake_mode
+    known, mode = _LAST.calls_of(program), program.fake_mode
     for node in _calls(done):
         if call_key(node.target, node.args, node.kwargs) in known:
             continue  # torch's fake kernels are not always right: what was there before is not the pass's
@@ -163,7 +199,7 @@ def _differs(program: Program, done: Program, passes: Sequence[Pass], seed: int)
     for sizes in all_sizes(program, random):
         special = bitwise and random.random() < 0.5
         try:
-            before = run(program, sizes, seed, special)
+            before = _LAST.run_of(program, sizes, seed, special)
         except Exception:  # a size or number that the program is not made for
             continue
         try:

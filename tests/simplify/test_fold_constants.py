@@ -163,6 +163,25 @@ def test_tensors_that_the_program_keeps_need_a_promise() -> None:
     same_results(before, done, FoldConstants.numerics)
 
 
+@pytest.mark.parametrize(
+    ("one", "line", "reason"),
+    [
+        (FoldConstants(limit_bytes=15, kept=True), "w: f32[4] = aten.neg(x)", "its values take more than limit_bytes"),
+        (FoldConstants(kept=True), "w: f32[4] = aten.add_.Tensor(k, x)", "its memory is written to"),
+    ],
+)
+def test_kept_tensors_that_are_not_folded_say_why(one: FoldConstants, line: str, reason: str) -> None:
+    text = f"""
+        x: f32[4] = input("x")
+        k: f32[4] = constant("k")
+        n: f32[4] = aten.neg(k)
+        {line}
+        return output("n", n), output("w", w)
+    """
+    _, done = folded(text, one, {"k": torch.tensor([1.0, 5.0, 2.0, 3.0])})
+    assert [verdict.reason for verdict in done.history[0].verdicts] == [reason]
+
+
 def test_nans_of_other_bits_are_not_fulls() -> None:
     """Zero times infinity is a NaN whose sign differs from the one that a full would have, on some processors."""
     before, done = folded(
@@ -223,6 +242,18 @@ DECLINED = {
         return output("w", w)
         """,
         "its memory is written to",
+        FoldConstants(),
+    ),
+    "one value that lies otherwise": (
+        """
+        x: f32[3, 2] = input("x")
+        a: f32[2, 3] = aten.ones([2, 3])
+        b: f32[3, 2] = aten.t(a)
+        c: f32[3, 2] = aten.neg(b)
+        y: f32[3, 2] = aten.add.Tensor(x, c)
+        return output("y", y)
+        """,
+        "it is of one value, but lies in memory as no `full` does",
         FoldConstants(),
     ),
     "results own their memory": (

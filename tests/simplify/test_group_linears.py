@@ -218,6 +218,8 @@ def test_memory_that_somebody_sees_is_no_part_of_a_batch(reader: str):
     program = program_of(small(7).replace("aten.relu(p0)", reader))
     done = run_passes(program, [CPU])
     assert done.history[0].counts["batched"] == 6
+    left = {verdict.subject: verdict.reason for verdict in done.history[0].verdicts if verdict.outcome is Outcome.LEFT}
+    assert left == {"p0": "its memory is returned, written to, or looked at by strides"}
     same_results(program, done, GroupLinears.numerics)
 
 

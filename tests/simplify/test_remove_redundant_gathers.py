@@ -254,6 +254,22 @@ DECLINED = {
         "two results of the program would be one tensor",
         2,
     ),
+    "what a coalesced one left": (
+        """
+        x: f32[4] = input("x")
+        z: f32[4] = input("z")
+        s: (f32[4], f32[4]) = c10d.all_reduce_coalesced([x, z], "sum", "dp")
+        a: f32[4] = s[0]
+        b: f32[4] = s[1]
+        v: f32[4] = c10d.wait_tensor(a)
+        w: f32[4] = c10d.wait_tensor(b)
+        t: f32[4] = c10d.broadcast(v, 0, "dp")
+        u: f32[4] = c10d.wait_tensor(t)
+        return output("u", u), output("w", w)
+        """,
+        "the collective before it is coalesced or writes into memory that it is given",
+        2,
+    ),
     "a part that is a result": (
         """
         x: f32[2] = input("x")
