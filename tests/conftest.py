@@ -38,9 +38,9 @@ def ranks(started_ranks: dict[int, Ranks]) -> Iterator[Callable[[int], Ranks]]:
 
 
 def forget_groups() -> None:
-    """End the groups that a test has made: gloo wakes a thread a hundred times a second for each that there is."""
+    """End the groups that a test has made: gloo wakes a thread of each a hundred times a second. Some are to be kept."""
     gc.collect()
-    for group in [one for one in _world.pg_map if one is not dist.group.WORLD]:
+    for group in [one for one in _world.pg_map if one is not dist.group.WORLD and one.group_desc != "kept"]:
         name = _world.pg_names[group]
         dist.destroy_process_group(group)
         _world.pg_names[object()] = name  # never given again: the store still has the ended group's addresses
