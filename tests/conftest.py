@@ -38,7 +38,7 @@ def ranks(started_ranks: dict[int, Ranks]) -> Iterator[Callable[[int], Ranks]]:
 
 
 def forget_groups() -> None:
-    """End the groups that a test has made: gloo wakes a thread of each a hundred times a second. Some are to be kept."""
+    """End the groups that a test has made: gloo wakes a thread of each a hundred times a second. Some are kept."""
     gc.collect()
     for group in [one for one in _world.pg_map if one is not dist.group.WORLD and one.group_desc != "kept"]:
         name = _world.pg_names[group]

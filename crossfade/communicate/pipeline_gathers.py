@@ -299,8 +299,8 @@ def _apply(program: Program, plan: GatherPipeline, replaced: Replacements) -> li
         ]
         held = dict[Any, Tensor]()  # what had memory of its own may be written by whoever is given it
         for node in kept:
-            value = made[-1].clone() if held else made[-1]
-            held.setdefault(memory_of(node), _held(value, one, node))
+            if memory_of(node) not in held:
+                held[memory_of(node)] = _held(made[-1].clone() if held else made[-1], one, node)
         return [*results, *(held[memory_of(node)] for node in kept)]
 
     part, inputs = fx.map_arg((one.part, inputs), lambda node: current(replaced, node))
