@@ -133,9 +133,127 @@ def test_rows_that_are_cut_off_are_cut_off_the_results() -> None:
     assert "aten.slice.Tensor(getitem, 0, 0, 7)" in render(done)
 
 
+def test_what_is_kept_keeps_its_layout_in_memory() -> None:
+    """Readers have been told the strides of what they read, and so has whoever called the program."""
+    done = pipelined(
+        """
+        x: f32[4, 6, 8] = input("x")
+        w: f32[8, 5] = parameter("w")
+        turned: f32[6, 4, 8] = aten.permute(x, [1, 0, 2])
+        dense: f32[6, 4, 8] = aten.clone(turned, memory_format=contiguous_format)
+        s: f32[12, 4, 8] = c10d.all_gather_into_tensor(dense, 2, "tp")
+        d: f32[12, 4, 8] = c10d.wait_tensor(s)
+        g: f32[4, 12, 8] = aten.permute(d, [1, 0, 2])
+        y: f32[4, 12, 5] = aten.matmul(g, w)
+        n: f32[4, 12, 8] = aten.neg(g)
+        return output("y", y), output("g", g), output("n", n)
+        """
+    )
+    assert [result.meta["val"].stride() for result in done.results] == [(60, 5, 1), (8, 32, 1), (8, 32, 1)]
+
+
+def test_rows_are_cut_off_what_is_kept_as_they_were() -> None:
+    """By a view, which steps over what is cut off."""
+    done = pipelined(
+        """
+        x: f32[4, 3] = input("x")
+        w: f32[4, 5] = parameter("w")
+        s: f32[8, 3] = c10d.all_gather_into_tensor(x, 2, "tp")
+        d: f32[8, 3] = c10d.wait_tensor(s)
+        parts: (f32[4, 3], f32[4, 3]) = aten.split.Tensor(d, 4)
+        one: f32[4, 3] = parts[0]
+        two: f32[4, 3] = parts[1]
+        g: f32[4, 6] = aten.cat([one, two], 1)
+        cut: f32[4, 5] = aten.slice.Tensor(g, 1, 0, 5)
+        t: f32[5, 4] = aten.t(cut)
+        mm: f32[5, 5] = aten.mm(t, w)
+        return output("mm", mm), output("cut", cut)
+        """
+    )
+    assert done.history[0].counts["pipelines"] == 1
+    assert done.results[1].meta["val"].stride() == (6, 1)
+
+
+def test_parts_put_together_twice_stay_two_memories() -> None:
+    done = pipelined(
+        """
+        x: f32[4, 3] = input("x")
+        w: f32[6, 5] = parameter("w")
+        s: f32[8, 3] = c10d.all_gather_into_tensor(x, 2, "tp")
+        d: f32[8, 3] = c10d.wait_tensor(s)
+        parts: (f32[4, 3], f32[4, 3]) = aten.split.Tensor(d, 4)
+        one: f32[4, 3] = parts[0]
+        two: f32[4, 3] = parts[1]
+        g: f32[4, 6] = aten.cat([one, two], 1)
+        again: f32[4, 6] = aten.cat([one, two], 1)
+        mm: f32[4, 5] = aten.mm(g, w)
+        return output("mm", mm), output("g", g), output("again", again)
+        """
+    )
+    assert done.history[0].counts["pipelines"] == 1
+    assert done.results[1] is not done.results[2]
+
+
+def test_views_that_nothing_reads_go_with_what_is_not_kept() -> None:
+    rest = """
+    flat: f32[1024, 512] = aten.view(g, [-1, 512])
+    unread: f32[512, 1024] = aten.t(flat)
+    mm: f32[1024, 512] = aten.mm(flat, w)
+    return output("mm", mm)
+    """
+    assert "unread" not in render(pipelined(START + textwrap.dedent(rest)))
+
+
+def test_views_before_a_gather_stay_for_their_other_readers() -> None:
+    done = pipelined(
+        """
+        x: f32[4, 3] = input("x")
+        w: f32[3, 5] = parameter("w")
+        t: f32[3, 4] = aten.t(x)
+        back: f32[4, 3] = aten.t(t)
+        y: f32[4, 3] = aten.relu(back)
+        s: f32[8, 3] = c10d.all_gather_into_tensor(back, 2, "tp")
+        g: f32[8, 3] = c10d.wait_tensor(s)
+        mm: f32[8, 5] = aten.mm(g, w)
+        return output("mm", mm), output("y", y)
+        """
+    )
+    assert done.history[0].counts["pipelines"] == 1 and "aten.relu(back)" in render(done)
+
+
+def test_what_is_gathered_is_gathered_again() -> None:
+    """The part of the second pipeline is what the first one keeps."""
+    done = pipelined(
+        """
+        x: f32[4, 3] = input("x")
+        w: f32[3, 5] = parameter("w")
+        s: f32[8, 3] = c10d.all_gather_into_tensor(x, 2, "tp")
+        g: f32[8, 3] = c10d.wait_tensor(s)
+        mm: f32[8, 5] = aten.mm(g, w)
+        seen: u8[8, 12] = aten.view.dtype(g, u8)
+        s2: u8[16, 12] = c10d.all_gather_into_tensor(seen, 2, "tp")
+        d2: u8[16, 12] = c10d.wait_tensor(s2)
+        g2: f32[16, 3] = aten.view.dtype(d2, f32)
+        mm2: f32[16, 5] = aten.mm(g2, w)
+        return output("mm", mm), output("mm2", mm2)
+        """
+    )
+    assert done.history[0].counts == {"pipelines": 2, "matmuls": 2, "left": 0}
+
+
 @pytest.mark.parametrize(
     ("rest", "subject", "reason"),
     [
+        (
+            """
+            mm: f32[1024, 512] = aten.mm(g, w)
+            f: f32[1024, 512] = aten.relu_(g)
+            mm2: f32[1024, 512] = aten.mm(g, w)
+            return output("mm", mm), output("mm2", mm2)
+            """,
+            "s",
+            pipelines.WRITTEN,
+        ),
         (
             'y: f32[1024, 512] = aten.relu(g)\nreturn output("y", y)',
             "s",
@@ -171,7 +289,7 @@ def test_rows_that_are_cut_off_are_cut_off_the_results() -> None:
             pipelines.LATER,
         ),
     ],
-    ids=["no matmul", "a cycle", "written memory", "drawn later"],
+    ids=["written result", "no matmul", "a cycle", "written memory", "drawn later"],
 )
 def test_what_cannot_be_is_left_alone(rest: str, subject: str, reason: str) -> None:
     left_alone(START + textwrap.dedent(rest), subject, reason)
@@ -189,6 +307,32 @@ def test_a_sum_over_cut_off_rows_is_left_alone() -> None:
     return output("mm", mm)
     """
     assert left_alone(text, "mm", pipeline_gathers.TRIMMED) == "7 of 8"
+
+
+@pytest.mark.parametrize(
+    ("lines", "shape"),
+    [
+        ('other: f32[7, 3, 5] = input("other")\nmm: f32[7, 2, 5] = aten.bmm(cut, other)', "2, 3"),
+        (
+            'w: f32[7, 3, 5] = input("w")\nb: f32[7, 1, 5] = input("b")\nmm: f32[7, 2, 5] = aten.baddbmm(b, cut, w)',
+            "2, 3",
+        ),
+        ('w: f32[3, 5] = input("w")\nb: f32[7, 5] = input("b")\nmm: f32[7, 5] = aten.addmm(b, cut, w)', "3"),
+    ],
+    ids=["batches", "batches and bias", "bias"],
+)
+def test_what_has_only_the_rows_that_are_left_is_left_alone(lines: str, shape: str) -> None:
+    *inputs, matmul = lines.splitlines()
+    text = [
+        f'x: f32[4, {shape}] = input("x")',
+        *inputs,
+        f's: f32[8, {shape}] = c10d.all_gather_into_tensor(x, 2, "tp")',
+        f"g: f32[8, {shape}] = c10d.wait_tensor(s)",
+        f"cut: f32[7, {shape}] = aten.slice.Tensor(g, 0, 0, 7)",
+        matmul,
+        'return output("mm", mm)',
+    ]
+    assert left_alone("\n".join(text), "mm", pipeline_gathers.CUT) == "7 of 8"
 
 
 TWO = """

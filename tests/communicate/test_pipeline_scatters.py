@@ -91,6 +91,42 @@ def test_columns_are_scattered_too() -> None:
     assert 'crossfade.matmul_scatter(x, w, None, [], "ab,bc->ac", 1, "sum", 2, "ring", 2, "tp")' in render(done)
 
 
+def test_a_scattered_value_is_multiplied_and_scattered_again() -> None:
+    """The operand of the second pipeline is the result of the first."""
+    done = pipelined(
+        """
+        x: f32[8, 8] = input("x")
+        w: f32[8, 6] = parameter("w")
+        mm: f32[8, 6] = aten.mm(x, w)
+        s: f32[4, 6] = c10d.reduce_scatter_tensor(mm, "sum", 2, "tp")
+        d: f32[4, 6] = c10d.wait_tensor(s)
+        mm2: f32[4, 4] = aten.linear(d, d)
+        s2: f32[2, 4] = c10d.reduce_scatter_tensor(mm2, "sum", 2, "tp")
+        d2: f32[2, 4] = c10d.wait_tensor(s2)
+        return output("d2", d2)
+        """
+    )
+    assert done.history[0].counts == {"pipelines": 2, "left": 0}
+
+
+def test_the_result_keeps_its_layout_in_memory() -> None:
+    done = pipelined(
+        """
+        x: f32[5, 6, 8] = input("x")
+        w: f32[4, 8] = parameter("w")
+        y: f32[5, 6, 4] = aten.linear(x, w)
+        turned: f32[6, 5, 4] = aten.permute(y, [1, 0, 2])
+        dense: f32[6, 5, 4] = aten.clone(turned, memory_format=contiguous_format)
+        s: f32[3, 5, 4] = c10d.reduce_scatter_tensor(dense, "sum", 2, "tp")
+        d: f32[3, 5, 4] = c10d.wait_tensor(s)
+        back: f32[5, 3, 4] = aten.permute(d, [1, 0, 2])
+        return output("back", back)
+        """
+    )
+    assert done.history[0].counts["pipelines"] == 1
+    assert done.results[0].meta["val"].stride() == (4, 20, 1)
+
+
 END = """
 s: f32[4, 6] = c10d.reduce_scatter_tensor(m, "sum", 2, "tp")
 d: f32[4, 6] = c10d.wait_tensor(s)
