@@ -21,7 +21,7 @@ demo: $(READY) ## train a small GPT on two local ranks; a table and an HTML repo
 	$(BIN)/crossfade demo
 
 test: $(READY) ## all tests, on real rank processes (GPU tests are skipped without CUDA)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile -m 'not models and not timed'
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m 'not models and not timed'
 	$(BIN)/python -m pytest tests/cost tests/run tests/ranks -m 'timed and not models'
 
 lint: $(READY) ## formatting, lint and types

@@ -171,7 +171,8 @@ def laid_out(value: Tensor, like: Tensor) -> Tensor:
     (1, 2)
     """
     order = sorted(range(like.dim()), key=lambda dim: (-size_hint(like.stride(dim)), same(like.shape[dim], 1)))
-    if order == sorted(order):
+    stepped = [dim for dim in order if not same(like.shape[dim], 1)]
+    if stepped == sorted(stepped):
         return value
     return value.permute(order).contiguous().permute([order.index(dim) for dim in range(len(order))])
 

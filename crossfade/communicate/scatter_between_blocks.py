@@ -31,7 +31,7 @@ _MATMULS = {
     *(_aten.mm.default, _aten.addmm.default, _aten.bmm.default, _aten.baddbmm.default),
     *(_aten.matmul.default, _aten.linear.default, _aten._scaled_mm.default),
 }
-_LEAST_ROWS = 4
+_LEAST_ROWS = 2
 """Rows of a rank along the dim that is cut: fewer make too few pieces, if another dim has more."""
 _DONE = "its result is computed on in parts, between matmuls that can be pipelined with what travels"
 _NO_MAKER = "no matmul makes what is reduced"

@@ -34,6 +34,8 @@ class Members:
     timeout: float
     alone: bool = False
     meetings: int = 0
+    _shared_before: int = 0
+    """The last meeting before which this member shared something."""
 
     def agree(self, fingerprint: str, text: str) -> None:
         """Return when all members have brought the same fingerprint; otherwise raise, on every member.
@@ -59,6 +61,7 @@ class Members:
         if self.rank == 0:
             made = make()
             self.store.set(key, json.dumps({"made": made}))
+            self._shared_before = self.meetings + 1
             return made
         raw = self._peek(key, wait=self.timeout)
         if raw is None:
@@ -71,7 +74,7 @@ class Members:
     def fail(self, what: str) -> None:
         """Tell the others, who may be waiting in `agree` or `share`, that this member cannot go on."""
         meeting = self._next_meeting()
-        if self.rank == 0:
+        if self.rank == 0 and self._shared_before < self.meetings:  # else they go on, and see for themselves
             self.store.set(f"{meeting}/shared", json.dumps({"failed": what}))
         self.store.set(f"{meeting}/member/{self.rank}", json.dumps({"failed": what}))
         if self.rank == 0:

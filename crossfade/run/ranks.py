@@ -56,11 +56,6 @@ class Ranks:
             self._end(0.0)
             raise
 
-    @property
-    def running(self) -> bool:
-        """Whether its processes are there: from the first call on, until one fails or all are closed."""
-        return bool(self._processes)
-
     def close(self) -> None:
         """End all ranks."""
         for pipe in self._pipes:

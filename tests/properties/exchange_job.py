@@ -27,7 +27,7 @@ def groups_of(ranks: int) -> tuple[Mapping[str, int], Mapping[str, int], Mapping
     sizes, positions, names = {}, {}, {}
     for name, parts in partitions.items():
         for part in parts:
-            made = dist.new_group(part, group_desc="kept")
+            made = dist.new_group(part)
             if rank in part:
                 sizes[name], positions[name], names[name] = len(part), part.index(rank), made.group_name
     return sizes, positions, names
