@@ -33,6 +33,7 @@ from crossfade.cost.machine import Machine
 from crossfade.graph import collectives, packing
 from crossfade.graph.collectives import Kind
 from crossfade.graph.passes import Pass, run_passes
+from crossfade.graph.pipelined import ANYWHERE
 from crossfade.graph.pipelines import Pipeline
 from crossfade.graph.private import backend_of_group, tree_flatten, tree_unflatten
 from crossfade.graph.program import Program, from_graph_module
@@ -60,8 +61,6 @@ from crossfade.simplify.simplify_nodes import SimplifyNodes
 
 Semantics = Literal["global", "per-rank"]
 LossIs = Literal["mean", "sum"]
-ANYWHERE = ("chunked", "ring")
-"""Forms of matmuls in pieces that every backend runs."""
 DataParallelMode = Literal["replicate", "zero1", "zero2", "zero3"]
 
 

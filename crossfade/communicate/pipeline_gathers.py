@@ -16,26 +16,23 @@ from crossfade.communicate.pipelines import (
     WRITTEN,
     Choice,
     Gate,
-    check_form,
+    PipelinePass,
     current,
     laid_out,
     left,
     raise_above,
     raised,
-    rows_of_each,
     shaped,
     spelled_product,
     viewed,
 )
-from crossfade.cost.machine import Machine
-from crossfade.cost.pipelined import forecast_gather
-from crossfade.cost.presets import preset
+from crossfade.cost.pipelined import forecast_gather, rows_of_each
 from crossfade.graph.effects import memory_of
 from crossfade.graph.gathers import Gather, find_gathers
 from crossfade.graph.layouts import same
 from crossfade.graph.matmuls import SIZE_ONLY, Product, products_of
 from crossfade.graph.order import Order, Reachability
-from crossfade.graph.passes import Numerics, Outcome, Pass, PassResult, Verdict
+from crossfade.graph.passes import Numerics, Outcome, PassResult, Verdict
 from crossfade.graph.pipelined import gather_matmul
 from crossfade.graph.program import Program, size_hint, tensor_bytes
 from crossfade.graph.relayouts import Refusal
@@ -68,7 +65,7 @@ class GatherPipeline:
 
 
 @dataclass(frozen=True)
-class PipelineGathers(Pass):
+class PipelineGathers(PipelinePass):
     """Gather in pieces what matmuls read, and multiply each piece while the next travels.
 
     The all-gather, in whatever spelling, and all matmuls that read its result become one operator. What it is gathered
@@ -97,21 +94,12 @@ class PipelineGathers(Pass):
     name = "pipeline-gathers"
     numerics = Numerics.REASSOCIATES
 
-    machine: Machine = preset("ethernet-1gbit")  # noqa: RUF009 (a machine is frozen)
-    form: str = "auto"
-    chunks: int | None = None
-    forms: tuple[tuple[str, tuple[str, ...]], ...] = ()
-    measured: tuple[tuple[str, float], ...] = ()
-
-    def __post_init__(self) -> None:
-        check_form(self.name, self.form, self.chunks)
-
     def plan(self, program: Program) -> tuple[list[GatherPipeline], list[Verdict]]:
         """Choose what becomes a pipeline, and say why the rest does not; pure."""
         gathers, verdicts = find_gathers(program.graph)
         if not gathers:
             return [], verdicts
-        gate = Gate(program, self.machine, dict(self.forms), dict(self.measured), self.form, self.chunks)
+        gate = self.gate(program)
         planner = _Planner(program, gathers, gate)
         planned = [planner.plan(one) for one in gathers]
         verdicts += [*planner.verdicts, *(found for found in planned if isinstance(found, Verdict))]
@@ -192,8 +180,7 @@ class _Planner:
         """Why a product cannot join, with its numbers; or the nodes that must be raised for it."""
         if product.matmul in self.claimed:
             return ANOTHER, product.matmul.name
-        needed = [product.other, product.bias, *(product.scales or ())]
-        operands = [node for node in needed if node is not None]
+        operands = product.beside
         for node in operands:
             if self.reach.reaches(one.collective.node, node):
                 return CYCLE, f"{node.name} needs {one.collective.node.name}"
@@ -210,8 +197,7 @@ class _Planner:
 
     def _gathers_behind(self, one: Gather, product: Product, raises: Sequence[fx.Node]) -> list[Gather]:
         """The other gathers whose whole results a product would be given directly, or by what is raised for it."""
-        needed = [product.other, product.bias, *(product.scales or ())]
-        reads = [*needed, *(source for node in raises for source in node.all_input_nodes)]
+        reads = [*product.beside, *(source for node in raises for source in node.all_input_nodes)]
         found = [self.gathered[node] for node in reads if node in self.gathered]
         return [other for other in found if other is not one]
 

@@ -12,21 +12,18 @@ from crossfade.communicate.pipelines import (
     WRITTEN,
     Choice,
     Gate,
-    check_form,
+    PipelinePass,
     current,
     left,
-    rows_of_each,
     shaped,
     spelled_product,
     viewed,
 )
-from crossfade.cost.machine import Machine
-from crossfade.cost.pipelined import forecast_scatter
-from crossfade.cost.presets import preset
+from crossfade.cost.pipelined import forecast_scatter, rows_of_each
 from crossfade.graph.gathers import Scatter, find_scatters
 from crossfade.graph.matmuls import Product, product_before
 from crossfade.graph.order import Order
-from crossfade.graph.passes import Numerics, Outcome, Pass, PassResult, Verdict
+from crossfade.graph.passes import Numerics, Outcome, PassResult, Verdict
 from crossfade.graph.pipelined import matmul_scatter
 from crossfade.graph.program import Program, size_hint, tensor_bytes
 from crossfade.graph.splice import Replacements, splice
@@ -51,7 +48,7 @@ class ScatterPipeline:
 
 
 @dataclass(frozen=True)
-class PipelineScatters(Pass):
+class PipelineScatters(PipelinePass):
     """Compute in pieces what is reduce-scattered, and let each piece travel while the next is computed.
 
     The reduce-scatter (sum or mean), in whatever spelling, and the matmul that makes its input become one operator, in
@@ -76,21 +73,12 @@ class PipelineScatters(Pass):
     name = "pipeline-scatters"
     numerics = Numerics.REASSOCIATES
 
-    machine: Machine = preset("ethernet-1gbit")  # noqa: RUF009 (a machine is frozen)
-    form: str = "auto"
-    chunks: int | None = None
-    forms: tuple[tuple[str, tuple[str, ...]], ...] = ()
-    measured: tuple[tuple[str, float], ...] = ()
-
-    def __post_init__(self) -> None:
-        check_form(self.name, self.form, self.chunks)
-
     def plan(self, program: Program) -> tuple[list[ScatterPipeline], list[Verdict]]:
         """Choose what becomes a pipeline, and say why the rest does not; pure."""
         scatters, verdicts = find_scatters(program.graph)
         if not scatters:
             return [], verdicts
-        gate = Gate(program, self.machine, dict(self.forms), dict(self.measured), self.form, self.chunks)
+        gate = self.gate(program)
         written = Order(program.graph).rewritten()
         pipelines = []
         for one in scatters:
@@ -127,8 +115,7 @@ def _plan_one(one: Scatter, gate: Gate, written: set[fx.Node]) -> ScatterPipelin
 
     if (reader := _another_reader(one, product)) is not None:
         return refused(USED, f"{reader.name} reads {product.matmul.name}")
-    operands = [product.operand, product.other, product.bias, *(product.scales or ())]
-    if rewritten := [node.name for node in operands if node is not None and node in written]:
+    if rewritten := [node.name for node in (product.operand, *product.beside) if node in written]:
         return refused(WRITTEN, ", ".join(rewritten))
     dim = product.result_dim(one.dim, one.ranks)
     if dim is None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +12,7 @@ from crossfade.cost.estimate import estimate
 from crossfade.cost.hidden import hidden_by_overlap
 from crossfade.cost.machine import Machine
 from crossfade.cost.pipelined import CHUNKS, Forecast, Forecasts
+from crossfade.cost.presets import preset
 from crossfade.errors import PassError
 from crossfade.graph import pipelined
 from crossfade.graph.collectives import Collective
@@ -20,7 +20,7 @@ from crossfade.graph.effects import is_pure
 from crossfade.graph.layouts import same, same_shape
 from crossfade.graph.matmuls import Product
 from crossfade.graph.order import Order
-from crossfade.graph.passes import Outcome, Verdict
+from crossfade.graph.passes import Outcome, Pass, Verdict
 from crossfade.graph.program import Program, size_hint
 from crossfade.graph.splice import Replacements
 
@@ -49,12 +49,14 @@ class Choice:
     form: str
     chunks: int
     forecast: Forecast | None = None
+    hidden: float = 0.0
+    """Seconds that computation beside it would have hidden anyway."""
 
     def __str__(self) -> str:
         pieces = f"{self.form} in {self.chunks} piece{'' if self.chunks == 1 else 's'}"
         if self.forecast is None:
             return f"{pieces}, as told"
-        return f"{pieces}, {_ms(self.forecast.saved)} of {_ms(self.forecast.plain)} saved"
+        return f"{pieces}, {_ms(self.forecast.saved - self.hidden)} of {_ms(self.forecast.plain)} saved"
 
 
 class Gate:
@@ -76,7 +78,7 @@ class Gate:
 
     def forms_of(self, group: str) -> tuple[str, ...]:
         """The forms that a group can run."""
-        return tuple(self.forms.get(group, ("chunked", "ring"))) if self.form == "auto" else (self.form,)
+        return tuple(self.forms.get(group, pipelined.ANYWHERE)) if self.form == "auto" else (self.form,)
 
     @property
     def pieces(self) -> Sequence[int]:
@@ -93,24 +95,40 @@ class Gate:
         if self.form != "auto":
             return Choice(best.form, best.chunks, best)
         hides, travel = self.hidden.get(one.node, 0.0), self.costs.travel.get(one.node, 0.0)
-        if best.saved < LEAST_GAIN * best.plain + _PIECE_SECONDS * best.chunks:
+        least = LEAST_GAIN * best.plain + _PIECE_SECONDS * best.chunks
+        if best.saved < least:
             return SLOWER, str(best)
-        if best.saved <= hides:
+        if best.saved - hides < least:
             detail = f"{_ms(hides)} of {_ms(travel)} hidden, a pipeline would save {_ms(best.saved)}"
             return HIDDEN, detail
-        return Choice(best.form, best.chunks, best)
+        return Choice(best.form, best.chunks, best, hides)
 
 
-def check_form(name: str, form: str, chunks: int | None) -> None:
-    """Raise unless a pass's options are ones it can have."""
-    if form not in ("auto", *pipelined.FORMS):
-        raise PassError(
-            f"{name}(form={form!r})",
-            expected=" or ".join(map(repr, ("auto", *pipelined.FORMS))),
-            remedy="pass one of those",
-        )
-    if chunks is not None and chunks < 1:
-        raise PassError(f"{name}(chunks={chunks})", expected="at least 1, or None to choose", remedy="pass such")
+@dataclass(frozen=True)
+class PipelinePass(Pass):
+    """What the two pipelining passes share: their options, which `PipelineGathers` explains."""
+
+    machine: Machine = preset("ethernet-1gbit")  # noqa: RUF009 (a machine is frozen)
+    form: str = "auto"
+    chunks: int | None = None
+    forms: tuple[tuple[str, tuple[str, ...]], ...] = ()
+    measured: tuple[tuple[str, float], ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.form not in ("auto", *pipelined.FORMS):
+            raise PassError(
+                f"{self.name}(form={self.form!r})",
+                expected=" or ".join(map(repr, ("auto", *pipelined.FORMS))),
+                remedy="pass one of those",
+            )
+        if self.chunks is not None and self.chunks < 1:
+            raise PassError(
+                f"{self.name}(chunks={self.chunks})", expected="at least 1, or None to choose", remedy="pass such"
+            )
+
+    def gate(self, program: Program) -> Gate:
+        """What says whether a candidate of a program pays."""
+        return Gate(program, self.machine, dict(self.forms), dict(self.measured), self.form, self.chunks)
 
 
 def raised(order: Order, needed: Iterable[fx.Node], place: fx.Node, written: set[fx.Node]) -> list[fx.Node] | str:
@@ -182,12 +200,6 @@ def current(replaced: Replacements, node: fx.Node) -> fx.Node:
     while node in replaced.new:
         node = replaced.new[node]
     return node
-
-
-def rows_of_each(shape: Sequence[Any], dim: int) -> int:
-    """The rows of a matmul in each of a dim that is cut: the sizes of the dims beside it, the last one's left out."""
-    last = len(shape) - 1
-    return math.prod(size_hint(size) for at, size in enumerate(shape) if at not in (dim, last)) if dim != last else 1
 
 
 def left(one: Collective, reason: str, detail: str = "") -> Verdict:

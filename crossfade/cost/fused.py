@@ -13,7 +13,7 @@ from torch import fx
 from crossfade.cost.flops import equation_flops
 from crossfade.cost.keys import Described, Keys, dense_strides
 from crossfade.cost.machine import Machine
-from crossfade.cost.pipelined import Exchange
+from crossfade.cost.pipelined import Exchange, rows_of_each
 from crossfade.graph.collectives import Kind
 from crossfade.graph.operators import arguments, remembered
 from crossfade.graph.pipelined import GATHER_MATMUL, MATMUL_SCATTER, Equation, read_product
@@ -107,15 +107,14 @@ def read_fused(node: fx.Node, keys: Keys) -> Fused:
             FusedProduct(read_product(one), whole, keys.tensors(other)[0], _maybe(bias, keys), device)
             for one, other, bias in triples
         )
-        each = math.prod(part.sizes[:-1]) // part.sizes[dim] if dim < len(part.sizes) - 1 else 1
+        each = rows_of_each(part.sizes, dim)
         return Fused(Kind.ALL_GATHER, products, whole.bytes, part.sizes[dim], each, **how)
     left, right = keys.tensors(given["left"])[0], keys.tensors(given["right"])[0]
     result = keys.tensors(node)[0]
     product = FusedProduct(read_product(given["product"]), left, right, _maybe(given["bias"], keys), device)
     size = result.bytes * given["ranks"]
     dim = given["dim"]
-    each = math.prod(result.sizes[:-1]) // result.sizes[dim] if dim < len(result.sizes) - 1 else 1
-    return Fused(Kind.REDUCE_SCATTER, (product,), size, result.sizes[dim], each, **how)
+    return Fused(Kind.REDUCE_SCATTER, (product,), size, result.sizes[dim], rows_of_each(result.sizes, dim), **how)
 
 
 def _maybe(node: fx.Node | None, keys: Keys) -> Described | None:

@@ -17,14 +17,16 @@ travels, and stands still for what has not arrived. The forms:
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from crossfade.cost.machine import Machine
 from crossfade.errors import MachineError
 from crossfade.graph.collectives import Kind
-from crossfade.graph.pipelined import FORMS
+from crossfade.graph.pipelined import ANYWHERE, FORMS
+from crossfade.graph.program import size_hint
 
 CHUNKS = (1, 2, 4, 8, 16)
 """Numbers of pieces that are tried."""
@@ -123,6 +125,16 @@ class Exchange:
         return max(1, min(self.rows, self.rows * self.each // least))
 
 
+def rows_of_each(shape: Sequence[Any], dim: int) -> int:
+    """The rows of a matmul in each of a dim that is cut: the sizes of the dims beside it, the last one's left out.
+
+    >>> rows_of_each((4, 256, 64), dim=1), rows_of_each((4, 256, 64), dim=2)
+    (4, 1)
+    """
+    last = len(shape) - 1
+    return math.prod(size_hint(size) for at, size in enumerate(shape) if at not in (dim, last)) if dim != last else 1
+
+
 def call_seconds(machine: Machine, seconds: float, rows: float) -> float:
     """Seconds of one call that computes a piece of a matmul, whose share of the whole one's time is `seconds`.
 
@@ -155,7 +167,7 @@ def forecast_gather(
     gathered_bytes: int,
     matmul_seconds: float,
     rows: int,
-    forms: Sequence[str] = ("chunked", "ring"),
+    forms: Sequence[str] = ANYWHERE,
     chunks: Sequence[int] = CHUNKS,
     *,
     products: int = 1,
@@ -184,7 +196,7 @@ def forecast_scatter(
     scattered_bytes: int,
     matmul_seconds: float,
     rows: int,
-    forms: Sequence[str] = ("chunked", "ring"),
+    forms: Sequence[str] = ANYWHERE,
     chunks: Sequence[int] = CHUNKS,
     *,
     each: int = 1,

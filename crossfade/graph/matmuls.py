@@ -60,6 +60,11 @@ class Product:
     fast_accumulation: bool = False
 
     @property
+    def beside(self) -> list[fx.Node]:
+        """What it takes beside its first operand: the other one, a bias, scales."""
+        return [node for node in (self.other, self.bias, *(self.scales or ())) if node is not None]
+
+    @property
     def operand_letters(self) -> str:
         """One letter for each dim of the first operand."""
         return self.equation.partition(",")[0]

@@ -26,6 +26,9 @@ FORMS = ("chunked", "ring", "symmetric")
 """Ways to run: functional collectives piece by piece; from neighbour to neighbour; torch's kernels on symmetric memory
 of CUDA devices."""
 
+ANYWHERE = ("chunked", "ring")
+"""Those that run on every backend."""
+
 REDUCTIONS = ("sum", "avg")
 """What a scattered product may be reduced by."""
 
