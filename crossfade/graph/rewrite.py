@@ -19,6 +19,7 @@ from torch import fx
 
 from crossfade.errors import RewriteError, TextError
 from crossfade.graph.aliasing import Aliasing
+from crossfade.graph.effects import memory_of
 from crossfade.graph.operators import argument_names, by_name, defaults_of
 from crossfade.graph.program import Program, paused_garbage_collection
 from crossfade.graph.splice import NeedsGuard, erase_if_dead, splice
@@ -246,7 +247,13 @@ class _Rewriter:
             read -= set(match.root.all_input_nodes)
         if any(self.aliasing.is_written(source) for source in read):
             return "it would read later what is written to"
+        if self.aliasing.writes and any(self._is_overwritten(one, match.root) for one in pattern.inner(match.root)):
+            return WRITTEN
         return self.aliasing.may_replace(match.root, replacement) if isinstance(replacement, fx.Node) else None
+
+    def _is_overwritten(self, inner: fx.Node, root: fx.Node) -> bool:
+        """Whether a value on the way to the root may be another by the time the root reads it; views follow along."""
+        return self.aliasing.is_written(inner) and memory_of(inner) != memory_of(root)
 
     def _count(self, rule: Rule, node: fx.Node, replacement: Any) -> None:
         self.counts[rule.name] += 1
@@ -355,6 +362,15 @@ class _Call:
             if given is not default and not _same(default, given):
                 return False
         return True
+
+    def inner(self, node: fx.Node) -> Iterator[fx.Node]:
+        """The nodes that its inner calls match, where it matches a node."""
+        for place, name, default, item in self.arranged(node.target).named:
+            given: Any = node.args[place] if place < len(node.args) else node.kwargs.get(name, default)
+            for part, value in zip(item.items, given, strict=True) if isinstance(item, _Sequence) else [(item, given)]:
+                if isinstance(part, _Call):
+                    yield value
+                    yield from part.inner(value)
 
     def arranged(self, target: Any) -> _Arranged:
         """Its arguments as one of its operators takes them, remembered."""

@@ -211,6 +211,33 @@ class TestRules:
         apply_rules(program, [Rule("neg", "aten.neg(x)", lambda m: m["x"], check)])
         assert seen == {"n": True, "m": False}
 
+    @pytest.mark.parametrize(("write", "changes"), [("add_.Tensor(a, 1)", False), ("add.Tensor(a, 1)", True)])
+    def test_what_is_written_on_the_way_to_the_root_is_another_value_by_then(self, write: str, changes: bool):
+        program = program_of(f"""
+            x: f32[4] = input("x")
+            a: f32[4] = aten.neg(x)
+            w: f32[4] = aten.{write}
+            b: f32[4] = aten.neg(a)
+            c: f32[4] = aten.exp(b)
+            return output("c", c), output("w", w)
+        """)
+        rule = Rule("neg-neg", "aten.neg(aten.neg(x))", lambda m: m["x"])
+        done = apply_rules(program, [rule])
+        assert done.changed is changes
+        assert [reason for _, _, reason in done.declined] == ([] if changes else [WRITTEN])
+
+    def test_a_view_follows_what_is_written_behind_it(self):
+        program = program_of("""
+            x: f32[4] = input("x")
+            a: f32[4] = aten.clone(x)
+            v: f32[2, 2] = aten.view(a, [2, 2])
+            w: f32[4] = aten.add_.Tensor(a, 1)
+            u: f32[4] = aten.view(v, [4])
+            c: f32[4] = aten.exp(u)
+            return output("c", c)
+        """)
+        assert apply_rules(program, [Rule("views", "aten.view(aten.view(x, _), [4])", lambda m: m["x"])]).changed
+
     def test_nothing_to_do(self):
         program = program_of(TWO)
         done = apply_rules(program, [Rule("exp", "aten.exp(x)", lambda m: m["x"])])
