@@ -201,8 +201,11 @@ def optimization(backends: Mapping[str, str] | None = None, machine: Machine | N
     """
     backends = backends or {}
     exchanged = [group for group, backend in backends.items() if backend == "gloo"]
-    pipelined = micro_pipeline(machine.with_scatters_as_exchanges(exchanged), backends) if machine is not None else []
-    return simplification(machine) + pipelined + communication() + lowering(backends)
+    if machine is None:
+        return simplification() + communication() + lowering(backends)
+    here = machine.with_scatters_as_exchanges(exchanged)
+    ordered = [*communication().without("raise-launches", "sink-waits"), OverlapCommunication(here)]
+    return simplification(machine) + micro_pipeline(here, backends) + ordered + lowering(backends)
 
 
 def copy_kernel(program: Program) -> dict[str, str]:
@@ -242,7 +245,8 @@ def optimize(
     The result takes the same inputs and returns the same structure. `groups` gives the sizes of process groups that
     the graph names; by default those that the graph's own ops say. `backends` gives what each group runs on, by default
     as torch knows it in this process: gloo's reduce-scatters become all-to-alls and local sums, which is twice as fast;
-    `backends={}` keeps them. A `machine` adds what pays only on some. With `passes`, exactly those run: a list, or a
+    `backends={}` keeps them. A `machine` adds what pays only on some, and puts nodes in the order that is predicted to be
+    fastest on it. With `passes`, exactly those run: a list, or a
     pipeline like `crossfade.pipeline.optimization().without("bucket-all-reduces")`.
 
         >>> from crossfade.graph.text import parse

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor, fx
 
+from crossfade.communicate.meanwhile import Spare, SpareMatmuls
 from crossfade.communicate.pipelines import (
+    LEAST_GAIN,
     PIPELINED,
     WRITTEN,
     Choice,
@@ -15,36 +18,46 @@ from crossfade.communicate.pipelines import (
     PipelinePass,
     current,
     left,
+    raise_above,
     shaped,
     spelled_product,
     viewed,
 )
-from crossfade.cost.pipelined import forecast_scatter, rows_of_each
+from crossfade.cost.pipelined import Forecasts, forecast_scatter, rows_of_each
 from crossfade.graph.gathers import Scatter, find_scatters
 from crossfade.graph.matmuls import Product, product_before
 from crossfade.graph.order import Order
 from crossfade.graph.passes import Numerics, Outcome, PassResult, Verdict
-from crossfade.graph.pipelined import matmul_scatter
+from crossfade.graph.pipelined import ANYWHERE, matmul_scatter, matmul_scatter_meanwhile
 from crossfade.graph.program import Program, size_hint, tensor_bytes
 from crossfade.graph.splice import Replacements, splice
 
 NO_MATMUL = "no matmul makes what it scatters"
 USED = "something else reads the matmul's result before it is scattered"
 SUMMED = "the parts are no equal parts of one dim of the matmul"
+MEANWHILE = "is computed while another's result travels"
 
 
 @dataclass(frozen=True)
 class ScatterPipeline:
-    """One reduce-scatter, the matmul that it becomes one with, along which dim of it, and how that runs."""
+    """One reduce-scatter, the matmul that it becomes one with, along which dim of it, and how that runs; and matmuls
+    that have nothing to do with it, for the time in which it travels."""
 
     scatter: Scatter
     product: Product
     dim: int
     choice: Choice
+    meanwhile: tuple[Spare, ...] = ()
 
     def __str__(self) -> str:
         product = f"{self.product.matmul.name} {self.product.equation}"
-        return f"{self.scatter.collective.node.name} along dim {self.dim} of {product}: {self.choice}"
+        others = f", meanwhile {self.others}" if self.meanwhile else ""
+        return f"{self.scatter.collective.node.name} along dim {self.dim} of {product}: {self.choice}{others}"
+
+    @property
+    def others(self) -> str:
+        """The names of the matmuls that have nothing to do with it."""
+        return ", ".join(spare.matmul.name for spare in self.meanwhile)
 
 
 @dataclass(frozen=True)
@@ -52,7 +65,8 @@ class PipelineScatters(PipelinePass):
     """Compute in pieces what is reduce-scattered, and let each piece travel while the next is computed.
 
     The reduce-scatter (sum or mean), in whatever spelling, and the matmul that makes its input become one operator, in
-    which each rank computes the others' parts first and its own last. `machine`, `form`, `chunks`, `forms` and
+    which each rank computes the others' parts first and its own last. What travels even then is put over matmuls near
+    it that have nothing to do with it, such as the gradient of a weight: they become part of the operator. `machine`, `form`, `chunks`, `forms` and
     `measured` are those of `pipeline-gathers`.
 
     Before:
@@ -78,16 +92,10 @@ class PipelineScatters(PipelinePass):
         scatters, verdicts = find_scatters(program.graph)
         if not scatters:
             return [], verdicts
-        gate = self.gate(program)
-        written = Order(program.graph).rewritten()
-        pipelines = []
-        for one in scatters:
-            found = _plan_one(one, gate, written)
-            if isinstance(found, ScatterPipeline):
-                pipelines.append(found)
-            else:
-                verdicts += found
-        return pipelines, verdicts
+        planner = _Planner(program, scatters, self.gate(program))
+        planned = [planner.plan(one) for one in scatters]
+        verdicts += [verdict for found in planned if isinstance(found, list) for verdict in found]
+        return [found for found in planned if isinstance(found, ScatterPipeline)], verdicts
 
     def run(self, program: Program) -> PassResult:
         """Plan, then apply."""
@@ -100,41 +108,73 @@ class PipelineScatters(PipelinePass):
         return PassResult(bool(pipelines), counts, tuple(verdicts))
 
 
-def _plan_one(one: Scatter, gate: Gate, written: set[fx.Node]) -> ScatterPipeline | list[Verdict]:
-    """The pipeline that a scatter becomes, or verdicts on it and on its matmul."""
-    start = one.collective
-    product = product_before(one.whole)
-    if not isinstance(product, Product):
-        return [left(start, NO_MATMUL, str(product))]
+class _Planner:
+    """Decides scatter by scatter, in program order."""
 
-    def refused(reason: str, detail: str) -> list[Verdict]:
-        return [
-            left(start, reason, detail),
-            Verdict.of(product.matmul, Outcome.LEFT, reason, detail=f"{start.node.name}: {detail}"),
-        ]
+    def __init__(self, program: Program, scatters: Sequence[Scatter], gate: Gate) -> None:
+        self.gate = gate
+        order = Order(program.graph)
+        self.written = order.rewritten()
+        self.products = {one.collective.node: product_before(one.whole) for one in scatters}
+        matmuls = {product.matmul for product in self.products.values() if isinstance(product, Product)}
+        self.spare = SpareMatmuls(order, gate.costs, self.written, matmuls)
 
-    if (reader := _another_reader(one, product)) is not None:
-        return refused(USED, f"{reader.name} reads {product.matmul.name}")
-    if rewritten := [node.name for node in (product.operand, *product.beside) if node in written]:
-        return refused(WRITTEN, ", ".join(rewritten))
-    dim = product.result_dim(one.dim, one.ranks)
-    if dim is None:
-        return refused(SUMMED, f"dim {one.dim} of {one.whole.name} over {one.ranks} ranks")
-    found = forecast_scatter(
-        gate.machine,
-        start.group,
-        one.ranks,
-        tensor_bytes(one.whole.meta["val"]),
-        gate.costs.compute.get(product.matmul, 0.0),
-        size_hint(product.shape[dim]) // one.ranks,
-        gate.forms_of(start.group),
-        gate.pieces,
-        each=rows_of_each(product.shape, dim),
-    )
-    choice = gate.judge(start, found)
-    if not isinstance(choice, Choice):
-        return refused(*choice)
-    return ScatterPipeline(one, product, dim, choice)
+    def plan(self, one: Scatter) -> ScatterPipeline | list[Verdict]:
+        """The pipeline that a scatter becomes, or verdicts on it and on its matmul."""
+        start = one.collective
+        product = self.products[start.node]
+        if not isinstance(product, Product):
+            return [left(start, NO_MATMUL, str(product))]
+
+        def refused(reason: str, detail: str) -> list[Verdict]:
+            return [
+                left(start, reason, detail),
+                Verdict.of(product.matmul, Outcome.LEFT, reason, detail=f"{start.node.name}: {detail}"),
+            ]
+
+        if (reader := _another_reader(one, product)) is not None:
+            return refused(USED, f"{reader.name} reads {product.matmul.name}")
+        if rewritten := [node.name for node in (product.operand, *product.beside) if node in self.written]:
+            return refused(WRITTEN, ", ".join(rewritten))
+        dim = product.result_dim(one.dim, one.ranks)
+        if dim is None:
+            return refused(SUMMED, f"dim {one.dim} of {one.whole.name} over {one.ranks} ranks")
+        choice, meanwhile = self._choice(one, product, dim)
+        if not isinstance(choice, Choice):
+            return refused(*choice)
+        self.spare.take(meanwhile)
+        self.gate.take([product.matmul, *(spare.matmul for spare in meanwhile)])
+        return ScatterPipeline(one, product, dim, choice, tuple(meanwhile))
+
+    def _choice(self, one: Scatter, product: Product, dim: int) -> tuple[Choice | tuple[str, str], list[Spare]]:
+        """How to run, if it pays, and what to compute while something still travels."""
+        start = one.collective
+        alone = self._forecasts(one, product, dim, 0.0)
+        travel = self.gate.costs.travel[start.node]
+        exposed = next((found.exposed for found in alone.considered if found.form in ANYWHERE), travel)
+        meanwhile = []
+        if exposed > LEAST_GAIN * alone.plain:
+            meanwhile = self.spare.near(start.node, _way(one, product), exposed)
+        found = self._forecasts(one, product, dim, self.spare.seconds(meanwhile)) if meanwhile else alone
+        choice = self.gate.judge(start, found)
+        if isinstance(choice, Choice) and choice.form not in ANYWHERE:
+            meanwhile = []
+        return choice, meanwhile
+
+    def _forecasts(self, one: Scatter, product: Product, dim: int, meanwhile: float) -> Forecasts:
+        start, gate = one.collective, self.gate
+        return forecast_scatter(
+            gate.machine,
+            start.group,
+            one.ranks,
+            tensor_bytes(one.whole.meta["val"]),
+            gate.costs.compute.get(product.matmul, 0.0),
+            size_hint(product.shape[dim]) // one.ranks,
+            gate.forms_of(start.group),
+            gate.pieces,
+            each=rows_of_each(product.shape, dim),
+            meanwhile_seconds=meanwhile,
+        )
 
 
 def _another_reader(one: Scatter, product: Product) -> fx.Node | None:
@@ -152,33 +192,41 @@ def _apply(program: Program, plan: ScatterPipeline, replaced: Replacements) -> l
     one, product, start = plan.scatter, plan.product, plan.scatter.collective
     holders = (one.result, *one.also)
 
-    def pipeline(left: Tensor, operands: Sequence[Tensor | None]) -> list[Tensor]:
-        right, bias, *scales = shaped(product, operands)
-        made = matmul_scatter(
-            left if product.operand_shape is None else left.reshape(product.operand_shape),
-            right,
-            spelled_product(product),
-            dim=plan.dim,
-            ranks=one.ranks,
-            group=start.group,
-            reduce_op=one.reduce_op,
-            form=plan.choice.form,
-            chunks=plan.choice.chunks,
-            bias=bias,
-            scales=scales if product.scales is not None else (),
-        )
-        return [viewed(made, node) for node in holders]
+    pairs = [spare.matmul.args for spare in plan.meanwhile]
+    raise_above(start.node, [node for spare in plan.meanwhile for node in spare.raises])
 
-    inputs = (product.operand, (product.other, product.bias, *(product.scales or (None, None))))
-    left, operands = fx.map_arg(inputs, lambda node: current(replaced, node))
-    results = splice(program, pipeline, left, operands, before=start.node, like=start.node)
-    for node, result in zip(holders, results, strict=True):
+    def pipeline(left: Tensor, operands: Sequence[Tensor | None], pairs: Sequence[tuple[Tensor, Tensor]]) -> list[Any]:
+        right, bias, *scales = shaped(product, operands)
+        left = left if product.operand_shape is None else left.reshape(product.operand_shape)
+        spelling: dict[str, Any] = {
+            "dim": plan.dim,
+            "ranks": one.ranks,
+            "group": start.group,
+            "reduce_op": one.reduce_op,
+            "form": plan.choice.form,
+            "chunks": plan.choice.chunks,
+            "bias": bias,
+            "scales": scales if product.scales is not None else (),
+        }
+        if pairs:
+            made, *others = matmul_scatter_meanwhile(left, right, spelled_product(product), pairs, **spelling)
+        else:
+            made, others = matmul_scatter(left, right, spelled_product(product), **spelling), []
+        return [*(viewed(made, node) for node in holders), *others]
+
+    inputs = (product.operand, (product.other, product.bias, *(product.scales or (None, None))), pairs)
+    left, operands, pairs = fx.map_arg(inputs, lambda node: current(replaced, node))
+    results = splice(program, pipeline, left, operands, pairs, before=start.node, like=start.node)
+    for node, result in zip((*holders, *(spare.matmul for spare in plan.meanwhile)), results, strict=True):
         replaced.replace(node, result)
+    for node in sorted(node for spare in plan.meanwhile for node in spare.sinks):
+        start.node.prepend(node)
     for node in sorted(_way(one, product) - replaced.new.keys(), reverse=True):
         replaced.drop(node)
-    detail = f"{plan.choice}, with {product.matmul.name}"
+    detail = f"{plan.choice}, with {product.matmul.name}" + (f", meanwhile {plan.others}" if plan.meanwhile else "")
     said = f"{product.equation} with {start.node.name}, {plan.choice.form}"
     return [
         Verdict.of(start.node, Outcome.FUSED, PIPELINED, detail=detail, bytes=start.bytes),
         Verdict.of(product.matmul, Outcome.FUSED, PIPELINED, detail=said),
+        *(Verdict.of(spare.matmul, Outcome.FUSED, MEANWHILE, detail=start.node.name) for spare in plan.meanwhile),
     ]

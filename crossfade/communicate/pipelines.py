@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor, fx
 
 from crossfade.cost.estimate import estimate
-from crossfade.cost.hidden import hidden_by_overlap
+from crossfade.cost.hidden import Overlap
 from crossfade.cost.machine import Machine
 from crossfade.cost.pipelined import CHUNKS, Forecast, Forecasts
 from crossfade.cost.presets import preset
@@ -74,7 +74,7 @@ class Gate:
         self.forms, self.form, self.chunks = forms, form, chunks
         self.machine = machine
         self.costs = estimate(program, machine, measured)
-        self.hidden = hidden_by_overlap(program, self.costs) if form == "auto" else {}
+        self._overlap = Overlap(program, self.costs) if form == "auto" else None
 
     def forms_of(self, group: str) -> tuple[str, ...]:
         """The forms that a group can run."""
@@ -94,7 +94,8 @@ class Gate:
         best = min(found.considered, key=lambda one: one.seconds + _PIECE_SECONDS * one.chunks)
         if self.form != "auto":
             return Choice(best.form, best.chunks, best)
-        hides, travel = self.hidden.get(one.node, 0.0), self.costs.travel.get(one.node, 0.0)
+        assert self._overlap is not None
+        hides, travel = self._overlap.hidden(one.node), self.costs.travel[one.node]
         least = LEAST_GAIN * best.plain + _PIECE_SECONDS * best.chunks
         if best.saved < least:
             return SLOWER, str(best)
@@ -102,6 +103,11 @@ class Gate:
             detail = f"{_ms(hides)} of {_ms(travel)} hidden, a pipeline would save {_ms(best.saved)}"
             return HIDDEN, detail
         return Choice(best.form, best.chunks, best, hides)
+
+    def take(self, matmuls: Iterable[fx.Node]) -> None:
+        """Let the pipeline that was judged last have these matmuls: they hide nothing else."""
+        if self._overlap is not None:
+            self._overlap.take(matmuls)
 
 
 @dataclass(frozen=True)

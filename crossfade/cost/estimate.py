@@ -9,7 +9,7 @@ import torch
 from torch import fx
 
 from crossfade.cost.flops import flops_of, formula_of
-from crossfade.cost.fused import Fused, is_fused, read_fused
+from crossfade.cost.fused import Fused, FusedProduct, is_fused, read_fused
 from crossfade.cost.keys import Keys
 from crossfade.cost.machine import Machine
 from crossfade.cost.pipelined import Forecast, forecast
@@ -91,11 +91,12 @@ class Estimator:
 
     def forecast(self, one: Fused) -> Forecast:
         """What a matmul in pieces takes: those that `measured` knows by their key as plain calls count as they do."""
-        seconds = 0.0
-        for product in one.products:
-            known = [self.measured[key] for key in product.keys(self.keys) if key in self.measured]
-            seconds += known[0] if known else product.seconds(self.machine)
-        return forecast(one.exchange(self.machine, seconds), one.kind, one.form, one.chunks)
+        seconds, meanwhile = (sum(map(self._product, some)) for some in (one.products, one.meanwhile))
+        return forecast(one.exchange(self.machine, seconds, meanwhile), one.kind, one.form, one.chunks)
+
+    def _product(self, one: FusedProduct) -> float:
+        known = [self.measured[key] for key in one.keys(self.keys) if key in self.measured]
+        return known[0] if known else one.seconds(self.machine)
 
     def _travel(self, one: Collective) -> float:
         ranks = self.program.groups.get(one.group) or one.group_size

@@ -135,7 +135,10 @@ def _gathered_products(given: Mapping[str, Any], _: tuple[Described, ...]) -> fl
 
 
 def _scattered_product(given: Mapping[str, Any], _: tuple[Described, ...]) -> float:
-    return equation_flops(read_product(given["product"]), given["left"], given["right"])
+    others = given.get("meanwhile", ())
+    matrices = read_product("mk,kn->mn")
+    meanwhile = sum(equation_flops(matrices, one, other) for one, other in zip(others[::2], others[1::2], strict=True))
+    return equation_flops(read_product(given["product"]), given["left"], given["right"]) + meanwhile
 
 
 _PLAIN = ("mm", "bmm", "mv", "dot", "matmul", "_scaled_mm")
@@ -158,5 +161,8 @@ _FORMULAS: dict[str, Formula] = {
     **{f"_scaled_dot_product_{one}_backward": _attention_backward for one in _ATTENTIONS},
 }
 
-_PIPELINED: dict[str, Formula] = {"gather_matmul": _gathered_products, "matmul_scatter": _scattered_product}
+_PIPELINED: dict[str, Formula] = {
+    "gather_matmul": _gathered_products,
+    **dict.fromkeys(("matmul_scatter", "matmul_scatter_meanwhile"), _scattered_product),
+}
 """Our own operators, whose collective is not counted."""

@@ -16,7 +16,7 @@ from crossfade.cost.machine import Machine
 from crossfade.cost.pipelined import Exchange, rows_of_each
 from crossfade.graph.collectives import Kind
 from crossfade.graph.operators import arguments, remembered
-from crossfade.graph.pipelined import GATHER_MATMUL, MATMUL_SCATTER, Equation, read_product
+from crossfade.graph.pipelined import GATHER_MATMUL, MATMUL_SCATTER, MATMUL_SCATTER_MEANWHILE, Equation, read_product
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +64,8 @@ class FusedProduct:
 
 @dataclass(frozen=True, slots=True)
 class Fused:
-    """One such node: its products, and the collective in it, by the bytes of all ranks' blocks."""
+    """One such node: its products, the collective in it, by the bytes of all ranks' blocks, and what else it computes
+    `meanwhile`."""
 
     kind: Kind
     products: tuple[FusedProduct, ...]
@@ -75,11 +76,13 @@ class Fused:
     form: str
     chunks: int
     group: str
+    meanwhile: tuple[FusedProduct, ...] = ()
 
-    def exchange(self, machine: Machine, seconds: float) -> Exchange:
+    def exchange(self, machine: Machine, seconds: float, meanwhile: float = 0.0) -> Exchange:
         """What is to be forecast on a machine, where all products together take so many seconds."""
         products = max(1, len(self.products))
-        return Exchange(machine, self.group, self.ranks, self.bytes, seconds, self.rows, products, self.each)
+        size = (self.group, self.ranks, self.bytes)
+        return Exchange(machine, *size, seconds, self.rows, products, self.each, meanwhile)
 
 
 @remembered
@@ -90,7 +93,7 @@ def is_fused(target: Any) -> bool:
     (True, False)
     """
     schema = getattr(target, "_schema", None)
-    return schema is not None and schema.name in (GATHER_MATMUL, MATMUL_SCATTER)
+    return schema is not None and schema.name in (GATHER_MATMUL, MATMUL_SCATTER, MATMUL_SCATTER_MEANWHILE)
 
 
 def read_fused(node: fx.Node, keys: Keys) -> Fused:
@@ -114,7 +117,11 @@ def read_fused(node: fx.Node, keys: Keys) -> Fused:
     product = FusedProduct(read_product(given["product"]), left, right, _maybe(given["bias"], keys), device)
     size = result.bytes * given["ranks"]
     dim = given["dim"]
-    return Fused(Kind.REDUCE_SCATTER, (product,), size, result.sizes[dim], rows_of_each(result.sizes, dim), **how)
+    operands = [keys.tensors(one)[0] for one in given.get("meanwhile", ())]
+    pairs = zip(operands[::2], operands[1::2], strict=True)
+    meanwhile = tuple(FusedProduct(read_product("mk,kn->mn"), *pair, None, device) for pair in pairs)
+    each = rows_of_each(result.sizes, dim)
+    return Fused(Kind.REDUCE_SCATTER, (product,), size, result.sizes[dim], each, **how, meanwhile=meanwhile)
 
 
 def _maybe(node: fx.Node | None, keys: Keys) -> Described | None:

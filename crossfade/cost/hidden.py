@@ -6,7 +6,7 @@ collectives a node, for a thousand collectives at a time; sums over nodes are nu
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy
 from torch import fx
@@ -41,18 +41,37 @@ def hidden_by_overlap(program: Program, costs: Costs) -> dict[fx.Node, float]:
         >>> hidden_by_overlap(program, Costs({y: 2.0, z: 5.0}, {start: 3.0}, {}))
         {start: 2.0}
     """
-    order = Order(program.graph)
-    starts = [index for index, node in enumerate(order.nodes) if node in costs.travel]
-    before = _predecessors(order) if starts else []
-    work = _Work(order, costs)
-    found: dict[fx.Node, float] = {}
-    for first in range(0, len(starts), _AT_A_TIME):
-        some = starts[first : first + _AT_A_TIME]
-        bound = work.bound(_related(before, some))
-        for index, start in enumerate(some):
-            node = order.nodes[start]
-            found[node] = work.cover(start, costs.travel[node], bound[index >> 3], 1 << (index & 7))
-    return found
+    overlap = Overlap(program, costs)
+    return {start: overlap.hidden(start) for start in overlap.starts}
+
+
+class Overlap:
+    """`hidden_by_overlap` for whoever decides about collectives one by one, in the order of the program."""
+
+    def __init__(self, program: Program, costs: Costs) -> None:
+        self._order, self._costs = Order(program.graph), costs
+        self._places = [index for index, node in enumerate(self._order.nodes) if node in costs.travel]
+        self.starts = [self._order.nodes[place] for place in self._places]
+        self._before = _predecessors(self._order) if self.starts else []
+        self._work = _Work(self._order, costs)
+        self._bound: numpy.ndarray = numpy.empty((0, 0))
+        self._found: dict[fx.Node, float] = {}
+
+    def hidden(self, start: fx.Node) -> float:
+        """The seconds of a collective's travel that are covered, once all before it have been served."""
+        while start not in self._found:
+            number = len(self._found)
+            index, node = number % _AT_A_TIME, self.starts[number]
+            if index == 0:
+                self._bound = self._work.bound(_related(self._before, self._places[number : number + _AT_A_TIME]))
+            bit = (self._bound[index >> 3], 1 << (index & 7))
+            self._found[node] = self._work.cover(self._places[number], self._costs.travel[node], *bit)
+        return self._found[start]
+
+    def take(self, nodes: Iterable[fx.Node]) -> None:
+        """Let the collective that was asked for last go without what covered it, and nodes cover nothing any more."""
+        self._work.give_back()
+        self._work.spend([self._order.position[node] for node in nodes])
 
 
 def _predecessors(order: Order) -> list[list[int]]:
@@ -86,6 +105,7 @@ class _Work:
         seconds = [(index, _seconds(node, costs)) for index, node in enumerate(order.nodes)]
         self._positions = numpy.array([index for index, one in seconds if one > 0], dtype=numpy.int64)
         self._left = numpy.array([one for _, one in seconds if one > 0], dtype=numpy.float64)
+        self._given: tuple[slice, numpy.ndarray] = (slice(0, 0), numpy.empty(0))
 
     def bound(self, bits: Sequence[int]) -> numpy.ndarray:
         """The bits of the nodes that have something left, eight collectives a row; the others are forgotten."""
@@ -106,11 +126,21 @@ class _Work:
             if total >= travel or high - low == len(positions):
                 break
             reach *= 4
-        if total <= travel:
-            self._left[low:high] -= offered
-            return total
-        self._left[low:high] -= _nearest(offered, positions[low:high] - position, travel)
-        return travel
+        near = slice(low, high)
+        taken = offered if total <= travel else _nearest(offered, positions[near] - position, travel)
+        self._left[near] -= taken
+        self._given = near, taken
+        return min(total, travel)
+
+    def give_back(self) -> None:
+        """Take the last cover away again."""
+        near, taken = self._given
+        self._left[near] += taken
+        self._given = near, numpy.zeros_like(taken)
+
+    def spend(self, positions: Sequence[int]) -> None:
+        """Leave nothing of the nodes at these positions."""
+        self._left[numpy.isin(self._positions, positions)] = 0.0
 
 
 def _nearest(offered: numpy.ndarray, distances: numpy.ndarray, wanted: float) -> numpy.ndarray:

@@ -9,7 +9,7 @@ travels, and stands still for what has not arrived. The forms:
   block, then on every piece as it arrives. A scatter computes what the other ranks get piece by piece and exchanges
   each while it computes the next, then its own block, then adds up what came.
 - **ring**: blocks go from neighbour to neighbour, one hop after another, in pieces too. Hops are told by the latency
-  and bandwidth of an all-gather: what one rank sends to one other.
+  and bandwidth of an all-gather: what one rank sends to one other; and on a CPU by the launch of each.
 - **symmetric**: torch's kernels on symmetric memory. One block a rank, copied one-sidedly, two copies ahead at most.
 
 **What cutting a matmul costs.** A machine says how fast whole matmuls are; pieces are slower, see `call_seconds`.
@@ -81,7 +81,8 @@ class Exchange:
 
     `bytes` are those of the whole tensor that is gathered or scattered, all ranks' blocks; `rows` those of one rank's
     block along the dim that is cut, `each` the rows of the matmul in each of them. `matmul_seconds` is what the whole
-    matmul takes in one piece, or all of them if there are several `products`.
+    matmul takes in one piece, or all of them if there are several `products`. `meanwhile_seconds` is what others take
+    that a scatter computes while its pieces travel, which a plain one computes afterwards.
     """
 
     machine: Machine
@@ -92,14 +93,20 @@ class Exchange:
     rows: int
     products: int = 1
     each: int = 1
+    meanwhile_seconds: float = 0.0
 
     def travel(self, kind: Kind, chunks: int = 1) -> float:
         """Seconds for which one of so many equal pieces travels as a collective."""
         return self.machine.collective_seconds(kind, round(self.bytes / chunks), self.ranks, self.axis)
 
     def hop(self, chunks: int = 1) -> float:
-        """Seconds for which one of so many pieces of a block travels to one other rank."""
-        return self.machine.collective_seconds(Kind.ALL_GATHER, round(2 * self.block_bytes / chunks), 2, self.axis)
+        """Seconds for which one of so many pieces of a block travels to one other rank.
+
+        On a CPU the link stands still for a launch between two: who passes a piece on wakes up and starts it.
+        """
+        between = self.machine.fabric(self.axis).launch if self.machine.device == "cpu" else 0.0
+        size = round(2 * self.block_bytes / chunks)
+        return between + self.machine.collective_seconds(Kind.ALL_GATHER, size, 2, self.axis)
 
     @property
     def block_bytes(self) -> float:
@@ -108,7 +115,7 @@ class Exchange:
 
     def plain(self, kind: Kind) -> float:
         """Seconds of the collective and the matmul, one after the other."""
-        return self.machine.fabric(self.axis).launch + self.travel(kind) + self.matmul_seconds
+        return self.machine.fabric(self.axis).launch + self.travel(kind) + self.matmul_seconds + self.meanwhile_seconds
 
     def compute(self, share: float, rows: float, calls: int = 1) -> float:
         """Seconds of a share of the matmul in so many calls for each product, each of so many rows."""
@@ -118,6 +125,11 @@ class Exchange:
     def moved(self, size: float) -> float:
         """Seconds in which so many bytes are read and written by one operator."""
         return size / self.machine.memory_bandwidth + self.machine.overhead
+
+    def fits(self, chunks: int) -> bool:
+        """Whether a collective of one of so many pieces is one that its link carries at the speed that it has."""
+        piece = self.machine.fabric(self.axis).piece
+        return piece is None or self.bytes / chunks <= piece
 
     def most_chunks(self) -> int:
         """Into how many pieces a block may be cut."""
@@ -200,10 +212,12 @@ def forecast_scatter(
     chunks: Sequence[int] = CHUNKS,
     *,
     each: int = 1,
+    meanwhile_seconds: float = 0.0,
 ) -> Forecasts:
     """What a matmul and the reduce-scatter of its result take in every form and number of pieces that is possible.
 
-    `scattered_bytes` are those of the whole result of the matmul, `rows` those of each rank's part of it.
+    `scattered_bytes` are those of the whole result of the matmul, `rows` those of each rank's part of it. What is
+    computed meanwhile counts in all of them.
 
         >>> from crossfade.cost.machine import Fabric, Link
         >>> fabric = Fabric(dict.fromkeys(Kind, Link(latency=0.0, bandwidth=1e9)))
@@ -214,7 +228,16 @@ def forecast_scatter(
         None
     """
     return _considered(
-        Exchange(machine, axis, ranks, scattered_bytes, matmul_seconds, rows, each=each),
+        Exchange(
+            machine,
+            axis,
+            ranks,
+            scattered_bytes,
+            matmul_seconds,
+            rows,
+            each=each,
+            meanwhile_seconds=meanwhile_seconds,
+        ),
         Kind.REDUCE_SCATTER,
         forms,
         chunks,
@@ -243,14 +266,13 @@ def forecast(work: Exchange, kind: Kind, form: str, chunks: int) -> Forecast:
 
 
 def _considered(work: Exchange, kind: Kind, forms: Sequence[str], chunks: Sequence[int]) -> Forecasts:
-    """Every form with every number of pieces; those that would be too small are not considered."""
+    """Every form with every number of pieces; those that would be too small are not considered, nor collectives that
+    would be larger than the pieces in which the machine's links were measured, if there are smaller ones."""
     most = work.most_chunks()
-    found = [
-        forecast(work, kind, form, count)
-        for form in forms
-        for count in ((1,) if form == "symmetric" else chunks)
-        if count <= most
-    ]
+    fitting = [count for count in chunks if count <= most]
+    small = [count for count in fitting if work.fits(count)] or fitting
+    counts = {"symmetric": [1] if most else [], "chunked": small}
+    found = [forecast(work, kind, form, count) for form in forms for count in counts.get(form, fitting)]
     return Forecasts(work.plain(kind), tuple(sorted(found, key=lambda one: one.seconds)))
 
 
@@ -295,12 +317,12 @@ def _gather_chunked(work: Exchange, lane: _Lane, chunks: int) -> None:
 
 
 def _gather_ring(work: Exchange, lane: _Lane, chunks: int) -> None:
-    """A thread or stream of its own passes pieces on as they arrive; that takes it a launch each time."""
+    """A thread or stream of its own passes pieces on as they arrive."""
     ranks, rows, overhead = work.ranks, work.rows / chunks, work.machine.overhead * work.products
     hop = work.hop(chunks)
     arrivals = [lane.launch(hop) for _ in range(chunks)]
     for one in range((ranks - 2) * chunks):
-        arrivals.append(lane.carry(hop, arrivals[one] + work.machine.fabric(work.axis).launch))
+        arrivals.append(lane.carry(hop, arrivals[one]))
     lane.compute(work.compute(1 / ranks, work.rows))
     for arrival in arrivals:
         lane.wait(arrival)
@@ -327,7 +349,7 @@ def _scatter_chunked(work: Exchange, lane: _Lane, chunks: int) -> None:
     for _ in range(chunks):
         lane.compute(work.compute((ranks - 1) / ranks / chunks, rows, calls) + calls * overhead)
         arrivals.append(lane.launch(work.travel(Kind.ALL_TO_ALL, chunks)))
-    lane.compute(work.compute(1 / ranks, work.rows))
+    lane.compute(work.compute(1 / ranks, work.rows) + work.meanwhile_seconds)
     for arrival in arrivals:
         lane.wait(arrival)
         for _ in range(ranks - 1):
@@ -343,10 +365,11 @@ def _scatter_ring(work: Exchange, lane: _Lane, chunks: int) -> None:
         for index in range(chunks):
             lane.compute(work.compute(1 / ranks / chunks, rows) + work.machine.overhead)
             if before:
+                lane.compute(work.meanwhile_seconds / (ranks - 1) if index == 0 else 0.0)
                 lane.wait(before[index])
                 lane.compute(add)
             arrivals.append(lane.launch(hop))
-    lane.compute(work.compute(1 / ranks, work.rows))
+    lane.compute(work.compute(1 / ranks, work.rows) + work.meanwhile_seconds / (ranks - 1))
     for arrival in arrivals:
         lane.wait(arrival)
         lane.compute(add)
@@ -361,7 +384,7 @@ def _scatter_symmetric(work: Exchange, lane: _Lane, _: int) -> None:
         arrival = lane.carry(work.hop(), lane.now)
     lane.compute(block)
     lane.wait(arrival)
-    lane.compute(work.moved((ranks + 1) * work.block_bytes))
+    lane.compute(work.moved((ranks + 1) * work.block_bytes) + work.meanwhile_seconds)
 
 
 _RUNS: dict[tuple[Kind, str], Callable[[Exchange, _Lane, int], None]] = {

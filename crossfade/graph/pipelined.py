@@ -1,7 +1,8 @@
-"""Matrix products that travel while they are computed: two operators that graphs hold, and the products they compute.
+"""Matrix products that travel while they are computed: operators that graphs hold, and the products they compute.
 
 `crossfade.gather_matmul` is an all-gather with the products of what it gathers, `crossfade.matmul_scatter` a product
-with the reduce-scatter of it. A *product* is an einsum equation with one letter for each dim: "bsk,kn->bsn" is a linear
+with the reduce-scatter of it (`crossfade.matmul_scatter_meanwhile` with other products too, which are computed while
+its last pieces travel). A *product* is an einsum equation with one letter for each dim: "bsk,kn->bsn" is a linear
 layer on three dims, "bmk,bkn->bmn" a bmm, "bsk,bsn->kn" a weight's gradient. A scaled product also says what it
 returns ("mk,kn->mn bfloat16") and whether it may round more on the way ("mk,kn->mn bfloat16 fast").
 
@@ -21,6 +22,7 @@ from crossfade.errors import RewriteError
 
 GATHER_MATMUL = "crossfade::gather_matmul"
 MATMUL_SCATTER = "crossfade::matmul_scatter"
+MATMUL_SCATTER_MEANWHILE = "crossfade::matmul_scatter_meanwhile"
 
 FORMS = ("chunked", "ring", "symmetric")
 """Ways to run: functional collectives piece by piece; from neighbour to neighbour; torch's kernels on symmetric memory
@@ -148,6 +150,37 @@ def matmul_scatter(
     """
     return torch.ops.crossfade.matmul_scatter(
         left, right, bias, scales, product, dim, reduce_op, ranks, form, chunks, group
+    )
+
+
+def matmul_scatter_meanwhile(
+    left: Tensor,
+    right: Tensor,
+    product: str,
+    meanwhile: Sequence[tuple[Tensor, Tensor]],
+    *,
+    dim: int,
+    ranks: int,
+    group: str,
+    reduce_op: str = "sum",
+    form: str = "chunked",
+    chunks: int = 1,
+    bias: Tensor | None = None,
+    scales: Sequence[Tensor | None] = (),
+) -> list[Tensor]:
+    """Like `matmul_scatter`, and the products of pairs of matrices, computed while the scattered one travels.
+
+    >>> import crossfade.run.pipelined
+    >>> left, right = torch.ones(2, 3), torch.ones(3, 2)
+    >>> scattered, other = matmul_scatter_meanwhile(
+    ...     left, right, "mk,kn->mn", [(right, left)], dim=0, ranks=1, group="tp"
+    ... )
+    >>> scattered.tolist(), other.tolist()
+    ([[3.0, 3.0], [3.0, 3.0]], [[2.0, 2.0, 2.0], [2.0, 2.0, 2.0], [2.0, 2.0, 2.0]])
+    """
+    operands = [operand for pair in meanwhile for operand in pair]
+    return torch.ops.crossfade.matmul_scatter_meanwhile(
+        left, right, bias, scales, product, dim, reduce_op, ranks, form, chunks, group, operands
     )
 
 
@@ -302,6 +335,42 @@ def _scatter_without_data(
     return left.new_empty(shape, dtype=dtype)
 
 
+def _scatter_meanwhile_without_data(
+    left: Tensor,
+    right: Tensor,
+    bias: Tensor | None,
+    scales: list[Tensor | None],
+    product: str,
+    dim: int,
+    reduce_op: str,
+    ranks: int,
+    form: str,
+    chunks: int,
+    group_name: str,
+    meanwhile: list[Tensor],
+) -> list[Tensor]:
+    how = (product, dim, reduce_op, ranks, form, chunks, group_name)
+    scattered = _scatter_without_data(left, right, bias, scales, *how)
+    return [scattered, *(one.new_empty([one.shape[0], other.shape[1]]) for one, other in pairs(meanwhile))]
+
+
+def pairs(meanwhile: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
+    """The operands of the products that are computed meanwhile, once they are matrices that fit."""
+    found = list(zip(meanwhile[::2], meanwhile[1::2], strict=False))
+    for one, other in found:
+        matrices = one.dim() == other.dim() == 2 and one.dtype == other.dtype
+        inner = (one.shape[-1], other.shape[0]) if matrices else (0, 1)
+        if inner[0] != inner[1] if all(isinstance(size, int) for size in inner) else not matrices:
+            raise _error(
+                f"{one.dtype}{list(one.shape)} and {other.dtype}{list(other.shape)} to be multiplied meanwhile",
+                "two matrices of one dtype that fit",
+                "pass pairs of such",
+            )
+    if len(meanwhile) % 2:
+        raise _error(f"{len(meanwhile)} operands to be multiplied meanwhile", "two for each product", "pass pairs")
+    return found
+
+
 def _error(found: str, expected: str, remedy: str) -> RewriteError:
     return RewriteError(found, expected=expected, remedy=remedy)
 
@@ -318,10 +387,19 @@ torch.library.define(
     "str form, int chunks, str group_name) -> Tensor",
     tags=torch.Tag.pt2_compliant_tag,
 )
+torch.library.define(
+    MATMUL_SCATTER_MEANWHILE,
+    "(Tensor left, Tensor right, Tensor? bias, Tensor?[] scales, str product, int dim, str reduce_op, int ranks, "
+    "str form, int chunks, str group_name, Tensor[] meanwhile) -> Tensor[]",
+    tags=torch.Tag.pt2_compliant_tag,
+)
 torch.library.register_fake(GATHER_MATMUL, _gather_without_data)
 torch.library.register_fake(MATMUL_SCATTER, _scatter_without_data)
+torch.library.register_fake(MATMUL_SCATTER_MEANWHILE, _scatter_meanwhile_without_data)
 
 GATHER_OPERATOR = torch.ops.crossfade.gather_matmul.default
 """What a graph calls to gather and multiply."""
 SCATTER_OPERATOR = torch.ops.crossfade.matmul_scatter.default
 """What a graph calls to multiply and scatter."""
+MEANWHILE_OPERATOR = torch.ops.crossfade.matmul_scatter_meanwhile.default
+"""What a graph calls to multiply and scatter, and to multiply other matrices meanwhile."""

@@ -10,10 +10,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from crossfade.errors import MeshError, NotYetError
-from crossfade.graph.pipelined import GATHER_MATMUL, MATMUL_SCATTER, check_run
+from crossfade.graph.pipelined import GATHER_MATMUL, MATMUL_SCATTER, MATMUL_SCATTER_MEANWHILE, check_run, pairs
 from crossfade.graph.private import group_named
 from crossfade.run import pipelined_chunked, pipelined_ring
-from crossfade.run.pipelined_pieces import GatheredProducts, ScatteredProduct
+from crossfade.run.pipelined_pieces import GatheredProducts, Meanwhile, ScatteredProduct
 
 _EXCHANGES = {"chunked": pipelined_chunked, "ring": pipelined_ring}
 
@@ -66,12 +66,44 @@ def _matmul_scatter(
         _own_rank(left, ranks, form, group_name)
         return pipelined_symmetric.scatter(left, right, bias, scales, product, dim, reduce_op, ranks, group_name)
     scattered = ScatteredProduct(left, right, bias, scales, product, dim, reduce_op, ranks)
-    if ranks == 1:
-        scattered.compute((0, 1), (0, scattered.rows), scattered.result.unsqueeze(0))
-    else:
-        rank = _own_rank(left, ranks, form, group_name)
-        _EXCHANGES[form].scatter(scattered, chunks, rank, group_name)
+    _scatter(scattered, left, form, chunks, group_name)
     return scattered.result
+
+
+def _matmul_scatter_meanwhile(
+    left: Tensor,
+    right: Tensor,
+    bias: Tensor | None,
+    scales: list[Tensor | None],
+    product: str,
+    dim: int,
+    reduce_op: str,
+    ranks: int,
+    form: str,
+    chunks: int,
+    group_name: str,
+    meanwhile: list[Tensor],
+) -> list[Tensor]:
+    check_run(ranks, form, chunks)
+    others = Meanwhile(pairs(meanwhile))
+    if form == "symmetric":
+        how = (product, dim, reduce_op, ranks, form, chunks, group_name)
+        result = _matmul_scatter(left, right, bias, scales, *how)
+        others.compute(1.0)
+        return [result, *others.results]
+    scattered = ScatteredProduct(left, right, bias, scales, product, dim, reduce_op, ranks, others)
+    _scatter(scattered, left, form, chunks, group_name)
+    return [scattered.result, *others.results]
+
+
+def _scatter(scattered: ScatteredProduct, like: Tensor, form: str, chunks: int, group_name: str) -> None:
+    """Compute and exchange, or only compute where there is no other rank."""
+    if scattered.ranks == 1:
+        scattered.compute((0, 1), (0, scattered.rows), scattered.result.unsqueeze(0))
+        scattered.compute_others(1.0)
+    else:
+        rank = _own_rank(like, scattered.ranks, form, group_name)
+        _EXCHANGES[form].scatter(scattered, chunks, rank, group_name)
 
 
 def _own_rank(tensor: Tensor, ranks: int, form: str, name: str) -> int:
@@ -95,3 +127,4 @@ def _own_rank(tensor: Tensor, ranks: int, form: str, name: str) -> int:
 for _device in ("cpu", "cuda"):
     torch.library.impl(GATHER_MATMUL, _device, _gather_matmul)
     torch.library.impl(MATMUL_SCATTER, _device, _matmul_scatter)
+    torch.library.impl(MATMUL_SCATTER_MEANWHILE, _device, _matmul_scatter_meanwhile)

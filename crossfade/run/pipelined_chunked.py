@@ -1,7 +1,7 @@
 """Exchange in pieces by functional collectives, on whatever a process group runs on.
 
 A gather starts the collectives of all pieces, computes the rank's own block meanwhile, then each piece as it arrives.
-A scatter starts each piece's exchange once it is computed, and computes the rank's own block last.
+A scatter starts each piece's exchange once it is computed, then computes the rank's own block and what else there is.
 """
 
 from __future__ import annotations
@@ -60,6 +60,7 @@ def scatter(product: ScatteredProduct, chunks: int, rank: int, group: str) -> No
         sizes[rank] = 0
         flying.append((rows, collectives.all_to_all_split(as_sent(pieces).view(-1), sizes, sizes, group)))
     product.compute((rank, 1), (0, product.rows), product.result.unsqueeze(0))
+    product.compute_others(1.0)
     while flying:
         rows, started = flying.popleft()
         received = collectives.wait(started).view(product.dtype)

@@ -90,6 +90,32 @@ class GatheredProducts:
         return results if self._whole is None else [*results, self._whole]
 
 
+class Meanwhile:
+    """Products of matrices that have nothing to do with what travels, some rows of each at a time.
+
+    >>> others = Meanwhile([(torch.ones(3, 2), torch.ones(2, 1))])
+    >>> others.compute(0.5)
+    >>> others.compute(1.0)
+    >>> others.results
+    [tensor([[2.],
+            [2.],
+            [2.]])]
+    """
+
+    def __init__(self, pairs: Sequence[tuple[Tensor, Tensor]] = ()) -> None:
+        self._pairs, self._done = pairs, 0.0
+        self.results = [one.new_empty(one.shape[0], other.shape[1]) for one, other in pairs]
+        """Whole once everything up to 1.0 is computed."""
+
+    def compute(self, until: float) -> None:
+        """Compute the rows of each up to this share of all."""
+        for (one, other), result in zip(self._pairs, self.results, strict=True):
+            start, end = (round(one.shape[0] * share) for share in (self._done, until))
+            if end > start:
+                torch.mm(one[start:end], other, out=result[start:end])
+        self._done = until
+
+
 class ScatteredProduct:
     """A product of which pieces are sent away, and what comes from others for the own block is added up.
 
@@ -109,6 +135,7 @@ class ScatteredProduct:
         dim: int,
         reduce_op: str,
         ranks: int,
+        others: Meanwhile | None = None,
     ) -> None:
         shape, self.dtype = scattered_shape(left, right, bias, scales, product, dim, reduce_op, ranks)
         equation = read_product(product)
@@ -122,6 +149,8 @@ class ScatteredProduct:
         self._scaling = _scaling(scales, equation, letter, left.shape, right.shape, ranks)
         rank = rank_letter(equation)
         self._letters = (self._left.letters(rank), self._right.letters(rank), rank + equation.result)
+        self.compute_others = (others or Meanwhile()).compute
+        """Computes products that have nothing to do with this one, up to a share: for when there is time."""
 
     def piece_shape(self, size: int) -> tuple[int, ...]:
         """The shape of so many rows of the result."""

@@ -54,10 +54,12 @@ def scatter(product: ScatteredProduct, chunks: int, rank: int, group: str) -> No
             number = step * len(pieces) + index
             computed = product.computed(((rank - 1 - step) % ranks, 1), rows)[0]
             if step:
+                product.compute_others(step / (ranks - 1))
                 ring.wait(number - len(pieces))
                 computed.add_(sums[number - len(pieces)])
             ring.send(computed, number)
     product.compute((rank, 1), (0, product.rows), product.result.unsqueeze(0))
+    product.compute_others(1.0)
     for index, rows in enumerate(pieces):
         number = (ranks - 2) * len(pieces) + index
         ring.wait(number)

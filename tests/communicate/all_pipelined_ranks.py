@@ -16,7 +16,7 @@ from torch import Tensor, fx
 from crossfade.graph import collectives
 from crossfade.graph.collectives import Kind
 from crossfade.graph.own_part import OPERATOR as OWN_PART
-from crossfade.graph.pipelined import GATHER_OPERATOR, SCATTER_OPERATOR
+from crossfade.graph.pipelined import GATHER_OPERATOR, MEANWHILE_OPERATOR, SCATTER_OPERATOR
 from crossfade.graph.program import Program
 
 Values = dict[fx.Node, Any]
@@ -79,6 +79,14 @@ def _matmul_scatter(calls: Sequence[Sequence[Any]]) -> list[Tensor]:
     return [part.clone(memory_format=torch.contiguous_format) for part in total.chunk(len(calls), dim)]
 
 
+def _matmul_scatter_meanwhile(calls: Sequence[Sequence[Any]]) -> list[list[Tensor]]:
+    scattered = _matmul_scatter(calls)
+    return [
+        [part, *(one @ other for one, other in zip(call[-1][::2], call[-1][1::2], strict=True))]
+        for part, call in zip(scattered, calls, strict=True)
+    ]
+
+
 def _multiplied(product: str, left: Tensor, right: Tensor, bias: Tensor | None) -> Tensor:
     made = torch.einsum(product, left, right)
     return (made if bias is None else made + bias).contiguous()
@@ -91,5 +99,6 @@ def _own_part(calls: Sequence[Sequence[Any]]) -> list[Tensor]:
 _BY_HAND: dict[Any, Callable[[Sequence[Sequence[Any]]], list[Any]]] = {
     GATHER_OPERATOR: _gather_matmul,
     SCATTER_OPERATOR: _matmul_scatter,
+    MEANWHILE_OPERATOR: _matmul_scatter_meanwhile,
     OWN_PART: _own_part,
 }

@@ -70,6 +70,24 @@ def test_seconds_are_forecast_for_the_form_and_the_pieces(form: str, chunks: int
     assert estimate(program, machine).compute[fused(program)] == pytest.approx(expected.seconds)
 
 
+def test_what_is_computed_meanwhile_counts() -> None:
+    program = program_of("""
+        x: f32[64, 8] = input("x")
+        w: f32[8, 5] = input("w")
+        a: f32[7, 9] = input("a")
+        b: f32[9, 11] = input("b")
+        y = crossfade.matmul_scatter_meanwhile(x, w, None, [], "mk,kn->mn", 0, "sum", 4, "ring", 2, "tp", [a, b])
+        y0 = operator.getitem(y, 0)
+        y1 = operator.getitem(y, 1)
+        return output("y0", y0), output("y1", y1)
+        """)
+    machine = toy_machine(overhead=0.0, memory_bandwidth=1e12)
+    work = Exchange(machine, "tp", 4, 64 * 5 * 4, 2 * 64 * 8 * 5 / 1e9, 16, meanwhile_seconds=2 * 7 * 9 * 11 / 1e9)
+    expected = forecast(work, Kind.REDUCE_SCATTER, "ring", 2)
+    assert estimate(program, machine).compute[fused(program)] == pytest.approx(expected.seconds)
+    assert flops_of(fused(program)) == 2 * 64 * 8 * 5 + 2 * 7 * 9 * 11
+
+
 def test_products_of_few_operations_cost_their_bytes() -> None:
     # no link to speak of, 1 MB/s of memory: x is 4096 bytes whole, w 160, v 192, the results 2560 and 3072, b 20
     fast = Fabric(dict.fromkeys(Kind, Link(0.0, 1e15)))

@@ -9,7 +9,7 @@ import pytest
 from torch import fx
 
 from crossfade.cost import hidden
-from crossfade.cost.hidden import hidden_by_overlap
+from crossfade.cost.hidden import Overlap, hidden_by_overlap
 from crossfade.cost.timeline import Costs, Within
 from crossfade.graph.program import Program
 from crossfade.graph.text import parse
@@ -65,6 +65,20 @@ def test_the_nearest_computation_is_taken_first() -> None:
     # far is above b, so it can cover a only; a takes near, which is nearer, and leaves b what it does not need
     assert find(TWO, {"far": 5.0, "near": 3.0}, {"a": 2.0, "b": 2.0}) == {"a": 2.0, "b": 1.0}
     assert find(TWO, {"far": 5.0, "near": 3.0}, {"a": 8.0, "b": 2.0}) == {"a": 8.0, "b": 0.0}
+
+
+def test_what_is_taken_covers_nothing_and_what_it_was_taken_for_needs_no_cover() -> None:
+    program = parse(textwrap.dedent(TWO), groups={"dp": 2})
+    node = {one.name: one for one in program.graph.nodes}
+    costs = Costs({node["far"]: 5.0, node["near"]: 3.0}, {node["a"]: 2.0, node["b"]: 2.5}, {})
+    for taken, expected in (((), 2.5), (("far",), 2.5), (("near",), 0.0)):
+        overlap = Overlap(program, costs)
+        assert overlap.hidden(node["a"]) == 2.0  # of near
+        overlap.take(node[name] for name in taken)
+        overlap.take(())  # gives nothing back twice
+        assert overlap.hidden(node["b"]) == expected
+    kept = Overlap(program, costs)
+    assert [kept.hidden(node["b"]), kept.hidden(node["a"])] == [1.0, 2.0]
 
 
 def test_launches_cover_nothing_and_a_fused_node_only_while_it_computes() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 
 import pytest
@@ -151,6 +152,19 @@ def test_pieces_have_enough_rows() -> None:
     assert {one.chunks for one in few.considered} == {1}
 
 
+def test_collectives_are_no_larger_than_the_pieces_that_were_measured() -> None:
+    def considered(piece: int | None, chunks: tuple[int, ...]) -> dict[str, list[int]]:
+        fabric = dataclasses.replace(machine().fabric("*"), piece=piece)
+        found = forecast_gather(machine(fabrics={"*": fabric}), "tp", 2, 4000, 1.0, rows=1000, chunks=chunks)
+        return {
+            form: sorted(one.chunks for one in found.considered if one.form == form) for form in ("chunked", "ring")
+        }
+
+    assert considered(1000, (1, 2, 4, 8)) == {"chunked": [4, 8], "ring": [1, 2, 4, 8]}
+    assert considered(None, (1, 2, 4, 8)) == {"chunked": [1, 2, 4, 8], "ring": [1, 2, 4, 8]}
+    assert considered(1000, (1, 2)) == {"chunked": [1, 2], "ring": [1, 2]}  # nothing smaller was asked for
+
+
 def test_considered_are_all_asked_for_the_fastest_first() -> None:
     found = forecast_gather(machine(), "tp", 4, 4000, 4.0, MANY, ("chunked", "ring", "symmetric"), (1, 3))
     assert {(one.form, one.chunks) for one in found.considered} == {
@@ -202,7 +216,21 @@ def test_an_unknown_form_is_named() -> None:
         gather("spiral", 1, ranks=2, matmul=1.0)
 
 
-def test_what_a_ring_passes_on_is_launched_beside_the_lane() -> None:
-    # one launch of a tenth on the lane, one before each hop that passes something on: they arrive at 1.1, 2.2 and 3.3
-    assert gather("ring", 1, ranks=4, matmul=4.0, on=machine(launch=0.1)).seconds == pytest.approx(4.3)
+def test_a_link_stands_still_for_a_launch_between_two_hops_on_a_cpu() -> None:
+    # one launch of a tenth on the lane, then one with every hop: they arrive at 1.2, 2.3 and 3.4
+    assert gather("ring", 1, ranks=4, matmul=4.0, on=machine(launch=0.1)).seconds == pytest.approx(4.4)
     assert gather("ring", 1, ranks=4, matmul=8.0, on=machine(launch=0.1)).seconds == pytest.approx(8.1)
+    gpu = machine(launch=0.1, device="cuda")
+    assert gather("ring", 1, ranks=4, matmul=0.0, on=gpu).seconds == pytest.approx(3.1, abs=1e-3)
+
+
+def test_what_a_scatter_computes_meanwhile_hides_what_its_own_matmul_cannot() -> None:
+    one = Exchange(machine(), "tp", 2, 2000, 0.5, rows=64)
+    more = dataclasses.replace(one, meanwhile_seconds=0.25)
+    for form in ("chunked", "ring"):
+        alone, both = (forecast(work, Kind.REDUCE_SCATTER, form, 4) for work in (one, more))
+        assert both.plain == pytest.approx(alone.plain + 0.25)
+        assert both.seconds == pytest.approx(alone.seconds), form  # there was as much to be hidden
+        assert both.exposed == pytest.approx(alone.exposed - 0.25)
+    alone, both = (forecast(work, Kind.REDUCE_SCATTER, "symmetric", 1) for work in (one, more))
+    assert both.seconds == pytest.approx(alone.seconds + 0.25)

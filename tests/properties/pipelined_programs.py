@@ -172,8 +172,8 @@ class Sampler:
             result = self.reshaped(self.moved(apart, 0, dim), *whole)
         elif kind == 2:
             result = self.moved(self.all_gathered(self.moved(x, dim, 0)), 0, dim)
-        elif kind == 3:
-            sent = self.call(aten.view.dtype, self.contiguous(x), torch.uint8)
+        elif kind == 3 and self.bare[own := self.contiguous(x)].stride(-1) == 1:  # or it has no bytes to be seen as
+            sent = self.call(aten.view.dtype, own, torch.uint8)
             back = self.call(aten.view.dtype, self.all_gathered(sent), self.dtype)
             result = back if dim == 0 else self.joined(self.pieces(back, 0), dim)
         elif kind == 4:

@@ -18,7 +18,7 @@ from torch import Tensor
 import crossfade as cf
 import crossfade.run.pipelined
 from crossfade.errors import MeshError, RankFailedError
-from crossfade.graph.pipelined import gather_matmul, matmul_scatter, read_product
+from crossfade.graph.pipelined import gather_matmul, matmul_scatter, matmul_scatter_meanwhile, read_product
 
 EQUATIONS = (
     "mk,kn->mn",
@@ -115,19 +115,16 @@ def scatter_case(number: int, form: str, ranks: int) -> str:
     bias, reduce_op, chunks = bias_for(shapes[2], dtype, draw), draw.choice(("sum", "avg")), draw.choice(CHUNKS)
     total = torch.stack([exact(product, *each, bias) for each in operands]).sum(0)
     expected = (total / ranks if reduce_op == "avg" else total).chunk(ranks, dim)[dist.get_rank()].to(dtype)
-    found = matmul_scatter(
-        *operands[dist.get_rank()],
-        product,
-        dim=dim,
-        ranks=ranks,
-        group=dist.group.WORLD.group_name,  # type: ignore[union-attr]
-        reduce_op=reduce_op,
-        form=form,
-        chunks=chunks,
-        bias=bias,
-    )
+    settings: Any = {"dim": dim, "ranks": ranks, "reduce_op": reduce_op, "form": form, "chunks": chunks, "bias": bias}
+    settings["group"] = dist.group.WORLD.group_name  # type: ignore[union-attr]
+    found = matmul_scatter(*operands[dist.get_rank()], product, **settings)
     case = f"scatter {number}: {product} of {dtype} along {dim} in {chunks} by {reduce_op}, sizes {sizes}"
-    return differences(case, [found], [expected])
+    if number % 2:
+        return differences(case, [found], [expected])
+    rows = [draw.randint(1, 9) for _ in range(2)]
+    pairs = [(numbers([size, 3], dtype, draw), numbers([3, 4], dtype, draw)) for size in rows]
+    every = matmul_scatter_meanwhile(*operands[dist.get_rank()], product, pairs, **settings)
+    return differences(case, [found, *every], [expected, expected, *(one @ other for one, other in pairs)])
 
 
 def scaled_case(number: int, form: str, ranks: int) -> str:

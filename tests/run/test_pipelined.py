@@ -16,7 +16,13 @@ import crossfade.run.pipelined  # noqa: F401  makes the operators run
 from crossfade.cost.machine import Fabric, Link, Machine
 from crossfade.errors import NotYetError, RewriteError
 from crossfade.graph import collectives
-from crossfade.graph.pipelined import GATHER_OPERATOR, gather_matmul, matmul_scatter, read_product
+from crossfade.graph.pipelined import (
+    GATHER_OPERATOR,
+    gather_matmul,
+    matmul_scatter,
+    matmul_scatter_meanwhile,
+    read_product,
+)
 from crossfade.graph.private import FakeTensorMode, TorchDispatchMode, symbolic_shapes
 from crossfade.run import emulated
 from crossfade.run.pipelined_products import add_product, blocked, cut, multiply, piece
@@ -116,6 +122,9 @@ def test_a_world_of_one_needs_no_group(form: str) -> None:
     for reduce_op in ("sum", "avg"):
         found = matmul_scatter(part, weight, "bsk,kn->bsn", bias=bias, reduce_op=reduce_op, **settings)
         torch.testing.assert_close(found, part @ weight + bias)
+        pairs = [(weight, weight.t()), (weight.t(), weight)]
+        found = matmul_scatter_meanwhile(part, weight, "bsk,kn->bsn", pairs, reduce_op=reduce_op, **settings)
+        torch.testing.assert_close(found, [part @ weight, weight @ weight.t(), weight.t() @ weight])
 
 
 def test_shapes_without_data_and_with_symbolic_sizes() -> None:
@@ -187,6 +196,14 @@ def test_scatters_that_do_not_fit_are_refused() -> None:
             matmul_scatter(E34, E45, "mk,kn->mn", dim=1, ranks=1, reduce_op="max", group="tp")
         with pytest.raises(RewriteError, match="to scatter along dim 2"):
             matmul_scatter(E34, E45, "mk,kn->mn", dim=2, ranks=1, group="tp")
+        one, other = matmul_scatter_meanwhile(E34, E45, "mk,kn->mn", [(E45.t(), E34.t())], dim=1, ranks=5, group="tp")
+        assert (one.shape, other.shape) == ((3, 1), (5, 3))
+        for pair in ((E34, E34), (E34, E45.double()), (E34[0], E45)):
+            with pytest.raises(RewriteError, match="to be multiplied meanwhile; expected two matrices of one dtype"):
+                matmul_scatter_meanwhile(E34, E45, "mk,kn->mn", [pair], dim=1, ranks=5, group="tp")
+        with pytest.raises(RewriteError, match="3 operands to be multiplied meanwhile; expected two for each"):
+            alone = (E34, E45, None, [], "mk,kn->mn", 1, "sum", 5, "ring", 1, "tp", [E34, E45, E34])
+            torch.ops.crossfade.matmul_scatter_meanwhile(*alone)
 
 
 def test_scales_that_do_not_fit_are_refused() -> None:
