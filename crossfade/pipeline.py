@@ -245,9 +245,9 @@ def optimize(
     The result takes the same inputs and returns the same structure. `groups` gives the sizes of process groups that
     the graph names; by default those that the graph's own ops say. `backends` gives what each group runs on, by default
     as torch knows it in this process: gloo's reduce-scatters become all-to-alls and local sums, which is twice as fast;
-    `backends={}` keeps them. A `machine` adds what pays only on some, and puts nodes in the order that is predicted to be
-    fastest on it. With `passes`, exactly those run: a list, or a
-    pipeline like `crossfade.pipeline.optimization().without("bucket-all-reduces")`.
+    `backends={}` keeps them. A `machine` adds what pays only on some, and puts nodes in the order that is predicted to
+    be fastest on it. With `passes`, exactly those run: a list, or a pipeline like
+    `crossfade.pipeline.optimization().without("bucket-all-reduces")`.
 
         >>> from crossfade.graph.text import parse
         >>> program = parse('''

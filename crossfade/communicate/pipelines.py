@@ -42,6 +42,10 @@ _LEAST_SECONDS = {"cpu": (3e-4, 2e-4), "cuda": (0.0, _PIECE_SECONDS)}
 """What a pipeline must save at least, and for each piece, by device. On a CPU the threads that carry a piece are waked,
 and take time from those that compute (gloo on loopback, 2026-11-16: 0.5 ms for one piece, 0.2 to 0.8 for each more)."""
 
+_MOST = 0.9
+"""The part of its travel that overlap must hide to be counted in full, half otherwise: nodes are not cut to fit what is
+left of a travel, and what one covers in part it may be needed for elsewhere."""
+
 _MOST_RAISED = 32
 """Nodes that a pipeline may raise above itself: transposed, converted and reshaped operands are a handful."""
 
@@ -100,14 +104,15 @@ class Gate:
             return Choice(best.form, best.chunks, best)
         assert self._overlap is not None
         hides, travel = self._overlap.hidden(one.node), self.costs.travel[one.node]
+        counted = hides if hides >= _MOST * travel else hides / 2
         fixed, each = _LEAST_SECONDS.get(self.machine.device, _LEAST_SECONDS["cuda"])
         least = LEAST_GAIN * best.plain + fixed + each * best.chunks
         if best.saved < least:
             return SLOWER, str(best)
-        if best.saved - hides < least:
+        if best.saved - counted < least:
             detail = f"{_ms(hides)} of {_ms(travel)} hidden, a pipeline would save {_ms(best.saved)}"
             return HIDDEN, detail
-        return Choice(best.form, best.chunks, best, hides)
+        return Choice(best.form, best.chunks, best, counted)
 
     def take(self, matmuls: Iterable[fx.Node]) -> None:
         """Let the pipeline that was judged last have these matmuls: they hide nothing else."""
