@@ -16,7 +16,7 @@ from torch import Tensor
 import crossfade as cf
 import crossfade.run.pipelined
 from crossfade.errors import NotYetError
-from crossfade.graph.pipelined import gather_matmul, matmul_scatter, read_product
+from crossfade.graph.pipelined import gather_matmul, matmul_scatter, matmul_scatter_meanwhile, read_product
 from crossfade.graph.private import symmetric_products
 
 pytestmark = pytest.mark.gpu
@@ -86,6 +86,12 @@ def scatters() -> list[str]:
                         lefts[rank], rights[rank], product, reduce_op=reduce_op, bias=bias, **settings(dim)
                     )
                     case = f"{product} along {dim} by {reduce_op}, bias: {bias is not None}"
+                    pair = rights[0].t(), rights[rank]
+                    again, other = matmul_scatter_meanwhile(
+                        lefts[rank], rights[rank], product, [pair], reduce_op=reduce_op, bias=bias, **settings(dim)
+                    )
+                    found += wrong(f"{case}, meanwhile", again, result)
+                    found += wrong(f"{case}, what is computed meanwhile", other, exact("mk,kn->mn", *pair).bfloat16())
                     # A mean is rounded before the bias is added: exact only without one.
                     close = reduce_op == "avg" and bias is not None
                     if close:
