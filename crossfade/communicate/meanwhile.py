@@ -36,12 +36,23 @@ class Spare:
         """Every node that is moved."""
         return {self.matmul, *self.raises, *self.sinks}
 
+    @property
+    def read(self) -> set[fx.Node]:
+        """What it is computed from, here or on the way."""
+        return {source for node in (self.matmul, *self.raises) for source in node.all_input_nodes}
+
+    def needs(self, other: Spare) -> bool:
+        """Whether it reads what another makes: they cannot both be computed at one place."""
+        return not self.read.isdisjoint((other.matmul, *other.sinks))
+
 
 class SpareMatmuls:
     """Finds them, each once; `taken` are the nodes that are spoken for."""
 
     def __init__(self, order: Order, costs: Costs, written: set[fx.Node], taken: Collection[fx.Node]) -> None:
         self._order, self._costs, self._written, self._taken = order, costs, written, set(taken)
+        self._read = set[fx.Node]()
+        """What those read that are taken: it must not sink below them."""
 
     def near(self, start: fx.Node, way: Collection[fx.Node], wanted: float) -> list[Spare]:
         """The nearest to where a collective starts that `way` leads to, until they take so many seconds."""
@@ -51,7 +62,9 @@ class SpareMatmuls:
             if seconds >= wanted:
                 break
             spare = self._spare(node, start)
-            if spare is not None and not spare.touched & (touched | self._taken):
+            if spare is None or spare.touched & (touched | self._taken) or {node, *spare.sinks} & self._read:
+                continue
+            if not any(spare.needs(one) or one.needs(spare) for one in found):
                 found.append(spare)
                 touched |= spare.touched
                 seconds += self._costs.compute.get(node, 0.0)
@@ -65,6 +78,7 @@ class SpareMatmuls:
         """Let nobody else have these."""
         for spare in found:
             self._taken |= spare.touched
+            self._read |= spare.read
 
     def _nearest(self, start: fx.Node) -> Iterator[fx.Node]:
         nodes, place = self._order.nodes, self._order.position[start]

@@ -208,7 +208,10 @@ class _Known:
         if not isinstance(value, Tensor) or not all(source in self.uniform for source in node.all_input_nodes):
             return None
         name = _name(node.target)
-        if name in _KEEPS_VALUES or name == "_to_copy":
+        if name in _KEEPS_VALUES:
+            one = self.uniform[node.all_input_nodes[0]]
+            return one if one.dtype is value.dtype else None  # or it is a view of the same bits as other numbers
+        if name == "_to_copy":
             one = self.uniform[node.all_input_nodes[0]]
             whole_from_float = one.dtype.is_floating_point and not value.dtype.is_floating_point
             return _surely(lambda: one.to(value.dtype)) if not whole_from_float else None

@@ -112,6 +112,41 @@ def test_the_nearest_is_taken_and_what_follows_from_the_scatter_is_not() -> None
     assert [node.name for node in fused.args[-1]] == ["h", "a"]
 
 
+def test_of_two_that_follow_from_each_other_one_is_taken() -> None:
+    done = pipelined("""
+        g: f32[8, 6] = input("g")
+        h: f32[8, 8] = input("h")
+        w: f32[6, 4] = parameter("w")
+        a: f32[8, 6] = aten.mm(h, g)
+        m: f32[8, 4] = aten.mm(g, w)
+        s: f32[4, 4] = c10d.reduce_scatter_tensor(m, "sum", 2, "tp")
+        b: f32[8, 6] = aten.mm(h, a)
+        d: f32[4, 4] = c10d.wait_tensor(s)
+        return output("d", d), output("b", b), output("a", a)
+    """)
+    (fused,) = done.graph.find_nodes(op="call_function", target=MEANWHILE_OPERATOR)
+    assert [node.name for node in fused.args[-1]] == ["h", "a"]
+
+
+def test_what_another_scatter_took_needs_stays_above_that() -> None:
+    """`b` rises to the first scatter, so `a` may not sink to the second, though both its readers stand below that."""
+    done = pipelined("""
+        g: f32[8, 6] = input("g")
+        h: f32[8, 8] = input("h")
+        w: f32[6, 4] = parameter("w")
+        a: f32[8, 6] = aten.mm(h, g)
+        m: f32[8, 4] = aten.mm(g, w)
+        s: f32[4, 4] = c10d.reduce_scatter_tensor(m, "sum", 2, "tp")
+        m2: f32[8, 8] = aten.mm(h, h)
+        s2: f32[4, 8] = c10d.reduce_scatter_tensor(m2, "sum", 2, "tp")
+        b: f32[8, 6] = aten.mm(h, a)
+        d: f32[4, 4] = c10d.wait_tensor(s)
+        d2: f32[4, 8] = c10d.wait_tensor(s2)
+        return output("d", d), output("b", b), output("a", a), output("d2", d2)
+    """)
+    assert done.history[0].counts["pipelines"] == 2
+
+
 @pytest.mark.parametrize(
     "change",
     [

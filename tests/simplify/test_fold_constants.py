@@ -222,6 +222,17 @@ DECLINED = {
         "what it is made of is known only to be of one value",
         FoldConstants(limit_bytes=19),
     ),
+    "the same bits as other numbers": (
+        """
+        x: f32[2] = input("x")
+        a: i64[2] = aten.full_like(x, 1, dtype=i64)
+        b: i32[4] = aten.view.dtype(a, dtype=i32)
+        c: i32[4] = aten._to_copy(b, dtype=i32)
+        return output("c", c)
+        """,
+        "what it is made of is known only to be of one value",
+        FoldConstants(),
+    ),
     "matrix products": (
         """
         x: f32[2, 2] = input("x")
