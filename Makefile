@@ -33,7 +33,7 @@ bench: $(READY) ## step time against torch's DDP on this machine, as ratios
 	$(BIN)/python -m benchmarks.step
 
 fuzz: $(READY) ## the sampled-program tests, many more examples
-	$(BIN)/python -m pytest tests/properties --hypothesis-profile=fuzz -m 'models or not models'
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/properties --hypothesis-profile=fuzz -m 'models or not models' -n 2
 
 models: $(READY) ## real models in all combinations (an hour): simplified, trained, split over ranks; docs/models.md
 	$(BIN)/python -m pytest tests/models tests/ranks tests/shard tests/cost -m models

@@ -29,13 +29,15 @@ from crossfade.graph.program import Program
 from crossfade.graph.rewrite import Match, Rule
 from crossfade.graph.rule_pass import run_rules
 
-PROGRAMS = 20
-"""How many programs one example holds: 5,000 by default, 100,000 with the profile `fuzz`."""
+PARTS, PROGRAMS = 4, 25
+"""How many times seeds are drawn, so that several processes can share the work, and how many programs one seed holds."""
+ALL = 100_000 if settings.default.max_examples > 1000 else 5_000
+"""How many programs there are by the profile `fuzz`, and by default."""
 ALONE, TOGETHER = 3, 6
 """How many passes each program meets alone, and how many in any order, where it does not meet the pipeline."""
 
 MANY = settings(
-    phases=[Phase.explicit, Phase.reuse, Phase.generate], max_examples=min(settings().max_examples, 100_000 // PROGRAMS)
+    phases=[Phase.explicit, Phase.reuse, Phase.generate], max_examples=ALL // PARTS // PROGRAMS, database=None
 )
 """A smaller seed is no smaller program: nothing for hypothesis to shrink."""
 
@@ -89,11 +91,12 @@ def check(program: Program, passes: Sequence[Pass], seed: int) -> None:
         pytest.fail(report(program, passes, seed))
 
 
+@pytest.mark.parametrize("part", range(PARTS))
 @MANY
-@given(seeds)
-def test_simplifications(seed: int):
+@given(seed=seeds)
+def test_simplifications(part: int, seed: int):
     for number in range(PROGRAMS):
-        random = Random(f"{seed} {number}")
+        random = Random(f"{part} {seed} {number}")
         chosen = random.getrandbits(48)
         program = sample(chosen)
         for one in random.sample(PASSES, min(ALONE, len(PASSES))):
