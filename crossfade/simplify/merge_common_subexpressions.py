@@ -122,6 +122,8 @@ class _Merger:
             return
         self.verdicts.append(Verdict.of(node, Outcome.LEFT, reason, detail=f"equal to {earlier.name}"))
         self.first[number] = node
+        if reason is _MAY_COPY:
+            self.values.tell_apart(node)
 
     def reason_against(self, index: int, node: fx.Node, earlier: fx.Node) -> str | None:
         """Why an equal value may not stand for a node, or None."""
@@ -190,6 +192,10 @@ class _Values:
             for owner in memory_behind(target, self.roots):
                 self.last_write[owner] = write
         return number
+
+    def tell_apart(self, node: fx.Node) -> None:
+        """Let views of a value be no views of an equal one, whose memory may be another."""
+        self.references[node] = _Reference, -len(self.references)
 
     def key_of_call(self, node: fx.Node) -> Hashable:
         """Equal for calls of one operator on equal values, however spelled: what is not a default, by its place."""

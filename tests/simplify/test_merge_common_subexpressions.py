@@ -236,6 +236,19 @@ DECLINED = {
         """,
         "it may be a view or a copy",
     ),
+    "views of what may be a copy": (
+        """
+        x: f32[4, 2] = input("x")
+        t: f32[2, 4] = aten.t(x)
+        a: f32[8] = aten.reshape(t, [8])
+        b: f32[] = aten.select.int(a, 0, 0)
+        c: f32[8] = aten.reshape(t, [8])
+        d: f32[] = aten.select.int(c, 0, 0)
+        v: f32[] = aten.add_.Tensor(d, 1)
+        return output("c", c), output("b", b)
+        """,
+        "it may be a view or a copy",
+    ),
 }
 
 
