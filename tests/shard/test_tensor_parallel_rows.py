@@ -136,7 +136,7 @@ def test_T6_metadata_and_signature_are_true(dynamic: bool):
     graph = split.exported.graph
     inputs = list(graph.find_nodes(op="placeholder"))
     fresh = Fresh(split)
-    with inputs[0].meta["val"].fake_mode:
+    with torch.no_grad(), inputs[0].meta["val"].fake_mode:  # torch 2.11 differentiates no linear layer of any size
         fresh.run(*(node.meta["val"] for node in inputs))
     assert fresh.wrong == []
     assert [spec.arg.name for spec in split.exported.graph_signature.input_specs] == [node.name for node in inputs]
