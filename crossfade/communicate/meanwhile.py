@@ -62,13 +62,17 @@ class SpareMatmuls:
             if seconds >= wanted:
                 break
             spare = self._spare(node, start)
-            if spare is None or spare.touched & (touched | self._taken) or {node, *spare.sinks} & self._read:
-                continue
-            if not any(spare.needs(one) or one.needs(spare) for one in found):
+            if spare is not None and touched.isdisjoint(spare.touched) and self._is_free(spare, found):
                 found.append(spare)
                 touched |= spare.touched
                 seconds += self._costs.compute.get(node, 0.0)
         return found
+
+    def _is_free(self, spare: Spare, found: Sequence[Spare]) -> bool:
+        """Whether nobody has it already, and nothing that is computed as early needs it or is needed by it."""
+        if not self._taken.isdisjoint(spare.touched) or not self._read.isdisjoint((spare.matmul, *spare.sinks)):
+            return False
+        return not any(spare.needs(one) or one.needs(spare) for one in found)
 
     def seconds(self, found: Sequence[Spare]) -> float:
         """What these take together."""
