@@ -87,7 +87,7 @@ class SpareMatmuls:
     def _nearest(self, start: fx.Node) -> Iterator[fx.Node]:
         nodes, place = self._order.nodes, self._order.position[start]
         near = nodes[max(0, place - _REACH) : place + _REACH + 1]
-        matmuls = [node for node in near if node.target is torch.ops.aten.mm.default]
+        matmuls = [node for node in near if node.target is torch.ops.aten.mm.default and len(node.args) == 2]
         yield from sorted(matmuls, key=lambda node: abs(self._order.position[node] - place))
 
     def _spare(self, matmul: fx.Node, start: fx.Node) -> Spare | None:

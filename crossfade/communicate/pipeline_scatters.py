@@ -66,8 +66,8 @@ class PipelineScatters(PipelinePass):
 
     The reduce-scatter (sum or mean), in whatever spelling, and the matmul that makes its input become one operator, in
     which each rank computes the others' parts first and its own last. What travels even then is put over matmuls near
-    it that have nothing to do with it, such as the gradient of a weight: they become part of the operator. `machine`, `form`, `chunks`, `forms` and
-    `measured` are those of `pipeline-gathers`.
+    it that have nothing to do with it, such as the gradient of a weight: they become part of the operator. `machine`,
+    `form`, `chunks`, `forms` and `measured` are those of `pipeline-gathers`.
 
     Before:
         x: f32[1024, 512] = input("x")

@@ -355,19 +355,24 @@ def _scatter_meanwhile_without_data(
 
 
 def pairs(meanwhile: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
-    """The operands of the products that are computed meanwhile, once they are matrices that fit."""
-    found = list(zip(meanwhile[::2], meanwhile[1::2], strict=False))
+    """The operands of the products that are computed meanwhile, once they are matrices that fit.
+
+    >>> [(one.shape[0], other.shape[1]) for one, other in pairs([torch.ones(2, 3), torch.ones(3, 4)])]
+    [(2, 4)]
+    """
+    if len(meanwhile) % 2:
+        raise _error(f"{len(meanwhile)} operands to be multiplied meanwhile", "two for each product", "pass pairs")
+    found = list(zip(meanwhile[::2], meanwhile[1::2], strict=True))
     for one, other in found:
         matrices = one.dim() == other.dim() == 2 and one.dtype == other.dtype
-        inner = (one.shape[-1], other.shape[0]) if matrices else (0, 1)
-        if inner[0] != inner[1] if all(isinstance(size, int) for size in inner) else not matrices:
+        inner = (one.shape[-1], other.shape[0]) if matrices else ()
+        unequal = all(isinstance(size, int) for size in inner) and len(set(inner)) > 1  # symbolic sizes are trusted
+        if not matrices or unequal:
             raise _error(
                 f"{one.dtype}{list(one.shape)} and {other.dtype}{list(other.shape)} to be multiplied meanwhile",
                 "two matrices of one dtype that fit",
                 "pass pairs of such",
             )
-    if len(meanwhile) % 2:
-        raise _error(f"{len(meanwhile)} operands to be multiplied meanwhile", "two for each product", "pass pairs")
     return found
 
 
