@@ -41,6 +41,7 @@ from benchmarks import network, two_ranks
 from benchmarks.figures import save
 from benchmarks.parallel_block import EXCHANGES, STEPS, Block, Collectives, Moves, Nothing, Pipelined
 from benchmarks.pipeline_forecasts import launch_seconds
+from benchmarks.two_ranks import seconds_of, slowest
 from crossfade import pipeline
 from crossfade.cost.calibrate import calibrate
 from crossfade.cost.fused import is_fused
@@ -110,7 +111,7 @@ def _balanced(given: dict[str, Any], ranks: int) -> Machine:
     """A machine on which the block's communication takes as long as its computation."""
     block, what = _block(given, ranks), given["what"]
     alone = _entered(block, what, Nothing())
-    seconds = statistics.median(_seconds(alone) for _ in range(7))
+    seconds = statistics.median(seconds_of(alone) for _ in range(7))
     moved = sum(EXCHANGES[what]) * block.exchanged_bytes * (ranks - 1) / ranks
     link = Link(latency=2e-5, bandwidth=moved / seconds)
     fabric = Fabric(dict.fromkeys(Kind, link), launch=launch_seconds(ranks, block.exchanged_bytes // 4))
@@ -120,7 +121,7 @@ def _balanced(given: dict[str, Any], ranks: int) -> Machine:
 def _flops(block: Block) -> float:
     """Operations a second of the block's first matmul here: what computes is no other machine than this."""
     left, right = torch.randn(block.sequence * block.batch, block.width), block.inputs()[1]
-    seconds = statistics.median(_seconds(lambda: torch.mm(left, right)) for _ in range(7))
+    seconds = statistics.median(seconds_of(lambda: torch.mm(left, right)) for _ in range(7))
     return 2 * left.numel() * right.shape[1] / seconds
 
 
@@ -154,15 +155,15 @@ def work(
     talking: list[float] = []
     for turn in range(rounds + 2):
         for name, run in runs.items():
-            took = _slowest(_seconds(run))
+            took = slowest(seconds_of(run))
             seconds[name] += [took] if turn >= 2 else []
-        took = _slowest(_communication(block, what))
+        took = slowest(_communication(block, what))
         talking += [took] if turn >= 2 else []
     times = {name: statistics.median(some) for name, some in seconds.items()}
     return {
         "times": times,
         "communication": statistics.median(talking),
-        "can be hidden": _slowest(_can_be_hidden(block, what, statistics.median(talking))),
+        "can be hidden": slowest(_can_be_hidden(block, what, statistics.median(talking))),
         "differences": {} if network.startswith("emulated:") else _differences(runs),
         "pipelined by passes": _pipelined(by_passes),
         "verdicts": _verdicts(plain, by_passes),
@@ -244,13 +245,6 @@ def _compiled(block: Block, what: str) -> _Entered:
     return _Entered(torch.compile(traced, fullgraph=True), inputs)
 
 
-def _seconds(run: Run) -> float:
-    dist.barrier()
-    start = time.perf_counter()
-    run()
-    return time.perf_counter() - start
-
-
 def _communication(block: Block, what: str) -> float:
     """Seconds of the step's gathers and scatters, one after another, with nothing to compute."""
     part, whole = torch.zeros(block.exchanged_bytes // 4 // block.ranks), torch.zeros(block.exchanged_bytes // 4)
@@ -271,15 +265,9 @@ def _can_be_hidden(block: Block, what: str, communication: float) -> float:
     total = 0.0
     for weight in block.inputs()[1:]:
         left = rows[:, : weight.shape[0]].contiguous()
-        seconds = statistics.median(_seconds(lambda one=left, other=weight: torch.mm(one, other)) for _ in range(7))
+        seconds = statistics.median(seconds_of(lambda one=left, other=weight: torch.mm(one, other)) for _ in range(7))
         total += min(each, seconds) + (min(each, 2 * seconds) if "backward" in what else 0.0)
     return total
-
-
-def _slowest(seconds: float) -> float:
-    found = torch.tensor([seconds], dtype=torch.float64)
-    dist.all_reduce(found, dist.ReduceOp.MAX)
-    return float(found)
 
 
 def _differences(runs: dict[str, _Entered]) -> dict[str, float]:

@@ -14,6 +14,7 @@ import dataclasses
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ from rich.table import Table
 import crossfade.run.pipelined
 from benchmarks import two_ranks
 from benchmarks.figures import save
+from benchmarks.two_ranks import seconds_of, slowest
 from crossfade.cost.calibrate import calibrate
 from crossfade.cost.machine import Machine
 from crossfade.cost.pipelined import CHUNKS, Exchange, Forecast, forecast
@@ -86,13 +88,13 @@ def work(rows: int, inner: int, columns: int, rounds: int, machine: Machine | No
     for form in ANYWHERE:
         for chunks in CHUNKS:
             how: Any = {"dim": 0, "ranks": ranks, "group": _group(), "form": form, "chunks": chunks}
-            runs[Kind.ALL_GATHER, form, chunks] = _Call(gather_matmul, part, [right], ["mk,kn->mn"], **how)
-            runs[Kind.REDUCE_SCATTER, form, chunks] = _Call(matmul_scatter, product, back, "mk,kn->mn", **how)
-    matmul = statistics.median(_seconds(lambda: torch.mm(whole, right)) for _ in range(rounds))
+            runs[Kind.ALL_GATHER, form, chunks] = partial(gather_matmul, part, [right], ["mk,kn->mn"], **how)
+            runs[Kind.REDUCE_SCATTER, form, chunks] = partial(matmul_scatter, product, back, "mk,kn->mn", **how)
+    matmul = statistics.median(seconds_of(lambda: torch.mm(whole, right)) for _ in range(rounds))
     seconds: dict[tuple[str, str, int], list[float]] = {key: [] for key in runs}
     for turn in range(rounds + 1):
         for key, run in runs.items():
-            took = _slowest(_seconds(run))
+            took = slowest(seconds_of(run))
             seconds[key] += [took] if turn else []
     exchange = Exchange(machine, "*", ranks, rows * inner * 4, matmul, rows // ranks)
     found = []
@@ -102,32 +104,9 @@ def work(rows: int, inner: int, columns: int, rounds: int, machine: Machine | No
     return {"ranks": ranks, "matmul": matmul, "fabric": machine.name, "found": found}
 
 
-class _Call:
-    """A call to be made again and again."""
-
-    def __init__(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
-        self._function, self._args, self._kwargs = function, args, kwargs
-
-    def __call__(self) -> Any:
-        return self._function(*self._args, **self._kwargs)
-
-
 def _group() -> str:
     assert dist.group.WORLD is not None
     return dist.group.WORLD.group_name
-
-
-def _seconds(run: Callable[[], Any]) -> float:
-    dist.barrier()
-    start = time.perf_counter()
-    run()
-    return time.perf_counter() - start
-
-
-def _slowest(seconds: float) -> float:
-    found = torch.tensor([seconds], dtype=torch.float64)
-    dist.all_reduce(found, dist.ReduceOp.MAX)
-    return float(found)
 
 
 def finish(figures: dict[str, Any], options: argparse.Namespace) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -38,6 +39,21 @@ def run(
         arguments += ["--network", options.network, *(["--save"] if options.save else [])]
         with network.two_hosts(options.network) as hosts:
             hosts.torchrun(module, "--worker", *arguments)
+
+
+def seconds_of(run: Callable[[], Any]) -> float:
+    """Seconds that a call takes on this rank, once every rank is about to make it."""
+    dist.barrier()
+    start = time.perf_counter()
+    run()
+    return time.perf_counter() - start
+
+
+def slowest(seconds: float) -> float:
+    """What the slowest rank took."""
+    found = torch.tensor([seconds], dtype=torch.float64)
+    dist.all_reduce(found, dist.ReduceOp.MAX)
+    return float(found)
 
 
 def _under_torchrun(

@@ -156,7 +156,7 @@ class _Planner:
             return left(start, reason, detail)
         self.decided.add(start.node)
         self.claimed |= {product.matmul for product in chosen}
-        self.gate.take(product.matmul for product in chosen)
+        self.gate.take(start, (product.matmul for product in chosen))
         for product in chosen:
             self.taken_whole |= {other.collective.node for other in self._gathers_behind(one, product, raises)}
         sizes = tuple(reader.node for reader in readers if isinstance(reader, Refusal) and _asks_size(one, reader))

@@ -143,7 +143,7 @@ class _Planner:
         if not isinstance(choice, Choice):
             return refused(*choice)
         self.spare.take(meanwhile)
-        self.gate.take([product.matmul, *(spare.matmul for spare in meanwhile)])
+        self.gate.take(start, [product.matmul, *(spare.matmul for spare in meanwhile)])
         return ScatterPipeline(one, product, dim, choice, tuple(meanwhile))
 
     def _choice(self, one: Scatter, product: Product, dim: int) -> tuple[Choice | tuple[str, str], list[Spare]]:

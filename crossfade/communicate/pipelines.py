@@ -114,10 +114,10 @@ class Gate:
             return HIDDEN, detail
         return Choice(best.form, best.chunks, best, counted)
 
-    def take(self, matmuls: Iterable[fx.Node]) -> None:
-        """Let the pipeline that was judged last have these matmuls: they hide nothing else."""
+    def take(self, one: Collective, matmuls: Iterable[fx.Node]) -> None:
+        """Let the pipeline of a collective have these matmuls: they hide nothing else."""
         if self._overlap is not None:
-            self._overlap.take(matmuls)
+            self._overlap.take(one.node, matmuls)
 
 
 @dataclass(frozen=True)

@@ -68,9 +68,10 @@ class Overlap:
             self._found[node] = self._work.cover(self._places[number], self._costs.travel[node], *bit)
         return self._found[start]
 
-    def take(self, nodes: Iterable[fx.Node]) -> None:
-        """Let the collective that was asked for last go without what covered it, and nodes cover nothing any more."""
-        self._work.give_back()
+    def take(self, start: fx.Node, nodes: Iterable[fx.Node]) -> None:
+        """Let nodes cover nothing any more, and a collective that was the last to be served go without its cover."""
+        if self.starts[len(self._found) - 1] is start:
+            self._work.give_back()
         self._work.spend([self._order.position[node] for node in nodes])
 
 

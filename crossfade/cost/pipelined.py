@@ -271,7 +271,7 @@ def _considered(work: Exchange, kind: Kind, forms: Sequence[str], chunks: Sequen
     most = work.most_chunks()
     fitting = [count for count in chunks if count <= most]
     small = [count for count in fitting if work.fits(count)] or fitting
-    counts = {"symmetric": [1] if most else [], "chunked": small}
+    counts = {"symmetric": [1], "chunked": small}
     found = [forecast(work, kind, form, count) for form in forms for count in counts.get(form, fitting)]
     return Forecasts(work.plain(kind), tuple(sorted(found, key=lambda one: one.seconds)))
 

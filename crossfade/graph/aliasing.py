@@ -44,11 +44,6 @@ class Aliasing:
         self._strided = set(map(memory_of, strided))
         self._results = {memory_of(value) for value in program.results if isinstance(value, fx.Node)}
 
-    @property
-    def writes(self) -> bool:
-        """Whether anything is written at all."""
-        return bool(self._written)
-
     def is_written(self, node: fx.Node) -> bool:
         """Whether something writes the memory behind a value: read at another place, it might not be the same."""
         return bool(self._written) and memory_of(node) in self._written

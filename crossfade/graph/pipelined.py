@@ -14,6 +14,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -335,23 +336,11 @@ def _scatter_without_data(
     return left.new_empty(shape, dtype=dtype)
 
 
-def _scatter_meanwhile_without_data(
-    left: Tensor,
-    right: Tensor,
-    bias: Tensor | None,
-    scales: list[Tensor | None],
-    product: str,
-    dim: int,
-    reduce_op: str,
-    ranks: int,
-    form: str,
-    chunks: int,
-    group_name: str,
-    meanwhile: list[Tensor],
-) -> list[Tensor]:
-    how = (product, dim, reduce_op, ranks, form, chunks, group_name)
-    scattered = _scatter_without_data(left, right, bias, scales, *how)
-    return [scattered, *(one.new_empty([one.shape[0], other.shape[1]]) for one, other in pairs(meanwhile))]
+def _scatter_meanwhile_without_data(*given: Any) -> list[Tensor]:
+    """Takes what `_scatter_without_data` does, then the operands of what is computed meanwhile."""
+    *scattered, meanwhile = given
+    others = [one.new_empty([one.shape[0], other.shape[1]]) for one, other in pairs(meanwhile)]
+    return [_scatter_without_data(*scattered), *others]
 
 
 def pairs(meanwhile: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:

@@ -247,7 +247,7 @@ class _Rewriter:
             read -= set(match.root.all_input_nodes)
         if any(self.aliasing.is_written(source) for source in read):
             return "it would read later what is written to"
-        if self.aliasing.writes and any(self._is_overwritten(one, match.root) for one in pattern.inner(match.root)):
+        if any(self._is_overwritten(one, match.root) for one in pattern.inner(match.root)):
             return WRITTEN
         return self.aliasing.may_replace(match.root, replacement) if isinstance(replacement, fx.Node) else None
 

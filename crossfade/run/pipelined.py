@@ -5,6 +5,8 @@ The forms of exchange are in `pipelined_chunked`, `pipelined_ring` and `pipeline
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -58,52 +60,34 @@ def _matmul_scatter(
     form: str,
     chunks: int,
     group_name: str,
+    *,
+    others: Meanwhile | None = None,
 ) -> Tensor:
     check_run(ranks, form, chunks)
     if form == "symmetric" and ranks > 1:
         from crossfade.run import pipelined_symmetric
 
         _own_rank(left, ranks, form, group_name)
-        return pipelined_symmetric.scatter(left, right, bias, scales, product, dim, reduce_op, ranks, group_name)
-    scattered = ScatteredProduct(left, right, bias, scales, product, dim, reduce_op, ranks)
-    _scatter(scattered, left, form, chunks, group_name)
-    return scattered.result
-
-
-def _matmul_scatter_meanwhile(
-    left: Tensor,
-    right: Tensor,
-    bias: Tensor | None,
-    scales: list[Tensor | None],
-    product: str,
-    dim: int,
-    reduce_op: str,
-    ranks: int,
-    form: str,
-    chunks: int,
-    group_name: str,
-    meanwhile: list[Tensor],
-) -> list[Tensor]:
-    check_run(ranks, form, chunks)
-    others = Meanwhile(pairs(meanwhile))
-    if form == "symmetric":
-        how = (product, dim, reduce_op, ranks, form, chunks, group_name)
-        result = _matmul_scatter(left, right, bias, scales, *how)
-        others.compute(1.0)
-        return [result, *others.results]
+        result = pipelined_symmetric.scatter(left, right, bias, scales, product, dim, reduce_op, ranks, group_name)
+        if others is not None:  # torch's kernels leave no time for it
+            others.compute(1.0)
+        return result
     scattered = ScatteredProduct(left, right, bias, scales, product, dim, reduce_op, ranks, others)
-    _scatter(scattered, left, form, chunks, group_name)
-    return [scattered.result, *others.results]
-
-
-def _scatter(scattered: ScatteredProduct, like: Tensor, form: str, chunks: int, group_name: str) -> None:
-    """Compute and exchange, or only compute where there is no other rank."""
-    if scattered.ranks == 1:
+    if ranks == 1:
         scattered.compute((0, 1), (0, scattered.rows), scattered.result.unsqueeze(0))
         scattered.compute_others(1.0)
     else:
-        rank = _own_rank(like, scattered.ranks, form, group_name)
+        rank = _own_rank(left, ranks, form, group_name)
         _EXCHANGES[form].scatter(scattered, chunks, rank, group_name)
+    return scattered.result
+
+
+def _matmul_scatter_meanwhile(*given: Any) -> list[Tensor]:
+    """Takes what `_matmul_scatter` does, then the operands of what is computed meanwhile."""
+    *scattered, meanwhile = given
+    others = Meanwhile(pairs(meanwhile))
+    result = _matmul_scatter(*scattered, others=others)
+    return [result, *others.results]
 
 
 def _own_rank(tensor: Tensor, ranks: int, form: str, name: str) -> int:

@@ -74,11 +74,13 @@ def test_what_is_taken_covers_nothing_and_what_it_was_taken_for_needs_no_cover()
     for taken, expected in (((), 2.5), (("far",), 2.5), (("near",), 0.0)):
         overlap = Overlap(program, costs)
         assert overlap.hidden(node["a"]) == 2.0  # of near
-        overlap.take(node[name] for name in taken)
-        overlap.take(())  # gives nothing back twice
+        overlap.take(node["a"], (node[name] for name in taken))
+        overlap.take(node["a"], ())  # gives nothing back twice
         assert overlap.hidden(node["b"]) == expected
     kept = Overlap(program, costs)
     assert [kept.hidden(node["b"]), kept.hidden(node["a"])] == [1.0, 2.0]
+    kept.take(node["a"], ())  # not the last to be served: what b was given stays b's
+    assert kept.hidden(node["b"]) == 1.0
 
 
 def test_launches_cover_nothing_and_a_fused_node_only_while_it_computes() -> None:
