@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import argparse
 import statistics
-import time
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ from rich.table import Table
 
 from benchmarks import two_ranks
 from benchmarks.figures import save
+from benchmarks.two_ranks import seconds_of, slowest
 from crossfade import run_passes
 from crossfade.communicate.lower_reduce_scatters import LowerReduceScatters
 from crossfade.graph.program import Program
@@ -58,7 +59,7 @@ def _race(megabytes: float, repeats: int) -> dict[str, float]:
     seconds: dict[str, list[float]] = {name: [] for name in contenders}
     for _ in range(repeats + 1):
         for name, contender in contenders.items():
-            seconds[name].append(_seconds(contender, value))
+            seconds[name].append(slowest(seconds_of(partial(contender, [value]))))
     return {name: statistics.median(times[1:]) for name, times in seconds.items()}  # the first warms up
 
 
@@ -74,16 +75,6 @@ def _program(elements: int) -> Program:
     return output("w", w)
     """
     return parse(text, groups={"dp": 2})
-
-
-def _seconds(contender: Executable, value: torch.Tensor) -> float:
-    """One run, from the moment all ranks are ready until the slowest is done."""
-    dist.barrier()
-    start = time.perf_counter()
-    contender([value])
-    taken = torch.tensor([time.perf_counter() - start])
-    dist.all_reduce(taken, dist.ReduceOp.MAX)
-    return float(taken)
 
 
 def finish(figures: dict[str, dict[str, float]], options: argparse.Namespace) -> None:

@@ -5,16 +5,19 @@ In a backward these are the gradients of weights, beside the gradient that is sc
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import fx
 
-from crossfade.communicate.pipelines import raised
+from crossfade.communicate.pipelines import WRITTEN, raised
 from crossfade.cost.timeline import Costs
 from crossfade.graph.effects import is_pure
 from crossfade.graph.order import Order
+
+READ = "what reads it stands above a scatter that it could hide, and cannot stand below"
+NEEDED = "another matmul that hides a scatter needs it, or what it needs"
 
 _REACH = 64
 """How far from a scatter is looked, in nodes to either side."""
@@ -54,25 +57,24 @@ class SpareMatmuls:
         self._read = set[fx.Node]()
         """What those read that are taken: it must not sink below them."""
 
-    def near(self, start: fx.Node, way: Collection[fx.Node], wanted: float) -> list[Spare]:
-        """The nearest to where a collective starts that `way` leads to, until they take so many seconds."""
-        found: list[Spare] = []
-        touched, seconds = set(way), 0.0
+    def near(self, start: fx.Node, wanted: float) -> tuple[list[Spare], list[tuple[fx.Node, str]]]:
+        """The nearest to where a collective starts, until they take so many seconds; and why others are not taken.
+
+        What leads to it or follows from it is not asked, nor what is taken already.
+        """
+        found, declined, seconds = list[Spare](), list[tuple[fx.Node, str]](), 0.0
         for node in self._nearest(start):
             if seconds >= wanted:
                 break
             spare = self._spare(node, start)
-            if spare is not None and touched.isdisjoint(spare.touched) and self._is_free(spare, found):
+            if isinstance(spare, Spare) and not self._is_free(spare, found):
+                spare = NEEDED
+            if isinstance(spare, str):
+                declined.append((node, spare))
+            else:
                 found.append(spare)
-                touched |= spare.touched
                 seconds += self._costs.compute.get(node, 0.0)
-        return found
-
-    def _is_free(self, spare: Spare, found: Sequence[Spare]) -> bool:
-        """Whether nobody has it already, and nothing that is computed as early needs it or is needed by it."""
-        if not self._taken.isdisjoint(spare.touched) or not self._read.isdisjoint((spare.matmul, *spare.sinks)):
-            return False
-        return not any(spare.needs(one) or one.needs(spare) for one in found)
+        return found, declined
 
     def seconds(self, found: Sequence[Spare]) -> float:
         """What these take together."""
@@ -84,22 +86,29 @@ class SpareMatmuls:
             self._taken |= spare.touched
             self._read |= spare.read
 
-    def _nearest(self, start: fx.Node) -> Iterator[fx.Node]:
+    def _nearest(self, start: fx.Node) -> list[fx.Node]:
         nodes, place = self._order.nodes, self._order.position[start]
         near = nodes[max(0, place - _REACH) : place + _REACH + 1]
-        matmuls = [node for node in near if node.target is torch.ops.aten.mm.default and len(node.args) == 2]
-        yield from sorted(matmuls, key=lambda node: abs(self._order.position[node] - place))
+        related = _related(start, near)
+        free = [node for node in near if _is_plain(node) and node not in related and node not in self._taken]
+        return sorted(free, key=lambda node: abs(self._order.position[node] - place))
 
-    def _spare(self, matmul: fx.Node, start: fx.Node) -> Spare | None:
-        """How a matmul can be computed where a collective starts; None if it cannot."""
+    def _is_free(self, spare: Spare, found: Sequence[Spare]) -> bool:
+        """Whether nobody moves it already, and nothing that is computed as early needs it or is needed by it."""
+        if not self._taken.isdisjoint(spare.touched) or not self._read.isdisjoint((spare.matmul, *spare.sinks)):
+            return False
+        return not any(spare.needs(one) or one.needs(spare) or spare.touched & one.touched for one in found)
+
+    def _spare(self, matmul: fx.Node, start: fx.Node) -> Spare | str:
+        """How a matmul can be computed where a collective starts, or why it cannot."""
         if self._written & {matmul, *matmul.all_input_nodes}:
-            return None
+            return WRITTEN
         if not matmul < start:
             raises = raised(self._order, [matmul], start, self._written)
-            return None if isinstance(raises, str) else Spare(matmul, tuple(raises[:-1]), ())
+            return raises if isinstance(raises, str) else Spare(matmul, tuple(raises[:-1]), ())
         sinks = self._readers_above(matmul, start)
         if sinks is None or any(self._order.may_sink_above(node, start, sinks) for node in sinks):
-            return None
+            return READ
         return Spare(matmul, (), tuple(sorted(sinks - {matmul}, key=self._order.position.__getitem__)))
 
     def _readers_above(self, matmul: fx.Node, start: fx.Node) -> set[fx.Node] | None:
@@ -114,3 +123,20 @@ class SpareMatmuls:
                 if len(found) > _MOST_SUNK or not is_pure(user.target) or user in self._written:
                     return None
         return found
+
+
+def _is_plain(node: fx.Node) -> bool:
+    """Whether a node is a product of two matrices, and nothing more."""
+    return node.target is torch.ops.aten.mm.default and len(node.args) == 2
+
+
+def _related(start: fx.Node, near: Sequence[fx.Node]) -> set[fx.Node]:
+    """Which of the nodes around a collective lead to it or follow from it."""
+    window, above, below = set(near), {start}, {start}
+    for found, links in ((above, lambda node: node.all_input_nodes), (below, lambda node: node.users)):
+        stack = [start]
+        while stack:
+            new = [one for one in links(stack.pop()) if one in window and one not in found]
+            found.update(new)
+            stack += new
+    return above | below

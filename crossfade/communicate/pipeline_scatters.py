@@ -89,18 +89,24 @@ class PipelineScatters(PipelinePass):
 
     def plan(self, program: Program) -> tuple[list[ScatterPipeline], list[Verdict]]:
         """Choose what becomes a pipeline, and say why the rest does not; pure."""
+        pipelines, verdicts, declined = self._plan(program)
+        return pipelines, [*verdicts, *declined]
+
+    def _plan(self, program: Program) -> tuple[list[ScatterPipeline], list[Verdict], list[Verdict]]:
+        """Pipelines, verdicts on the scatters that stay, and on the matmuls that could not join one."""
         scatters, verdicts = find_scatters(program.graph)
         if not scatters:
-            return [], verdicts
+            return [], verdicts, []
         planner = _Planner(program, scatters, self.gate(program))
         planned = [planner.plan(one) for one in scatters]
         verdicts += [verdict for found in planned if isinstance(found, list) for verdict in found]
-        return [found for found in planned if isinstance(found, ScatterPipeline)], verdicts
+        return [found for found in planned if isinstance(found, ScatterPipeline)], verdicts, planner.declined
 
     def run(self, program: Program) -> PassResult:
         """Plan, then apply."""
-        pipelines, verdicts = self.plan(program)
+        pipelines, verdicts, declined = self._plan(program)
         counts = {"pipelines": len(pipelines), "left": len({verdict.subject for verdict in verdicts})}
+        verdicts += declined
         replaced = Replacements(program)
         for one in pipelines:
             verdicts += _apply(program, one, replaced)
@@ -109,10 +115,10 @@ class PipelineScatters(PipelinePass):
 
 
 class _Planner:
-    """Decides scatter by scatter, in program order."""
+    """Decides scatter by scatter, in program order; `declined` are verdicts on matmuls that could not join one."""
 
     def __init__(self, program: Program, scatters: Sequence[Scatter], gate: Gate) -> None:
-        self.gate = gate
+        self.gate, self.declined = gate, list[Verdict]()
         order = Order(program.graph)
         self.written = order.rewritten()
         self.products = {one.collective.node: product_before(one.whole) for one in scatters}
@@ -152,13 +158,14 @@ class _Planner:
         alone = self._forecasts(one, product, dim, 0.0)
         travel = self.gate.costs.travel[start.node]
         exposed = next((found.exposed for found in alone.considered if found.form in ANYWHERE), travel)
-        meanwhile = []
+        meanwhile, declined = list[Spare](), list[tuple[fx.Node, str]]()
         if exposed > LEAST_GAIN * alone.plain:
-            meanwhile = self.spare.near(start.node, _way(one, product), exposed)
+            meanwhile, declined = self.spare.near(start.node, exposed)
         found = self._forecasts(one, product, dim, self.spare.seconds(meanwhile)) if meanwhile else alone
         choice = self.gate.judge(start, found)
-        if isinstance(choice, Choice) and choice.form not in ANYWHERE:
-            meanwhile = []
+        if not isinstance(choice, Choice) or choice.form not in ANYWHERE:
+            return choice, []
+        self.declined += [Verdict.of(node, Outcome.LEFT, why, detail=start.node.name) for node, why in declined]
         return choice, meanwhile
 
     def _forecasts(self, one: Scatter, product: Product, dim: int, meanwhile: float) -> Forecasts:

@@ -7,7 +7,7 @@ import textwrap
 import pytest
 import torch
 
-from crossfade.communicate import pipeline_scatters
+from crossfade.communicate import meanwhile, pipeline_scatters, pipelines
 from crossfade.communicate.pipeline_scatters import PipelineScatters
 from crossfade.cost.presets import preset
 from crossfade.graph.passes import Outcome, run_passes
@@ -18,6 +18,8 @@ from crossfade.graph.verify import verify
 from tests.communicate.all_pipelined_ranks import run_ranks
 
 TOLD = PipelineScatters(form="ring", chunks=2)
+
+HALF = "half: bf16[6, 4] = aten._to_copy(turned, dtype=bf16)"
 
 BACKWARD = """
     g: f32[8, 6] = input("g")
@@ -129,13 +131,15 @@ def test_of_two_that_follow_from_each_other_one_is_taken() -> None:
 
 
 def test_what_another_scatter_took_needs_stays_above_that() -> None:
-    """`b` rises to the first scatter, so `a` may not sink to the second, though both its readers stand below that."""
+    """`b` rises to the first scatter, so `a` may not sink to the second, though all that reads it stands below."""
     done = pipelined("""
         g: f32[8, 6] = input("g")
         h: f32[8, 8] = input("h")
         w: f32[6, 4] = parameter("w")
         a: f32[8, 6] = aten.mm(h, g)
-        m: f32[8, 4] = aten.mm(g, w)
+        n1: f32[8, 6] = aten.neg(g)
+        n2: f32[8, 6] = aten.neg(n1)
+        m: f32[8, 4] = aten.mm(n2, w)
         s: f32[4, 4] = c10d.reduce_scatter_tensor(m, "sum", 2, "tp")
         m2: f32[8, 8] = aten.mm(h, h)
         s2: f32[4, 8] = c10d.reduce_scatter_tensor(m2, "sum", 2, "tp")
@@ -144,25 +148,32 @@ def test_what_another_scatter_took_needs_stays_above_that() -> None:
         d2: f32[4, 8] = c10d.wait_tensor(s2)
         return output("d", d), output("b", b), output("a", a), output("d2", d2)
     """)
+    (fused,) = done.graph.find_nodes(op="call_function", target=MEANWHILE_OPERATOR)
+    assert [node.name for node in fused.args[-1]] == ["h", "a"]
     assert done.history[0].counts["pipelines"] == 2
 
 
 @pytest.mark.parametrize(
-    "change",
+    ("line", "instead", "reason"),
     [
-        ("m: f32[8, 4] = aten.mm(g, wt)", "back: f32[8, 6] = aten.mm(x, of_w)\n    m: f32[8, 4] = aten.mm(back, wt)"),
-        ("half: bf16[6, 4] = aten._to_copy(turned, dtype=bf16)", "half: f32[6, 4] = aten.bernoulli(turned)"),
-        ("half: bf16[6, 4] = aten._to_copy(turned, dtype=bf16)", "half: f32[6, 4] = aten.neg_(turned)"),
-        ("half: bf16[6, 4] = aten._to_copy(turned, dtype=bf16)", "half: f32[4, 8] = aten.neg_(xt)"),
+        (
+            "m: f32[8, 4] = aten.mm(g, wt)",
+            "back: f32[8, 6] = aten.mm(x, of_w)\n    m: f32[8, 4] = aten.mm(back, wt)",
+            None,
+        ),
+        (HALF, "half: f32[6, 4] = aten.bernoulli(turned)", meanwhile.READ),
+        (HALF, "half: f32[6, 4] = aten.neg_(turned)", pipelines.WRITTEN),
+        (HALF, "half: f32[4, 8] = aten.neg_(xt)", pipelines.WRITTEN),
     ],
-    ids=["leads to the scatter", "draws", "is written", "reads what is written"],
+    ids=["leads to the scatter", "is drawn from", "is written", "reads what is written"],
 )
-def test_what_has_its_place_stays_there(change: tuple[str, str]) -> None:
-    text = BACKWARD.replace(*change)
-    done = run_passes(program_of(text), [TOLD])
+def test_what_has_its_place_stays_there_and_says_why(line: str, instead: str, reason: str | None) -> None:
+    done = run_passes(program_of(BACKWARD.replace(line, instead)), [TOLD])
     verify(done, recompute=True)
     assert done.graph.find_nodes(op="call_function", target=SCATTER_OPERATOR)
     assert not done.graph.find_nodes(op="call_function", target=MEANWHILE_OPERATOR)
+    said = [one.reason for one in done.history[0].verdicts if one.subject == "of_w" and one.outcome is Outcome.LEFT]
+    assert said == ([] if reason is None else [reason])
 
 
 def test_no_matmul_is_taken_twice() -> None:
