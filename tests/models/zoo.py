@@ -1,7 +1,8 @@
 """Real architectures of the transformers library, tiny and random: the same graphs as the large ones, in a second.
 
-Each has two layers, hidden size 64 and four heads, and sizes that divide by four. Nothing is downloaded: configurations
-are written here, weights are drawn from a fixed seed.
+Each has two layers, hidden size 64 and four heads, and sizes that divide by four. What stays whole beside the layers
+(patches, low ranks, convolutions) is about as large beside them as in the models that people use. Nothing is
+downloaded: configurations are written here, weights are drawn from a fixed seed.
 
     llama = architecture("llama")
     exported = llama.export(dynamic=True)
@@ -22,7 +23,7 @@ from torch.export import Dim, ExportedProgram
 
 VOCABULARY = 128
 BATCH, SEQUENCE = 2, 12
-PATCHES = 4
+PATCHES, PATCH = 4, 4
 
 Inputs = dict[str, torch.Tensor]
 
@@ -112,7 +113,7 @@ def _translation_inputs(batch: int, seq: int) -> Inputs:
 
 
 def _image_inputs(batch: int, seq: int) -> Inputs:
-    return {"pixel_values": torch.randn(batch, 3, 8 * PATCHES, 8 * PATCHES)}
+    return {"pixel_values": torch.randn(batch, 3, PATCH * PATCHES, PATCH * PATCHES)}
 
 
 def _picture_and_text_inputs(batch: int, seq: int) -> Inputs:
@@ -120,7 +121,7 @@ def _picture_and_text_inputs(batch: int, seq: int) -> Inputs:
 
 
 def _speech_inputs(batch: int, seq: int) -> Inputs:
-    return {"input_features": torch.randn(batch, 16, 64), "decoder_input_ids": _tokens(batch, seq)}
+    return {"input_features": torch.randn(batch, 12, 64), "decoder_input_ids": _tokens(batch, seq)}
 
 
 _TEXT = {"input_ids": (0, 1)}
@@ -154,8 +155,8 @@ _VISION = {
     "intermediate_size": 128,
     "num_hidden_layers": 2,
     "num_attention_heads": 4,
-    "image_size": 8 * PATCHES,
-    "patch_size": 8,
+    "image_size": PATCH * PATCHES,
+    "patch_size": PATCH,
 }
 
 
@@ -252,8 +253,9 @@ ARCHITECTURES: tuple[Architecture, ...] = (
         n_group=2,
         topk_group=1,
         first_k_dense_replace=1,
-        q_lora_rank=32,
-        kv_lora_rank=16,
+        intermediate_size=160,
+        q_lora_rank=16,
+        kv_lora_rank=8,
         qk_rope_head_dim=8,
         qk_nope_head_dim=16,
         v_head_dim=16,
@@ -337,14 +339,14 @@ ARCHITECTURES: tuple[Architecture, ...] = (
         "WhisperConfig",
         {
             "vocab_size": VOCABULARY,
-            "num_mel_bins": 16,
+            "num_mel_bins": 12,
             "d_model": 64,
-            "encoder_layers": 2,
+            "encoder_layers": 4,
             "decoder_layers": 2,
             "encoder_attention_heads": 4,
             "decoder_attention_heads": 4,
-            "encoder_ffn_dim": 128,
-            "decoder_ffn_dim": 128,
+            "encoder_ffn_dim": 256,
+            "decoder_ffn_dim": 256,
             "max_source_positions": 32,
             "max_target_positions": 64,
             "pad_token_id": 0,

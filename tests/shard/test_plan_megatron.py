@@ -147,23 +147,6 @@ def test_what_a_norm_needs_whole_stays_whole() -> None:
     assert plan.notes[0] == "*.weight stays whole: layer_norm in 1 needs all that it puts out"
 
 
-@pytest.mark.parametrize("write", ["copy_", "add_"])
-def test_what_is_written_elsewhere_stays_whole(write: str) -> None:
-    class Written(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            wide, kept = self.up(x), x.new_zeros(3, 16)
-            getattr(kept[:2], write)(wide[:2])
-            return self.down(kept * wide)
-
-    plan = found(nn.Sequential(Written()), torch.randn(3, 8))
-    assert plan == Plan({})
-    assert plan.notes[0] == f"*.up.weight stays whole: {write} in 0 needs all that it puts out"
-
-
 def test_what_activations_contract_over_stays_whole() -> None:
     class Similar(nn.Module):
         def __init__(self) -> None:
@@ -331,7 +314,11 @@ FOUND: dict[str, dict[str, Any]] = {
             **attention("mlp", "fc1", "fc2"),
         }.items()
     },
-    "olmo2": {name: style for name, style in LLAMA.items() if "q_proj" not in name and "k_proj" not in name},
+    "olmo2": LLAMA,
+    "mamba2": {
+        "backbone.layers.*.mixer.in_proj": {"style": "colwise", "blocks": [128, 128, 64, 64, 8]},
+        "backbone.layers.*.mixer.out_proj": "rowwise",
+    },
 }
 
 

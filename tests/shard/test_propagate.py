@@ -27,3 +27,44 @@ def test_a_value_that_is_gathered_for_many_is_told_once() -> None:
     verdicts = localize(exported, Plan({"up": "colwise"}).resolve(exported, 2), 2, "tp", Request()).verdicts
     gathered = [one.subject for one in verdicts if one.reason == "gathered"]
     assert len(gathered) == 13 and len(set(gathered)) == 13
+
+
+class Shared(nn.Module):
+    """A split table whose rows three projections read through views of their own, and a residual as they are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(8, 4)
+        self.up = nn.Linear(4, 4)
+
+    def forward(self, words: Tensor) -> Tensor:
+        rows = self.words(words)
+        return rows + sum(self.up(rows.view(-1, 4)).relu().view(2, 3, 4) for _ in range(3))
+
+
+def test_a_partial_sum_that_many_need_whole_is_reduced_once_where_it_arises() -> None:
+    exported = torch.export.export(Shared(), (torch.zeros(2, 3, dtype=torch.int64),))
+    local = localize(exported, Plan({"words": "rowwise"}).resolve(exported, 2), 2, "tp", Request())
+    assert [one.subject for one in local.verdicts if one.reason == "reduced"] == ["embedding"]
+
+
+class Normed(nn.Module):
+    """A residual that is one of several results of an operator."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(4, 8), nn.Linear(8, 4)
+        self.norm = nn.LayerNorm(4)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        x = self.norm(x)
+        y = x + self.down(self.up(x).relu())
+        return y, y.relu()
+
+
+def test_one_of_several_results_is_no_constant() -> None:
+    """Else what is added to it stays a partial sum, to be reduced by everyone who reads the sum."""
+    exported = torch.export.export(Normed(), (torch.ones(2, 4),)).run_decompositions()
+    plan = Plan({"up": "colwise", "down": "rowwise"}).resolve(exported, 2)
+    local = localize(exported, plan, 2, "tp", Request())
+    assert [one.subject for one in local.verdicts if one.reason == "reduced"] == ["addmm_1"]

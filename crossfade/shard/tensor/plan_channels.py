@@ -79,6 +79,15 @@ def _prime(name: str) -> int:
     return int(sympy.nextprime(1_000_000 + 10_000 * (ord(name[0]) - ord("d")) + 1_000 * int(digits or 0)))
 
 
+def is_summed(node: fx.Node, source: fx.Node, channels: Channels) -> bool:
+    """Whether a sum or mean runs over the channels: the statistics of a norm, usually.
+
+    Ranks add up such results, which are small beside what they are made of.
+    """
+    sizes, dim = sizes_of(source), channels.first.dim
+    return node.target in _SUMS and dim in (_dims_taken(node, len(sizes)) or ()) and sizes[dim] >= _WIDE
+
+
 def follow(node: fx.Node, source: fx.Node, channels: Channels) -> Channels | None:
     """The channels in `node`'s result, given those in its argument `source`; None where ranks would need each other."""
     schema = getattr(node.target, "_schema", None)
@@ -210,6 +219,12 @@ def _item(node: fx.Node, source: fx.Node, channels: Channels) -> Channels | None
     return _part_of_dim(channels, dim, sum(pieces[:index]), pieces[index])
 
 
+def _written_into(node: fx.Node, source: fx.Node, channels: Channels) -> Channels | None:
+    """A range of one dim replaced: fine where it holds no channels."""
+    dim = arguments(node)["dim"] % node.meta["val"].ndim
+    return _keep(channels, lambda factor: None if factor.dim == dim else factor)
+
+
 def _best_of(node: fx.Node, source: fx.Node, channels: Channels) -> Channels | None:
     """The values or the places of a maximum along one dim."""
     given = arguments(source)
@@ -269,6 +284,50 @@ def _dims_taken(node: fx.Node, rank: int) -> set[int] | None:
     return {dim % rank for dim in (dims if isinstance(dims, list | tuple) else [dims])}
 
 
+def _padded(node: fx.Node, source: fx.Node, channels: Channels) -> Channels | None:
+    """Fine along dims that hold no channels."""
+    rank = source.meta["val"].ndim
+    grown = {rank - 1 - index // 2 for index, width in enumerate(arguments(node)["pad"]) if _plain(width) != 0}
+    return _keep(channels, lambda factor: None if factor.dim in grown else factor)
+
+
+def _repeated(node: fx.Node, source: fx.Node, channels: Channels) -> Channels | None:
+    """Each element of a dim several times in a row."""
+    given = arguments(node)
+    times, rank = _plain(given["repeats"]), source.meta["val"].ndim
+    if given["dim"] is None or times is None:
+        return None
+    dim = given["dim"] % rank
+    return _keep(channels, lambda factor: replace(factor, inner=factor.inner * times) if factor.dim == dim else factor)
+
+
+def _convolved(node: fx.Node, source: fx.Node, channels: Channels) -> Channels | None:
+    """Each channel by itself; nothing else is split of a convolution."""
+    given = arguments(node)
+    value, weight = sizes_of(given["input"]), sizes_of(given["weight"])
+    alone = len(value) == len(weight) and given["groups"] == value[1] == weight[0]
+    return (
+        _keep(channels, lambda factor: factor if factor.dim < 2 else None)
+        if source is given["input"] and alone
+        else None
+    )
+
+
+def _by_equation(node: fx.Node, source: fx.Node, channels: Channels) -> Channels | None:
+    """An einsum: where the result has the dim of the same letter, in all places where the value is given."""
+    given = arguments(node)
+    left, arrow, right = str(given["equation"]).replace(" ", "").partition("->")
+    uses = [letters for letters, one in zip(left.split(","), given["tensors"], strict=True) if one is source]
+    if not arrow or "." in left or any(len(set(letters)) < len(letters) for letters in uses):
+        return None
+
+    def moved(factor: Factor) -> Factor | None:
+        now = {right.find(letters[factor.dim]) for letters in uses}
+        return replace(factor, dim=now.pop()) if len(now) == 1 and -1 not in now else None
+
+    return _keep(channels, moved)
+
+
 def _multiplied(node: fx.Node, source: fx.Node, channels: Channels) -> Channels | None:
     """A product of activations: channels may be in a batch dim, in the rows of the left or the columns of the right."""
     given = arguments(node)
@@ -320,6 +379,7 @@ _SAME_SHAPE = {
     aten.to.other,
     aten.type_as.default,
     aten.masked_fill.Scalar,
+    aten.copy.default,
 }
 _ACROSS = {
     aten.softmax.int,
@@ -332,6 +392,10 @@ _ACROSS = {
     aten.cumsum.default,
     aten.linalg_vector_norm.default,
 }
+_SUMS = {aten.sum.dim_IntList, aten.mean.dim}
+_WIDE = 16
+"""How many channels at least a sum runs over that ranks add up: its results are small then."""
+
 _FACTORS: dict[Any, tuple[str, str]] = {
     aten.matmul.default: ("self", "other"),
     aten.bmm.default: ("self", "mat2"),
@@ -362,6 +426,11 @@ _RULES: tuple[tuple[Callable[[fx.Node], bool], Callable[[fx.Node, fx.Node, Chann
     (_one_of({aten.stack.default}), _stacked),
     (_one_of({aten.expand.default, aten.broadcast_to.default}), _broadcast),
     (_one_of(_ACROSS), _across),
+    (_one_of({aten.slice_scatter.default}), _written_into),
+    (_one_of({aten.pad.default, aten.constant_pad_nd.default}), _padded),
+    (_one_of({aten.repeat_interleave.self_int}), _repeated),
+    (_one_of({aten.conv1d.default}), _convolved),
+    (_one_of({aten.einsum.default}), _by_equation),
     (_one_of(_FACTORS), _multiplied),
     (_one_of({aten.scaled_dot_product_attention.default}), _attended),
     (_one_of(_SAME_SHAPE), _same_shape),

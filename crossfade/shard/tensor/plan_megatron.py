@@ -3,7 +3,7 @@
 A projection multiplies activations by a parameter. It is split by columns if every way its channels take ends in the
 contraction of another projection, which is then split by rows, with each rank on its own until there. Queries, keys and
 values end in the output projection, the first half of an MLP in the second; what meets a residual does not stay apart,
-since the next norm needs all of it.
+since the next norm needs all of it. A norm on the way needs the others' pieces only for its mean, which ranks add up.
 """
 
 from __future__ import annotations
@@ -17,8 +17,9 @@ import torch
 from torch import fx
 from torch.export import ExportedProgram
 
+from crossfade.graph.effects import written_inputs
 from crossfade.graph.operators import arguments
-from crossfade.shard.tensor.plan_channels import Channels, Factor, follow, sizes_of
+from crossfade.shard.tensor.plan_channels import Channels, Factor, follow, is_summed, sizes_of
 from crossfade.shard.tensor.plan_names import Names, Use, is_glob, matches, names_of, owner, starred
 from crossfade.shard.tensor.plan_styles import Fused, read_style
 
@@ -58,6 +59,8 @@ class Projection:
     """Why it stays whole."""
     apart: bool = True
     """Whether ranks can go on with their piece of what it puts out."""
+    is_written: bool = False
+    """Whether it stays whole because it is written into something else."""
     ends: set[fx.Node] = field(default_factory=set)
 
     @property
@@ -85,11 +88,22 @@ class Projection:
 def find_entries(exported: ExportedProgram, vocab: bool) -> tuple[dict[str, Any], tuple[str, ...]]:
     """The entries of a plan, and what was left whole and why."""
     names = names_of(exported)
-    found = _projections(names, exported.graph)
-    _pair(found)
+    found = _paired(names, exported.graph)
+    if any(
+        one.is_written and one.style is None for one in found.values()
+    ):  # what becomes of it is seen once nothing is written in place
+        exported = exported.run_decompositions({})
+        names = names_of(exported)
+        found = _paired(names, exported.graph)
     tables = _split_vocabulary(found, names) if vocab else {}
     styles = _by_name(found.values(), names) | tables
     return _patterns(styles, names), _notes(found.values(), names)
+
+
+def _paired(names: Names, graph: fx.Graph) -> dict[fx.Node, Projection]:
+    found = _projections(names, graph)
+    _pair(found)
+    return found
 
 
 def _projections(names: Names, graph: fx.Graph) -> dict[fx.Node, Projection]:
@@ -105,17 +119,22 @@ def _multiplies(use: Use) -> bool:
 
 
 def _pair(found: Mapping[fx.Node, Projection]) -> None:
-    """Split what can be split by columns, in order; what it ends in is taken by rows and starts nothing itself."""
-    for one in found.values():
-        if one.style is not None:
-            continue
-        blocks = _followed(one, found)
-        if one.reason or not _all_free(one, found):
-            continue
-        one.style = "colwise" if blocks == 1 else Fused("colwise", blocks)
-        for end in one.ends:
-            found[end].style = "rowwise"
-            found[end].reason = ""
+    """Split what can be split by columns, in order; what it ends in is taken by rows and starts nothing itself.
+
+    Pairs with a norm over channels between them cost one more reduction, so they take what the others leave.
+    """
+    for through_norms in (False, True):
+        for one in found.values():
+            if one.style is not None:
+                continue
+            one.reason, one.apart, one.is_written, one.ends = "", True, False, set()
+            blocks = _followed(one, found, through_norms)
+            if one.reason or not _all_free(one, found):
+                continue
+            one.style = "colwise" if blocks == 1 else Fused("colwise", blocks)
+            for end in one.ends:
+                found[end].style = "rowwise"
+                found[end].reason = ""
 
 
 def _all_free(one: Projection, found: Mapping[fx.Node, Projection]) -> bool:
@@ -127,27 +146,43 @@ def _all_free(one: Projection, found: Mapping[fx.Node, Projection]) -> bool:
     return not one.reason
 
 
-def _followed(one: Projection, found: Mapping[fx.Node, Projection]) -> int | tuple[int, ...]:
+def _followed(one: Projection, found: Mapping[fx.Node, Projection], through_norms: bool) -> int | tuple[int, ...]:
     """Follow a projection's channels to their ends; the blocks of a fused one, or a reason."""
     whole = Channels(0, one.width, (Factor(one.node.meta["val"].ndim - one.back, one.width),))
     seen, pending, pieces = {(one.node, whole)}, deque([(one.node, whole)]), set()  # near first: most end soon
+    summed = meets_residual = False
     while pending:
         node, channels = pending.popleft()
+        if summed and meets_residual:
+            one.apart, one.reason = False, "it is added to a residual that a norm needs all of"
+            return 1
         for user in node.users:
             contracted = _contracts(user, node, channels, found)
             if contracted:
                 one.ends.add(user)
             if contracted or user.op == "output":
                 pieces.add((channels.start, channels.length))
+            elif through_norms and is_summed(user, node, channels):
+                summed = True
             elif _is_value(user):
+                meets_residual |= _adds_earlier(user, one.node)
                 now = follow(user, node, channels) if user not in found else None
                 if now is None:
                     one.apart, one.reason = False, f"{_where(user)} needs all that it puts out"
+                    one.is_written = bool(written_inputs(user))
                     return 1
                 if (user, now) not in seen:
                     seen.add((user, now))
                     pending.append((user, now))
     return _blocks(one, one.width, sorted(pieces))
+
+
+def _adds_earlier(node: fx.Node, projection: fx.Node) -> bool:
+    """Whether a node adds a value of the same size that was there before the projection."""
+    if node.target is not aten.add.Tensor:
+        return False
+    others = [one for one in node.all_input_nodes if one < projection and one.op == "call_function"]
+    return any(sizes_of(one) == sizes_of(node) for one in others)
 
 
 def _contracts(user: fx.Node, node: fx.Node, channels: Channels, found: Mapping[fx.Node, Projection]) -> bool:

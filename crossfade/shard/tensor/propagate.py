@@ -84,12 +84,12 @@ class _Walk:
             self._visit_call(node)
 
     def _visit_call(self, node: fx.Node) -> None:
-        tensors = tensor_operands(node)
-        if all(source in self.constant for source in tensors):
-            self.constant.add(node)
         if node.target is operator.getitem:
             self._visit_element(node)
             return
+        tensors = tensor_operands(node)
+        if all(source in self.constant for source in tensors):
+            self.constant.add(node)
         if not tensors:
             self.done.placements[node] = REPLICATE
             return
@@ -114,14 +114,16 @@ class _Walk:
         self.done.placements[node] = held[index] if isinstance(held, tuple) else held
         if source in self.weight_of:
             self.weight_of[node] = self.weight_of[source]
+        if source in self.constant:
+            self.constant.add(node)
         self._bring(node)
 
     def _bring(self, node: fx.Node) -> None:
         """Bring a value to the placement that its boundary, or its users together, want it in."""
         placement = self.done.placements[node]
         wanted = self.settings.boundaries.get(node.name)
-        if wanted is None and node in self.reduce_here and isinstance(placement, Partial):
-            wanted = REPLICATE
+        if node in self.reduce_here and isinstance(placement, Partial):
+            wanted = wanted or REPLICATE
         elif wanted == REPLICATE and isinstance(placement, Partial):
             return  # reduced where it must be, not before
         if wanted is None or wanted == placement or not _is_tensor(node):

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from crossfade.shard.tensor.factors import Decision, Factors
-from crossfade.shard.tensor.placements import REPLICATE, Placement, Shard
+from crossfade.shard.tensor.placements import PARTIAL, REPLICATE, Placement, Shard
 from crossfade.shard.tensor.rules import Call, pointwise, rule
 
 _FIRST, _SECOND, _BOTH = frozenset({0}), frozenset({1}), frozenset({0, 1})
@@ -117,7 +117,10 @@ def along_one_dim(call: Call) -> Decision:
 @rule("sum", "mean", "amax", "amin", "max", "min", "argmax", "argmin", "any", "all", "prod", "var", "std", "logsumexp",
       "norm", "linalg_vector_norm", "var_mean", "median", "nansum")  # fmt: skip
 def reduction(call: Call) -> Decision:
-    """Dims that are not reduced pass; a sum over a split dim is a partial sum, another reduction needs it whole."""
+    """Dims that are not reduced pass; over a split dim a sum is a partial sum, and a mean is one of the parts' means.
+
+    Other reductions need that dim whole.
+    """
     if len(call.operands) > 1:  # max(x, y)
         return pointwise(call)
     rank = len(call.shapes[0])
@@ -130,10 +133,20 @@ def reduction(call: Call) -> Decision:
     names = tuple(f"d{dim}" for dim in range(rank))
     result = tuple(None if dim in reduced else names[dim] for dim in range(rank) if keep or dim not in reduced)
     dtype = call.results[0].dtype
-    summed = call.name == "aten::sum" and dtype is not torch.bool
+    mean = call.name == "aten::mean"
+    summed = mean or (call.name == "aten::sum" and dtype is not torch.bool)
     keeps_dtype = dtype is call.sources[0].meta["val"].dtype  # whole numbers that are cut off do not add up
     linear = (_FIRST,) if call.name in ("aten::sum", "aten::mean") and keeps_dtype else ()
-    return call.decide(Factors((names,), (result,) * len(call.results), summed=summed, linear=linear))
+    decision = call.decide(Factors((names,), (result,) * len(call.results), summed=summed, linear=linear))
+    of_parts = mean and isinstance(decision.wants[0], Shard) and decision.results == (PARTIAL,)
+    return replace(decision, emit=_emit_share_of_mean) if of_parts else decision
+
+
+def _emit_share_of_mean(builder: Any, node: Any, args: dict[str, Any]) -> Any:
+    """What a rank adds to a mean: that of its part, which is as large as every other's, by the number of ranks."""
+    given = [args[name] for name in ("self", "dim", "keepdim") if name in args]
+    own = builder.call(node.target, *given, **({"dtype": args["dtype"]} if args["dtype"] is not None else {}))
+    return builder.call(torch.ops.aten.div.Tensor, own, builder.ranks)
 
 
 @rule("layer_norm", "native_layer_norm", "rms_norm", "_fused_rms_norm")

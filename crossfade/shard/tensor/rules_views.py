@@ -162,22 +162,36 @@ def select(call: Call) -> Decision:
 
 @rule("slice", "narrow")
 def slice_(call: Call) -> Decision:
-    """A range of a dim: of a split one all of it, or whole blocks of it."""
+    """A range of a dim: of a split one all of it, whole blocks of it, or every so many from the first few on."""
     placement = call.placements[0]
     if not isinstance(placement, Shard) or placement.dim != call.dim():
         return Decision(call.placements, (placement,))
     size, length = call.shapes[0][placement.dim], call.results[0].shape[placement.dim]
     if statically_equal(length, size):
         return Decision(call.placements, (placement,), emit=_emit(aten.alias.default))
-    start = call.args["start"] or 0
-    if any(not isinstance(number, int) for number in (start, size, length)) or call.args.get("step", 1) != 1:
+    start, step = call.args["start"] or 0, call.args.get("step", 1)
+    if any(not isinstance(number, int) for number in (start, size, length)):
         return call.replicated("it takes a part of the split dim")
     start += size if start < 0 else 0
+    if step > 1:
+        return _every_so_many(call, placement, start, step)
     taken = _blocks_between(call, start, start + length)
     if taken is None:
         return call.replicated("it takes a part of the split dim")
     ends = start // call.ranks, (start + length) // call.ranks
     return Decision(call.placements, (taken,), emit=_emit(aten.slice.Tensor, placement.dim, *ends))
+
+
+def _every_so_many(call: Call, shard: Shard, start: int, step: int) -> Decision:
+    """Neighbours lie interleaved: each rank takes its own, if none are cut apart."""
+    size, length = call.shapes[0][shard.dim], call.results[0].shape[shard.dim]
+    blocks = block_sizes(shard, size)
+    if start >= step or length * step != size or any(block % (call.ranks * step) for block in blocks):
+        return call.replicated("it takes a part of the split dim")
+    taken = in_blocks(shard.dim, [block // step for block in blocks])
+    return Decision(
+        call.placements, (taken,), emit=_emit(aten.slice.Tensor, shard.dim, start, size // call.ranks, step)
+    )
 
 
 def _emit(target: Any, *rest: Any) -> Any:
@@ -258,6 +272,14 @@ def triangle(call: Call) -> Decision:
     rank = len(call.shapes[0])
     names = tuple(f"d{dim}" for dim in range(rank))
     return call.decide(Factors((names,), (names,), frozenset(names[-2:]), linear=(_FIRST,)))
+
+
+@rule("slice_scatter")
+def slice_scatter(call: Call) -> Decision:
+    """A range of a dim replaced: the others pass."""
+    names = tuple(f"d{dim}" for dim in range(len(call.shapes[0])))
+    fixed = frozenset({f"d{call.dim()}"})
+    return call.decide(Factors((names, names), (names,), fixed, linear=(frozenset({0, 1}),)))
 
 
 @rule("index_select", "gather")
