@@ -66,18 +66,48 @@ class Row:
     flops: float = float("nan")
     collectives: dict[str, int] = field(default_factory=dict)
     gathered: tuple[str, ...] = ()
+    """Why activations are gathered elsewhere than at the plan's own boundaries."""
     seconds: float = 0.0
     refused: str = ""
 
+    @property
+    def counts(self) -> tuple[int, int]:
+        """All-reduces and all-gathers of a forward."""
+        return self.collectives.get("all-reduce", 0), self.collectives.get("all-gather", 0)
 
-MINIMUM = {
-    **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3", "starcoder2", "granite"), (5, 1)),
-    **dict.fromkeys(("phi3", "gpt2", "opt", "bloom", "stablelm", "mixtral", "qwen2_moe"), (5, 1)),
-    **dict.fromkeys(("phi", "gptj"), (3, 1)),
-    "gpt_neox": (2, 1),
+
+_COUNTED = {
+    **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3", "starcoder2", "granite"), 5),
+    **dict.fromkeys(("phi3", "gpt2", "opt", "bloom", "stablelm", "mixtral", "qwen2_moe", "deepseek_v3", "gpt_oss"), 5),
+    **dict.fromkeys(("phi", "gptj", "falcon"), 3),
+    **dict.fromkeys(("olmo2", "olmoe"), 9),
+    "mamba2": 5,
+    "gpt_neox": 2,
 }
-"""All-reduces and all-gathers of a forward, counted by hand for two layers: one after attention and one after the
-feed-forward part (one for both where they are added), one for a split embedding, and a gather of the logits."""
+_TWO_KEY_HEADS = {
+    "llama",
+    "mistral",
+    "qwen2",
+    "qwen3",
+    "gemma2",
+    "gemma3",
+    "starcoder2",
+    "granite",
+    "mixtral",
+    "gpt_oss",
+}
+
+
+def minimum(name: str, ranks: int) -> tuple[int, int] | None:
+    """All-reduces and all-gathers of a decoder's forward, counted by hand for its two layers.
+
+    One reduction after attention and one after the feed-forward part (one for both where they are added), one for a
+    split embedding, one for the mean of each norm over all heads; and a gather of the logits, and of each layer's keys
+    and values where there are fewer of their heads than ranks.
+    """
+    if name not in _COUNTED:
+        return None
+    return _COUNTED[name], 1 + (4 if ranks > 2 and name in _TWO_KEY_HEADS else 0)
 
 
 def plan_for(one: zoo.Architecture, exported: ExportedProgram) -> tuple[str, Plan]:
@@ -121,7 +151,9 @@ def shard_on_ranks(pool: Ranks, one: zoo.Architecture, variant: str) -> Row:
     row.split = sum(parts[name].shape != shapes[name] for name in resolved.parameters if name in parts)
     called = [getattr(node.target, "__name__", "").partition(".")[0] for node in local.exported.graph.nodes]
     row.collectives = dict(Counter(KINDS[name] for name in called if name in KINDS))
-    row.gathered = tuple(f"{said.subject}: {said.detail}" for said in local.verdicts if said.reason == "gathered")
+    row.gathered = tuple(
+        said.detail for said in local.verdicts if said.reason == "gathered" and "boundary" not in said.detail
+    )
     return row
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 import datetime
 import platform
+from collections.abc import Sequence
+from itertools import groupby
 from pathlib import Path
 
 import torch
@@ -12,7 +14,7 @@ from rich.progress import track
 
 from crossfade.run.ranks import Ranks
 from tests.models import zoo
-from tests.models.sharded import VARIANTS, Row, shard_on_ranks
+from tests.models.sharded import VARIANTS, Row, minimum, shard_on_ranks
 
 DOCS = Path(__file__).parents[2] / "docs" / "models.md"
 
@@ -20,10 +22,11 @@ DOCS = Path(__file__).parents[2] / "docs" / "models.md"
 def main() -> None:
     """Run what is asked for and write the table."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--names", default=",".join(one.name for one in zoo.ARCHITECTURES))
-    parser.add_argument("--ranks", default="2,4")
-    parser.add_argument("--variants", default=";".join(VARIANTS))
-    parser.add_argument("--output", type=Path, default=DOCS)
+    every = ",".join(one.name for one in zoo.ARCHITECTURES)
+    parser.add_argument("--names", default=every, help="architectures, by comma")
+    parser.add_argument("--ranks", default="2,4", help="numbers of ranks, by comma")
+    parser.add_argument("--variants", default=";".join(VARIANTS), help="forms of the exported program, by semicolon")
+    parser.add_argument("--output", type=Path, default=DOCS, help="the file to write")
     options = parser.parse_args()
     rows: list[Row] = []
     pools = {count: Ranks(count, timeout=300.0) for count in map(int, options.ranks.split(","))}
@@ -45,41 +48,70 @@ def main() -> None:
     print(f"written to {options.output.name}: {sum(not row.refused for row in rows)} of {len(rows)} run")
 
 
-HEADINGS = (
-    "architecture",
-    "ranks",
-    "export",
-    "plan",
-    "difference",
-    "weights split",
-    "FLOPs a rank",
-    "collectives",
-    "note",
-)
+HEADINGS = ("architecture", "ranks", "plan", "difference", "weights split", "FLOPs", "collectives", "least", "forms")
 
 
 def line(row: Row) -> str:
-    """A row of the table, as Markdown."""
-    found = ", ".join(f"{count} {kind}" for kind, count in row.collectives.items()) or "none"
-    note = row.refused or "; ".join(row.gathered[:2])
-    figures = (f"{row.error:.0e}", f"{row.split} of {row.planned}", f"{row.flops:.2f}", found)
-    cells = (row.name, row.ranks, row.variant, row.plan, *(("-",) * 4 if row.refused else figures), note)
-    return "| " + " | ".join(str(cell).replace("|", "/").replace("\n", " ") for cell in cells) + " |"
+    """What is printed as soon as one form has run."""
+    if row.refused:
+        return f"{row.name} on {row.ranks} ranks, {row.variant}: {row.refused}"
+    reduces, gathers = row.counts
+    return (
+        f"{row.name} on {row.ranks} ranks, {row.variant}: difference {row.error:.0e}, {row.split} of {row.planned} "
+        f"weights split, {row.flops:.3f} of the FLOPs, {reduces} all-reduces, {gathers} all-gathers"
+        + "".join(f"; {why}" for why in row.gathered[:2])
+    )
 
 
-def page(rows: list[Row]) -> str:
+def cells(forms: Sequence[Row]) -> tuple[object, ...]:
+    """A line of the table: all forms of one architecture on so many ranks, each figure the worst of them."""
+    first, ran = forms[0], [row for row in forms if not row.refused]
+    if not ran:
+        return first.name, first.ranks, "", "", "", "", "", "", first.refused
+    counts = sorted({row.counts for row in ran})
+    least = minimum(first.name, first.ranks)
+    refused = [f"{row.variant}: {row.refused}" for row in forms if row.refused]
+    return (
+        first.name,
+        first.ranks,
+        ran[0].plan,
+        f"{max(row.error for row in ran):.0e}",
+        f"{min(row.split for row in ran)} of {max(row.planned for row in ran)}",
+        f"{max(row.flops for row in ran):.2f}",
+        " or ".join(f"{reduces} + {gathers}" for reduces, gathers in counts),
+        f"{least[0]} + {least[1]}" if least else "",
+        "; ".join([f"{len(ran)} of {len(forms)}", *refused]),
+    )
+
+
+def page(rows: Sequence[Row]) -> str:
     """docs/models.md."""
     today = datetime.date.today().isoformat()
+    groups = [list(group) for _, group in groupby(sorted(rows, key=_place), key=lambda row: (row.name, row.ranks))]
+    above = [row for row in rows if not row.refused and row.flops > 1 / row.ranks + 0.05]
+    ran = sum(not row.refused for row in rows)
     head = (
         "# Architectures split over ranks\n\n"
-        f"Printed by `make models` on {today}, torch {torch.__version__}, {platform.machine()}, gloo ranks on one "
-        "machine. Tiny random configurations of the transformers library (`tests/models/zoo.py`). The difference is "
-        "the largest between a rank's results and one device's, relative to the largest value; weights split are those "
-        "whose part is smaller than the whole, of those that the plan names; FLOPs are of the matmuls of one rank "
-        "against one device's; collectives are those of a forward.\n\n"
+        f"Written by `make models` on {today}, torch {torch.__version__}, {platform.machine()}, gloo ranks on one "
+        "machine. Tiny random configurations of the transformers library (`tests/models/zoo.py`), each exported in "
+        "four forms (static and dynamic sizes, raw and decomposed), saved, loaded by each rank and run.\n\n"
+        "- **difference**: the largest between a rank's results and one device's, relative to the largest value.\n"
+        "- **weights split**: those whose part is smaller than the whole, of those that the plan names.\n"
+        "- **FLOPs**: of one rank's matmuls and convolutions, of one device's.\n"
+        "- **collectives**: all-reduces + all-gathers of a forward; **least**: counted by hand, for decoders.\n"
+        "- **forms**: how many of those asked for ran; what was refused, and why.\n\n"
+        f"{ran} of {len(rows)} ran; in {len(above)} a rank does more than 1/ranks + 5% of the FLOPs.\n\n"
     )
-    rule = "|" + "---|" * len(HEADINGS)
-    return head + "\n".join(["| " + " | ".join(HEADINGS) + " |", rule, *map(line, rows)]) + "\n"
+    lines = [HEADINGS, ("---",) * len(HEADINGS), *map(cells, groups)]
+    return head + "\n".join("| " + " | ".join(map(_cell, line)) + " |" for line in lines) + "\n"
+
+
+def _place(row: Row) -> tuple[int, int]:
+    return [one.name for one in zoo.ARCHITECTURES].index(row.name), row.ranks
+
+
+def _cell(text: object) -> str:
+    return str(text).replace("|", "/").replace("\n", " ")
 
 
 if __name__ == "__main__":

@@ -6,12 +6,13 @@ import operator
 from collections.abc import Iterator
 from typing import Any
 
+import sympy
 import torch
 from torch import Tensor, fx
 
 from crossfade.errors import PlanError
 from crossfade.graph.operators import by_name, defaults_of
-from crossfade.graph.private import FakeTensorMode
+from crossfade.graph.private import FakeTensorMode, size_expression
 from crossfade.shard.tensor import conjugate
 from crossfade.shard.tensor.devices import like
 from crossfade.shard.tensor.factors import Decision
@@ -232,13 +233,22 @@ class Partitioner:
         builder = self.builder
         if isinstance(shard, Shard) and shard.sizes:
             return self._moved_by_blocks(collective, local, shard)
-        if not isinstance(shard.outer, int):
+        outer = self._blocks_of(local, shard)
+        return builder.call(collective, local, shard.dim, outer, builder.rank(), builder.ranks, builder.group)
+
+    def _blocks_of(self, local: fx.Node, shard: Shard) -> Any:
+        """How many blocks a value's split dim has: a number, or counted in the value where that is open."""
+        if isinstance(shard.outer, int):
+            return shard.outer
+        step = sympy.cancel(size_expression(local.meta["val"].shape[shard.dim]) / shard.outer)
+        if not step.is_Integer:
             raise PlanError(
                 f"{local.name}, {shard}, to be moved between ranks",
-                expected="a number of blocks that is known",
+                expected="blocks of a size that is known",
                 remedy="export without merging a dynamic dim with the split one, or with static sizes",
             )
-        return builder.call(collective, local, shard.dim, shard.outer, builder.rank(), builder.ranks, builder.group)
+        size = self.builder.call(aten.sym_size.int, local, shard.dim)
+        return self.builder.call(operator.floordiv, size, int(step))
 
     def _moved_by_blocks(self, collective: Any, local: fx.Node, shard: Shard) -> fx.Node:
         """Blocks of different sizes, one by one."""
