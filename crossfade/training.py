@@ -18,7 +18,7 @@ from crossfade.capture.optimizer import append_optimizer, check_optimizer, initi
 from crossfade.capture.training import LossFunction, capture_forward_backward, check_model, loss_of, resized
 from crossfade.cost.calibrate import calibrate
 from crossfade.cost.machine import Machine
-from crossfade.cost.measure import measure
+from crossfade.cost.measure import measured_as_run
 from crossfade.cost.presets import preset
 from crossfade.cost.timeline import Timeline
 from crossfade.errors import CrossfadeError, MeshError, ModelError, NotYetError
@@ -399,7 +399,7 @@ class _StepCompiler:
 
     def _measured(self, program: Program) -> dict[str, float]:
         """The seconds of the program's operators on the CPU; on other devices they are told by arithmetic."""
-        return dict(measure(program, binding=native)) if self._device() == "cpu" else {}
+        return measured_as_run(program, [UpdateInPlace()], binding=native) if self._device() == "cpu" else {}
 
     def _backends(self) -> dict[str, str]:
         axes = [self.axes.whole, self.axes.split, self.axes.copies] if self.axes else []

@@ -13,7 +13,7 @@ import json
 import statistics
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,6 +28,7 @@ from crossfade.cost.presets import preset
 from crossfade.cost.sample import Arguments, Call, Memory
 from crossfade.errors import MachineError
 from crossfade.graph.effects import alias_roots
+from crossfade.graph.passes import Pass, run_passes
 from crossfade.graph.private import unwrapped_operator
 from crossfade.graph.program import Program
 
@@ -128,6 +129,25 @@ def measure(
     """
     with _as_in_a_step(threads, program):
         return _Measure(program, Keys(threads), known or {}, binding).run(seconds, progress)
+
+
+def measured_as_run(program: Program, lowering: Sequence[Pass], **options: Any) -> Measurements:
+    """Measure a program as it runs after `lowering`, in the words it has before: nodes are known by their names.
+
+    A new value that is written over the old one needs no memory, which on a CPU takes as long to find as to fill.
+    Where nodes with one key run in several forms, the mean counts. `options` are those of `measure`.
+    """
+    lowered = run_passes(program, lowering)
+    found = measure(lowered, **options)
+    keys, lowered_keys = Keys(options.get("threads")), Keys(options.get("threads"))
+    forms = {node.name: lowered_keys.of(node) for node in lowered.graph.nodes if computes(node)}
+    samples: dict[str, list[float]] = {}
+    for node in program.graph.nodes:
+        seconds_of_form = found.get(forms.get(node.name, ""))
+        if seconds_of_form is not None and computes(node):
+            samples.setdefault(keys.of(node), []).append(seconds_of_form)
+    seconds = {key: statistics.fmean(values) for key, values in samples.items()}
+    return Measurements(seconds, left_out=found.left_out, unmeasurable=found.unmeasurable)
 
 
 @contextmanager

@@ -12,11 +12,12 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from crossfade.cost.estimate import computes
 from crossfade.cost.keys import key_of
-from crossfade.cost.measure import Measurements, measure
+from crossfade.cost.measure import Measurements, measure, measured_as_run
 from crossfade.cost.sample import Memory
 from crossfade.errors import MachineError
 from crossfade.graph.program import Program, from_graph_module
 from crossfade.graph.text import parse
+from crossfade.run.update_in_place import UpdateInPlace
 
 LAYERS = """
     x: f32[16, 8] = input("x")
@@ -229,3 +230,28 @@ def test_tables_are_kept_as_files(tmp_path: Path) -> None:
         Measurements.load(tmp_path / "none.json")
     with pytest.raises(MachineError, match="text that is no table of measurements"):
         Measurements.from_json('{"seconds": 3}')
+
+
+def test_updates_are_measured_in_the_memory_that_they_replace() -> None:
+    """The program speaks of `add` throughout; one of the two is `add_` when it runs, and both count."""
+    program = parse(
+        textwrap.dedent("""
+        p: f32[64] = parameter("p")
+        g: f32[64] = input("g")
+        half: f32[64] = aten.mul.Tensor(g, 0.5)
+        twice: f32[64] = aten.add.Tensor(g, half)
+        new: f32[64] = aten.add.Tensor(p, half)
+        return update("p", new), output("twice", twice)
+        """)
+    )
+    called: list[str] = []
+
+    def binding(operator: Any) -> Any:
+        called.append(str(operator))
+        return operator
+
+    found = measured_as_run(program, [UpdateInPlace()], threads=1, binding=binding)
+    assert sorted(called) == ["aten.add.Tensor", "aten.add_.Tensor", "aten.mul.Tensor"]
+    assert set(found) == {key_of(node, 1) for node in program.graph.nodes if node.op == "call_function"}
+    assert not found.left_out and not found.unmeasurable
+    assert str(program.graph).count("add_.") == 0

@@ -120,9 +120,8 @@ def plan_for(one: zoo.Architecture, exported: ExportedProgram) -> tuple[str, Pla
 def shard_on_ranks(pool: Ranks, one: zoo.Architecture, variant: str) -> Row:
     """Split an architecture, run it on the pool's ranks and on one device, and compare."""
     row = Row(one.name, pool.count, variant)
-    raw = exported = one.export(dynamic=variant.startswith("dynamic"))
-    if variant.endswith("decomposed"):
-        exported = exported.run_decompositions()
+    dynamic = variant.startswith("dynamic")
+    raw, exported = one.export(dynamic), one.export(dynamic, variant.endswith("decomposed"))
     inputs = one.inputs()
     with torch.no_grad(), FlopCounterMode(display=False) as counter:
         whole = exported.module()(**inputs)

@@ -6,7 +6,9 @@ import argparse
 import datetime
 import platform
 from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from itertools import groupby
+from multiprocessing import get_context
 from pathlib import Path
 
 import torch
@@ -27,25 +29,32 @@ def main() -> None:
     parser.add_argument("--ranks", default="2,4", help="numbers of ranks, by comma")
     parser.add_argument("--variants", default=";".join(VARIANTS), help="forms of the exported program, by semicolon")
     parser.add_argument("--output", type=Path, default=DOCS, help="the file to write")
+    parser.add_argument("--jobs", type=int, default=2, help="architectures at a time")
     options = parser.parse_args()
+    counts, variants = [int(one) for one in options.ranks.split(",")], options.variants.split(";")
     rows: list[Row] = []
-    pools = {count: Ranks(count, timeout=300.0) for count in map(int, options.ranks.split(","))}
-    try:
-        for name in track(options.names.split(","), description="architectures"):
-            for variant in options.variants.split(";"):
-                for count, pool in pools.items():
-                    try:
-                        rows.append(shard_on_ranks(pool, zoo.architecture(name), variant))
-                    except Exception as error:  # one architecture must not end the table
-                        rows.append(Row(name, count, variant, refused=f"{type(error).__name__}: {error}"[:300]))
-                        pool.close()
-                        pools[count] = Ranks(count, timeout=300.0)
-                    print(line(rows[-1]), flush=True)
+    with ProcessPoolExecutor(options.jobs, get_context("spawn"), max_tasks_per_child=1) as workers:
+        pending = [workers.submit(rows_of, name, counts, variants) for name in options.names.split(",")]
+        for done in track(as_completed(pending), description="architectures", total=len(pending)):
+            rows += done.result()
+            print(*map(line, done.result()), sep="\n", flush=True)
             options.output.write_text(page(rows))
-    finally:
-        for pool in pools.values():
-            pool.close()
     print(f"written to {options.output.name}: {sum(not row.refused for row in rows)} of {len(rows)} run")
+
+
+def rows_of(name: str, counts: Sequence[int], variants: Sequence[str]) -> list[Row]:
+    """One architecture in all forms, on ranks of its own."""
+    torch.set_num_threads(1)
+    rows: list[Row] = []
+    for count in counts:
+        with Ranks(count, timeout=300.0) as pool:
+            for variant in variants:
+                try:
+                    rows.append(shard_on_ranks(pool, zoo.architecture(name), variant))
+                except Exception as error:  # the others are still of interest: the table says what happened
+                    rows.append(Row(name, count, variant, refused=f"{type(error).__name__}: {error}"[:300]))
+                    break
+    return rows
 
 
 HEADINGS = ("architecture", "ranks", "plan", "difference", "weights split", "FLOPs", "collectives", "least", "forms")

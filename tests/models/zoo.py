@@ -66,9 +66,9 @@ class Architecture:
         """The dims of each input that a dynamic export leaves open: batch, and sequence where there is one."""
         return {name: dict.fromkeys(dims, Dim.DYNAMIC) for name, dims in self.dynamic_dims.items()}
 
-    def export(self, dynamic: bool = False) -> ExportedProgram:
+    def export(self, dynamic: bool = False, decomposed: bool = False) -> ExportedProgram:
         """The model exported for inference, once per process: do not change what it returns."""
-        return _export(self, dynamic)
+        return _export(self, dynamic, decomposed)
 
 
 @functools.cache
@@ -81,17 +81,21 @@ def _transformers() -> Any:
     return transformers
 
 
-_EXPORTED: dict[tuple[str, bool], ExportedProgram] = {}
+_EXPORTED: dict[tuple[str, bool, bool], ExportedProgram] = {}
 
 
-def _export(one: Architecture, dynamic: bool) -> ExportedProgram:
-    key = (one.name, dynamic)
+def _export(one: Architecture, dynamic: bool, decomposed: bool) -> ExportedProgram:
+    key = (one.name, dynamic, decomposed)
     if key not in _EXPORTED:
-        shapes = one.dynamic_shapes if dynamic else None
         with torch.no_grad(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            _EXPORTED[key] = torch.export.export(one.build(), (), one.inputs(), dynamic_shapes=shapes, strict=False)
+            _EXPORTED[key] = _export(one, dynamic, False).run_decompositions() if decomposed else _raw(one, dynamic)
     return _EXPORTED[key]
+
+
+def _raw(one: Architecture, dynamic: bool) -> ExportedProgram:
+    shapes = one.dynamic_shapes if dynamic else None
+    return torch.export.export(one.build(), (), one.inputs(), dynamic_shapes=shapes, strict=False)
 
 
 def _tokens(batch: int, seq: int) -> torch.Tensor:
