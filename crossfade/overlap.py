@@ -78,5 +78,9 @@ def _planned(
 ) -> Plan:
     scaled = {kind: cap * scale for kind, cap in caps.items()}
     built = run_passes(program, overlap(machine, scaled, memory_limit, measured))
-    timeline = simulate(built, estimate(built, machine, measured), f"predicted for {machine.name}")
-    return Plan(built, scaled, timeline)
+    return Plan(built, scaled, predicted(built, machine, measured))
+
+
+def predicted(program: Program, machine: Machine, measured: Mapping[str, float] | None = None) -> Timeline:
+    """What a program does when, as it stands, on a machine."""
+    return simulate(program, estimate(program, machine, measured), f"predicted for {machine.name}")

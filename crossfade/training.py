@@ -13,12 +13,13 @@ from torch import nn
 from torch.optim import Optimizer
 
 from crossfade.capture.accumulate import accumulate as run_on_micro_batches
+from crossfade.capture.baked_in import ambient, baked_in
 from crossfade.capture.batch import BatchIs, BatchLayout, batch_key
 from crossfade.capture.optimizer import append_optimizer, check_optimizer, initial_state, options_key, parameter_names
 from crossfade.capture.training import LossFunction, capture_forward_backward, check_model, loss_of, resized
 from crossfade.cost.calibrate import calibrate
 from crossfade.cost.machine import Machine
-from crossfade.cost.measure import measured_as_run
+from crossfade.cost.measure import measure, measured_as_run
 from crossfade.cost.presets import preset
 from crossfade.cost.timeline import Timeline
 from crossfade.errors import CrossfadeError, MeshError, ModelError, NotYetError
@@ -28,7 +29,7 @@ from crossfade.graph.memory import live_by_name
 from crossfade.graph.passes import Pass, fingerprint, run_passes
 from crossfade.graph.private import group_named
 from crossfade.graph.program import OutputKind, Program
-from crossfade.overlap import plan_overlap
+from crossfade.overlap import plan_overlap, predicted
 from crossfade.pipeline import (
     DataParallelMode,
     LossIs,
@@ -259,24 +260,6 @@ def _check_numbers(accumulate: int, clip_grad_norm: float | None, timeout: float
         raise CrossfadeError(f"timeout={timeout}", expected="seconds, more than 0", remedy="pass how long to wait")
 
 
-def _baked_in(module: nn.Module) -> tuple[Any, ...]:
-    """What a module's forward bakes into a graph: its own numbers, words and switches (dropout's p, training), which
-    parameters it has, and the shapes of its buffers. Asked at every step, so without walking the tree of modules."""
-    plain = [item for item in vars(module).items() if type(item[1]) in _PLAIN]
-    parameters = [(id(p), p.requires_grad, p.dtype) for p in module._parameters.values() if p is not None]
-    buffers = [(b.shape, b.dtype) for b in module._buffers.values() if b is not None]
-    return tuple(plain), tuple(parameters), tuple(buffers)
-
-
-_PLAIN = (bool, int, float, str)
-
-
-def _ambient() -> tuple[Any, ...]:
-    """What torch itself bakes in: autocast and the default dtype."""
-    autocast = [(torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in ("cpu", "cuda")]
-    return (*autocast, torch.get_default_dtype())
-
-
 def _agree(members: Members, program: Program, common: Sequence[str]) -> None:
     """Compare a program, and what else ranks must have in common, with the others."""
     members.agree(" ".join([fingerprint(program), *common]), "\n".join([*common, str(program)]))
@@ -317,8 +300,8 @@ class _StepCompiler:
 
     def key(self, batch: tuple[Any, ...]) -> Any:
         """What a captured program depends on."""
-        modules = tuple(_baked_in(module) for module in self.modules)
-        return batch_key(batch), modules, options_key(self.optimizer), _ambient()
+        modules = tuple(baked_in(module) for module in self.modules)
+        return batch_key(batch), modules, options_key(self.optimizer), ambient()
 
     def build(self, batch: tuple[Any, ...], members: Members | None) -> Built:
         """Capture and compile for one shape of batch, and agree on the result with the other ranks."""
@@ -365,12 +348,13 @@ class _StepCompiler:
         gathering = updates_gathered(self.mode, self.axes) if self.axes else []
         before = run_passes(program, [*gathering, *simplification()])
         seconds = time.perf_counter() - start
-        scheduled, predicted = self._communicating(before, members)
+        scheduled, measured = self._communicating(before, members)
         program = run_passes(scheduled, [*self._lowering(), PackInPlace(), UpdateInPlace()])
+        timeline = self._predicted(program, measured, members) if measured is not None else None
 
         facts = self._facts(seconds, layout) | copy_kernel(program)
         report = Report.of(before, program, title=type(self.model).__name__, facts=facts)
-        report = report.with_timelines(predicted=predicted, memory=live_by_name(program)) if predicted else report
+        report = report.with_timelines(predicted=timeline, memory=live_by_name(program)) if timeline else report
         stepped = {out.name for out in before.outputs if out.kind is OutputKind.UPDATE}
         return Built(program, layout, report, self.state_keys(stepped))
 
@@ -382,9 +366,9 @@ class _StepCompiler:
             return {}
         return {name: self.axes.split.name for parameter, name in names.items() if parameter.dim()}
 
-    def _communicating(self, before: Program, members: Members | None) -> tuple[Program, Timeline | None]:
-        """The program with its collectives fused, bucketed and in order; and what it is predicted to do, if planned."""
-        everyone = self.tensor.everyone[0] if self.tensor is not None else members
+    def _communicating(self, before: Program, members: Members | None) -> tuple[Program, dict[str, float] | None]:
+        """The program with its collectives fused, bucketed and in order; and the seconds that was planned by, if so."""
+        everyone = self._everyone(members)
         if self.passes is not None or self.machine is None or everyone is None:
             return run_passes(before, communication() if self.passes is None else self.passes), None
         machine = self.machine.with_scatters_as_exchanges(self._exchanged())
@@ -394,12 +378,21 @@ class _StepCompiler:
             alike, axis = self.tensor.alike(before), self.tensor.axis.name
             passes = micro_pipeline(machine, self._backends(), alike=alike, groups=(axis,), measured=measured)
             before = run_passes(before, passes)
-        plan = plan_overlap(before, machine, measured, self.memory_limit)
-        return plan.program, plan.timeline
+        return plan_overlap(before, machine, measured, self.memory_limit).program, measured
+
+    def _everyone(self, members: Members | None) -> Members | None:
+        return self.tensor.everyone[0] if self.tensor is not None else members
 
     def _measured(self, program: Program) -> dict[str, float]:
         """The seconds of the program's operators on the CPU; on other devices they are told by arithmetic."""
         return measured_as_run(program, [UpdateInPlace()], binding=native) if self._device() == "cpu" else {}
+
+    def _predicted(self, program: Program, measured: dict[str, float], members: Members | None) -> Timeline:
+        """What the final program should do, the operators measured too that it was planned without."""
+        everyone = self._everyone(members)
+        assert everyone is not None and self.machine is not None
+        here = dict(measure(program, known=measured, binding=native)) if self._device() == "cpu" else {}
+        return predicted(program, self.machine, everyone.share(lambda: here))
 
     def _backends(self) -> dict[str, str]:
         axes = [self.axes.whole, self.axes.split, self.axes.copies] if self.axes else []

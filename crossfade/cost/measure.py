@@ -3,8 +3,8 @@
 An operator takes longer in a step than when it is called again and again: its code and its arguments have left the
 caches meanwhile, and memory for its result must be found. So the operators are called in turn, in the order of the
 program, at most four of those that are alike, and a few rounds of that. What the program touched just before an
-operator is brought back into the cache before it, every other argument lies elsewhere each time; results that last in
-the program last until the end of the round.
+operator is brought back into the cache before it, every other argument lies elsewhere each time. Results that last in
+the program last until the operator's turn in the next round: as from step to step, it finds the memory they leave.
 """
 
 from __future__ import annotations
@@ -132,10 +132,12 @@ def measure(
 
 
 def measured_as_run(program: Program, lowering: Sequence[Pass], **options: Any) -> Measurements:
-    """Measure a program as it runs after `lowering`, in the words it has before: nodes are known by their names.
+    """Measure a program as it runs after `lowering`, in the words it has then and in those it has before.
 
-    A new value that is written over the old one needs no memory, which on a CPU takes as long to find as to fill.
-    Where nodes with one key run in several forms, the mean counts. `options` are those of `measure`.
+    Nodes are known by their names.
+
+    A new value that is written over the old one needs no memory, which on a CPU takes as long to find as to fill. Where
+    nodes with one key run in several forms, the mean counts. `options` are those of `measure`.
     """
     lowered = run_passes(program, lowering)
     found = measure(lowered, **options)
@@ -146,8 +148,8 @@ def measured_as_run(program: Program, lowering: Sequence[Pass], **options: Any) 
         seconds_of_form = found.get(forms.get(node.name, ""))
         if seconds_of_form is not None and computes(node):
             samples.setdefault(keys.of(node), []).append(seconds_of_form)
-    seconds = {key: statistics.fmean(values) for key, values in samples.items()}
-    return Measurements(seconds, left_out=found.left_out, unmeasurable=found.unmeasurable)
+    means = {key: statistics.fmean(values) for key, values in samples.items()}
+    return Measurements({**found, **means}, left_out=found.left_out, unmeasurable=found.unmeasurable)
 
 
 @contextmanager
@@ -223,8 +225,6 @@ class _Measure:
                 if time.perf_counter() > deadline:
                     return
                 self._sample(call, key, sets)
-            for call, _ in in_order:
-                call.kept.clear()
 
     def _sample(self, call: Call, key: str, sets: list[Arguments]) -> None:
         if key in self.found.unmeasurable:

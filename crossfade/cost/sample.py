@@ -24,7 +24,8 @@ class Call:
     """One operator and how its program meets it.
 
     Arguments in `near` were touched just before and lie in the cache, the others elsewhere each time. A `lasting`
-    result stays alive in `kept`, another one is freed at once; a GPU's allocator makes no difference between them.
+    result stays alive in `kept` until the next sample, another one is freed at once; a GPU's allocator makes no
+    difference between them.
     """
 
     node: fx.Node
@@ -62,6 +63,7 @@ class Arguments(NamedTuple):
 
 def _on_cpu(call: Call, given: Arguments) -> float:
     function, args, kwargs = call.function, given.args, given.kwargs
+    call.kept.clear()
     start = time.perf_counter()
     result = function(*args, **kwargs)
     seconds = time.perf_counter() - start

