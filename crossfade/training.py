@@ -350,7 +350,7 @@ class _StepCompiler:
         seconds = time.perf_counter() - start
         scheduled, measured = self._communicating(before, members)
         program = run_passes(scheduled, [*self._lowering(), PackInPlace(), UpdateInPlace()])
-        timeline = self._predicted(program, measured, members) if measured is not None else None
+        timeline = self._predicted(program, measured) if measured is not None else None
 
         facts = self._facts(seconds, layout) | copy_kernel(program)
         report = Report.of(before, program, title=type(self.model).__name__, facts=facts)
@@ -368,7 +368,7 @@ class _StepCompiler:
 
     def _communicating(self, before: Program, members: Members | None) -> tuple[Program, dict[str, float] | None]:
         """The program with its collectives fused, bucketed and in order; and the seconds that was planned by, if so."""
-        everyone = self._everyone(members)
+        everyone = self.tensor.everyone[0] if self.tensor is not None else members
         if self.passes is not None or self.machine is None or everyone is None:
             return run_passes(before, communication() if self.passes is None else self.passes), None
         machine = self.machine.with_scatters_as_exchanges(self._exchanged())
@@ -380,19 +380,15 @@ class _StepCompiler:
             before = run_passes(before, passes)
         return plan_overlap(before, machine, measured, self.memory_limit).program, measured
 
-    def _everyone(self, members: Members | None) -> Members | None:
-        return self.tensor.everyone[0] if self.tensor is not None else members
-
     def _measured(self, program: Program) -> dict[str, float]:
         """The seconds of the program's operators on the CPU; on other devices they are told by arithmetic."""
         return measured_as_run(program, [UpdateInPlace()], binding=native) if self._device() == "cpu" else {}
 
-    def _predicted(self, program: Program, measured: dict[str, float], members: Members | None) -> Timeline:
-        """What the final program should do, the operators measured too that it was planned without."""
-        everyone = self._everyone(members)
-        assert everyone is not None and self.machine is not None
-        here = dict(measure(program, known=measured, binding=native)) if self._device() == "cpu" else {}
-        return predicted(program, self.machine, everyone.share(lambda: here))
+    def _predicted(self, program: Program, measured: dict[str, float]) -> Timeline:
+        """What the final program should do, by what this rank takes for the operators that it was planned without."""
+        assert self.machine is not None
+        here = measure(program, known=measured, binding=native) if self._device() == "cpu" else measured
+        return predicted(program, self.machine, here)
 
     def _backends(self) -> dict[str, str]:
         axes = [self.axes.whole, self.axes.split, self.axes.copies] if self.axes else []

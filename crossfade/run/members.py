@@ -57,6 +57,7 @@ class Members:
         """What `make` returns on the first member, on every member; once before each `agree`. It must fit JSON."""
         if self.alone:
             return make()
+        assert self._shared_before <= self.meetings, "a second share before agree: others may not have read the first"
         key = f"meeting/{self.meetings + 1}/shared"
         if self.rank == 0:
             made = make()
@@ -69,6 +70,7 @@ class Members:
         word = json.loads(raw)
         if "failed" in word:
             raise self._failed(f"rank {self.ranks[0]}: {word['failed']}")
+        self._shared_before = self.meetings + 1
         return word["made"]
 
     def fail(self, what: str) -> None:
