@@ -44,7 +44,7 @@ def _sent_to_others(sent: Tensor, ranks: int, group: str) -> Tensor:
     """Start an exchange that brings the other ranks' tensors, without one's own."""
     sizes = [sent.numel()] * ranks
     sizes[group_named(group).rank()] = 0
-    return collectives.all_to_all_split(sent.reshape(1, -1).expand(ranks - 1, -1).reshape(-1), sizes, sizes, group)
+    return collectives.all_to_all_split(sent.reshape(-1).repeat(ranks - 1), sizes, sizes, group)
 
 
 def scatter(product: ScatteredProduct, chunks: int, rank: int, group: str) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import subprocess
 import sys
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -24,7 +25,7 @@ from crossfade.graph.pipelined import (
     read_product,
 )
 from crossfade.graph.private import FakeTensorMode, TorchDispatchMode, symbolic_shapes
-from crossfade.run import emulated
+from crossfade.run import emulated, pipelined_chunked
 from crossfade.run.pipelined_products import add_product, blocked, cut, multiply, piece
 
 EQUATIONS = (
@@ -229,6 +230,15 @@ def test_an_emulated_fabric_runs_them(form: str) -> None:
     assert torch.equal(product[3:6], part @ weight) and torch.equal(kept[3:6], part)
     if form == "chunked":
         assert torch.equal(product, torch.cat([part] * 4) @ weight)
+
+
+def test_a_single_number_is_sent_once_to_each_of_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not as one number that is seen several times, which torch 2.11 refuses to send."""
+    monkeypatch.setattr(pipelined_chunked, "group_named", lambda group: SimpleNamespace(rank=lambda: 1))
+    monkeypatch.setattr(collectives, "all_to_all_split", lambda sent, *rest: (sent, *rest))
+    sent, out, into, group = pipelined_chunked._sent_to_others(torch.ones(1), 4, "tp")
+    assert sent.is_contiguous() and sent.tolist() == [1.0] * 3
+    assert (out, into, group) == ([1, 0, 1, 1], [1, 0, 1, 1], "tp")
 
 
 def test_symmetric_memory_says_what_it_needs() -> None:

@@ -36,6 +36,8 @@ DIFFERENT = {
         "replicated, a partial sum": ("communicates", "gives a partial sum"),
     }
 }
+if torch.__version__ < "2.12":  # flattens what is split there
+    DIFFERENT["linear"]["split on dim 1, replicated"] = ("gives split on dim 1", "communicates")
 """A partial sum is reduced before a linear layer: the gradient of a whole weight would be one as well, and reduced."""
 
 

