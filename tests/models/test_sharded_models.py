@@ -10,8 +10,7 @@ from tests.models import zoo
 from tests.models.sharded import minimum, shard_on_ranks
 
 CHOSEN = [
-    ("llama", "dynamic, decomposed", 4),  # of whose heads as many as there are sequences are merged into one dim
-    ("qwen3", "dynamic, decomposed", 2),
+    ("qwen3", "dynamic, decomposed", 4),  # whose heads and sequences are one dim, split in an open number of blocks
     ("gpt2", "dynamic", 2),
     ("mixtral", "static", 2),
     ("mamba2", "static", 2),

@@ -183,7 +183,7 @@ def run_cases(form: str, count: int) -> str:
 @pytest.mark.parametrize("form", ["chunked", "ring"])
 @pytest.mark.parametrize("count", [2, 4])
 def test_sampled_products(ranks: Any, count: int, form: str) -> None:
-    assert ranks(count).run(run_cases, form, 180 if count == 2 else 90) == [""] * count
+    assert ranks(count).run(run_cases, form, 90 if count == 2 else 45) == [""] * count
 
 
 def in_groups_of_two(form: str) -> str:
