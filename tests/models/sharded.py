@@ -37,7 +37,6 @@ PLANNED = frozenset(
         "granite",
         "gpt_neox",
         "mixtral",
-        "qwen2_moe",
     )
 )
 """Architectures whose plan in the transformers library splits every projection and gathers none but the logits."""
@@ -103,11 +102,11 @@ def minimum(name: str, ranks: int) -> tuple[int, int] | None:
 
     One reduction after attention and one after the feed-forward part (one for both where they are added), one for a
     split embedding, one for the mean of each norm over all heads; and a gather of the logits, and of each layer's keys
-    and values where there are fewer of their heads than ranks.
+    and values where there are fewer of their heads than ranks (falcon's are one tensor).
     """
     if name not in _COUNTED:
         return None
-    return _COUNTED[name], 1 + (4 if ranks > 2 and name in _TWO_KEY_HEADS else 0)
+    return _COUNTED[name], 1 + (0 if ranks == 2 else 4 if name in _TWO_KEY_HEADS else 2 if name == "falcon" else 0)
 
 
 def plan_for(one: zoo.Architecture, exported: ExportedProgram) -> tuple[str, Plan]:
@@ -124,8 +123,8 @@ def shard_on_ranks(pool: Ranks, one: zoo.Architecture, variant: str) -> Row:
     raw = one.export(dynamic)
     try:
         exported = one.export(dynamic, variant.endswith("decomposed"))
-    except ValueError as error:  # gpt2 with static sizes: a view of what a reshape gives, which is another one then
-        row.refused = f"torch cannot decompose it: {error}"
+    except ValueError as error:  # gpt2: a view of what a reshape gives, which is another one then
+        row.refused = f"torch cannot decompose it: {str(error).partition(chr(10))[0]}"
         return row
     inputs = one.inputs()
     with torch.no_grad(), FlopCounterMode(display=False) as counter:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -68,3 +69,22 @@ def test_one_of_several_results_is_no_constant() -> None:
     plan = Plan({"up": "colwise", "down": "rowwise"}).resolve(exported, 2)
     local = localize(exported, plan, 2, "tp", Request())
     assert [one.subject for one in local.verdicts if one.reason == "reduced"] == ["addmm_1"]
+
+
+class Cast(nn.Module):
+    """Two projections whose sums meet after one has been converted."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.one, self.other = nn.Linear(8, 4, bias=False), nn.Linear(8, 4, bias=False)
+        self.dtype = dtype
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.one(x).to(self.dtype) + self.other(x)).relu()
+
+
+@pytest.mark.parametrize(("dtype", "reduced"), [(torch.float32, ["add"]), (torch.bfloat16, ["linear", "linear_1"])])
+def test_a_conversion_that_rounds_nothing_lets_partial_sums_pass(dtype: torch.dtype, reduced: list[str]) -> None:
+    exported = torch.export.export(Cast(dtype), (torch.ones(2, 8),))
+    local = localize(exported, Plan({"*o*": "rowwise"}).resolve(exported, 2), 2, "tp", Request())
+    assert [one.subject for one in local.verdicts if one.reason == "reduced"] == reduced
