@@ -132,12 +132,11 @@ def measure(
 
 
 def measured_as_run(program: Program, lowering: Sequence[Pass], **options: Any) -> Measurements:
-    """Measure a program as it runs after `lowering`, in the words it has then and in those it has before.
-
-    Nodes are known by their names.
+    """Measure a program as it runs after `lowering`; keys are of its nodes as they are then, and as they are before.
 
     A new value that is written over the old one needs no memory, which on a CPU takes as long to find as to fill. Where
-    nodes with one key run in several forms, the mean counts. `options` are those of `measure`.
+    nodes with one key run in several forms, the mean counts. Nodes are known by their names, which `lowering` must
+    leave. `options` are those of `measure`.
     """
     lowered = run_passes(program, lowering)
     found = measure(lowered, **options)

@@ -124,7 +124,7 @@ def _cycle(sizes: tuple[int, ...]) -> tuple[int, ...]:
 
 def _in_cycles(dim: int, parts: list[Any], times: Any) -> Shard | None:
     """A split in blocks that come round so often; None if that cannot be written, as the number is not known."""
-    times = sympy.cancel(times)
+    times = times if times.is_Integer else sympy.cancel(times)
     if len(parts) == 1:
         return Shard(dim, int(times) if times.is_Integer else times)
     known = all(number.is_Integer for number in (*parts, times))

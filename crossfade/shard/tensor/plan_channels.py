@@ -306,11 +306,9 @@ def _convolved(node: fx.Node, source: fx.Node, channels: Channels) -> Channels |
     given = arguments(node)
     value, weight = sizes_of(given["input"]), sizes_of(given["weight"])
     alone = len(value) == len(weight) and given["groups"] == value[1] == weight[0]
-    return (
-        _keep(channels, lambda factor: factor if factor.dim < 2 else None)
-        if source is given["input"] and alone
-        else None
-    )
+    if source is not given["input"] or not alone:
+        return None
+    return _keep(channels, lambda factor: factor if factor.dim < 2 else None)
 
 
 def _by_equation(node: fx.Node, source: fx.Node, channels: Channels) -> Channels | None:

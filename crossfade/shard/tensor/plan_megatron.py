@@ -89,9 +89,8 @@ def find_entries(exported: ExportedProgram, vocab: bool) -> tuple[dict[str, Any]
     """The entries of a plan, and what was left whole and why."""
     names = names_of(exported)
     found = _paired(names, exported.graph)
-    if any(
-        one.is_written and one.style is None for one in found.values()
-    ):  # what becomes of it is seen once nothing is written in place
+    if any(one.is_written and one.style is None for one in found.values()):
+        # what becomes of it is seen once nothing is written in place
         exported = exported.run_decompositions({})
         names = names_of(exported)
         found = _paired(names, exported.graph)
@@ -151,11 +150,8 @@ def _followed(one: Projection, found: Mapping[fx.Node, Projection], through_norm
     whole = Channels(0, one.width, (Factor(one.node.meta["val"].ndim - one.back, one.width),))
     seen, pending, pieces = {(one.node, whole)}, deque([(one.node, whole)]), set()  # near first: most end soon
     summed = meets_residual = False
-    while pending:
+    while pending and not (summed and meets_residual):
         node, channels = pending.popleft()
-        if summed and meets_residual:
-            one.apart, one.reason = False, "it is added to a residual that a norm needs all of"
-            return 1
         for user in node.users:
             contracted = _contracts(user, node, channels, found)
             if contracted:
@@ -174,6 +170,9 @@ def _followed(one: Projection, found: Mapping[fx.Node, Projection], through_norm
                 if (user, now) not in seen:
                     seen.add((user, now))
                     pending.append((user, now))
+    if summed and meets_residual:
+        one.apart, one.reason = False, "it is added to a residual that a norm needs all of"
+        return 1
     return _blocks(one, one.width, sorted(pieces))
 
 

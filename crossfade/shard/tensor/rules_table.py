@@ -202,8 +202,7 @@ def dropout(call: Call) -> Decision:
 
 @rule("to", "_to_copy", "type_as")
 def cast(call: Call) -> Decision:
-    """Partial sums are added up before they are rounded, if they are. Another operand lends its dtype, wherever it
-    lies."""
+    """Partial sums are added up before they are rounded, if they are. Another operand only lends its dtype."""
     rounds = call.results[0].dtype is not call.sources[0].meta["val"].dtype
     kept = _unless_partial(call.placements[0]) if rounds else call.placements[0]
     return Decision((kept, *call.placements[1:]), (kept,))
