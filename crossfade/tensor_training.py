@@ -91,6 +91,11 @@ class TensorParallel:
         chosen = plan if isinstance(plan, Plan) else Plan(plan)
         return cls(chosen, axis, members, group, everyone, model, optimizer, loss), others
 
+    @property
+    def beyond(self) -> Members | None:
+        """The members of all axes, where there are others than this one."""
+        return self.everyone[0] if self.everyone[0] is not self.members else None
+
     def agree(self) -> None:
         """Compare the model and the optimizer's state along the axis, while every rank still has all of them."""
         if self.parts is None:

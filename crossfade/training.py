@@ -306,20 +306,24 @@ class _StepCompiler:
     def build(self, batch: tuple[Any, ...], members: Members | None) -> Built:
         """Capture and compile for one shape of batch, and agree on the result with the other ranks."""
         split = self.tensor
-        with _telling(members):
+        beyond = split.beyond if split is not None else None
+        with _telling(members, beyond):
             if split is not None:
                 split.agree()
-        with _telling(members, split.members if split else None):
+        with _telling(members, beyond, split.members if split else None):
             check_optimizer(self.optimizer, parameter_names(self.model))
             built = self._build(batch, members)
-        with _telling(members):
+        with _telling(members, beyond):
             if split is not None:
                 _agree(split.members, built.program, [self._stream(built.program), *self._rates()])
-        if members is not None:
-            alone = self.semantics == "per-rank"
-            stream = "random numbers of each rank's own" if alone else self._stream(built.program)
-            state = [*checksums(self.model, self.optimizer), *self._rates()]
-            _agree(members, built.program, [f"planned for {self.machine}", stream, *state])
+        with _telling(beyond):
+            if members is not None:
+                alone = self.semantics == "per-rank"
+                stream = "random numbers of each rank's own" if alone else self._stream(built.program)
+                state = [*checksums(self.model, self.optimizer), *self._rates()]
+                _agree(members, built.program, [f"planned for {self.machine}", stream, *state])
+        if beyond is not None:
+            _agree(beyond, built.program, [])
         return built
 
     def _stream(self, program: Program) -> str:
@@ -387,8 +391,8 @@ class _StepCompiler:
     def _predicted(self, program: Program, measured: dict[str, float]) -> Timeline:
         """What the final program should do, by what this rank takes for the operators that it was planned without."""
         assert self.machine is not None
-        here = measure(program, known=measured, binding=native) if self._device() == "cpu" else measured
-        return predicted(program, self.machine, here)
+        more = measure(program, known=measured, binding=native) if self._device() == "cpu" else {}
+        return predicted(program, self.machine, {**measured, **more})
 
     def _backends(self) -> dict[str, str]:
         axes = [self.axes.whole, self.axes.split, self.axes.copies] if self.axes else []

@@ -135,7 +135,7 @@ def measured_as_run(program: Program, lowering: Sequence[Pass], **options: Any) 
     """Measure a program as it runs after `lowering`; keys are of its nodes as they are then, and as they are before.
 
     A new value that is written over the old one needs no memory, which on a CPU takes as long to find as to fill. Where
-    nodes with one key run in several forms, the mean counts. Nodes are known by their names, which `lowering` must
+    nodes with one key run in other forms only, their mean counts. Nodes are known by their names, which `lowering` must
     leave. `options` are those of `measure`.
     """
     lowered = run_passes(program, lowering)
@@ -148,7 +148,7 @@ def measured_as_run(program: Program, lowering: Sequence[Pass], **options: Any) 
         if seconds_of_form is not None and computes(node):
             samples.setdefault(keys.of(node), []).append(seconds_of_form)
     means = {key: statistics.fmean(values) for key, values in samples.items()}
-    return Measurements({**found, **means}, left_out=found.left_out, unmeasurable=found.unmeasurable)
+    return Measurements({**means, **found}, left_out=found.left_out, unmeasurable=found.unmeasurable)
 
 
 @contextmanager

@@ -47,13 +47,15 @@ def rows_of(name: str, counts: Sequence[int], variants: Sequence[str]) -> list[R
     torch.set_num_threads(1)
     rows: list[Row] = []
     for count in counts:
-        with Ranks(count, timeout=300.0) as pool:
-            for variant in variants:
-                try:
-                    rows.append(shard_on_ranks(pool, zoo.architecture(name), variant))
-                except Exception as error:  # the others are still of interest: the table says what happened
-                    rows.append(Row(name, count, variant, refused=f"{type(error).__name__}: {error}"[:300]))
-                    break
+        pool = Ranks(count, timeout=300.0)
+        for variant in variants:
+            try:
+                rows.append(shard_on_ranks(pool, zoo.architecture(name), variant))
+            except Exception as error:  # the others are still of interest: the table says what happened
+                rows.append(Row(name, count, variant, refused=f"{type(error).__name__}: {error}"[:300]))
+                pool.close()
+                pool = Ranks(count, timeout=300.0)
+        pool.close()
     return rows
 
 

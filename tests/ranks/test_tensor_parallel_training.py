@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from typing import Any
 
@@ -115,3 +116,32 @@ def test_what_cannot_be_split_says_so(ranks: Any) -> None:
     for messages in ranks(2).run(refused):
         assert "an axis called tp" in messages[0]
         assert "together with tensor_parallel" in messages[1]
+
+
+def two_shapes() -> tuple[list[float], list[float]]:
+    """Losses of a step planned for a machine on batches of two shapes, and one device's."""
+    torch.manual_seed(0)
+    alone = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8))
+    model = copy.deepcopy(alone)
+    plan, machine = {"0": "colwise", "2": "rowwise"}, "ethernet-1gbit"
+    optimizer, alone_optimizer = (torch.optim.SGD(one.parameters(), lr=0.1) for one in (model, alone))
+    step = cf.compile_step(
+        model, nn.functional.mse_loss, optimizer, {"dp": 2, "tp": 2}, tensor_parallel=plan, machine=machine, timeout=60
+    )
+    losses, expected = [], []
+    for size in (4, 8, 4):
+        x, y = torch.ones(size, 8), torch.zeros(size, 8)
+        losses.append(float(step(x, y)))
+        loss = nn.functional.mse_loss(alone(x), y)
+        loss.backward()
+        alone_optimizer.step()
+        alone_optimizer.zero_grad()
+        expected.append(float(loss.detach()))
+    return losses, expected
+
+
+@pytest.mark.ranks
+def test_batches_of_another_shape_are_planned_anew(ranks: Any) -> None:
+    """Ranks of both axes share what was measured, each time, and meet before they share again."""
+    for losses, expected in ranks(4).run(two_shapes):
+        assert losses == pytest.approx(expected, rel=1e-5)

@@ -131,3 +131,40 @@ def test_what_is_written_elsewhere_is_followed_there(write: str) -> None:
     plan, local = split(Written(write), torch.randn(3, WIDTH))
     assert plan == Plan({"up": "colwise", "down": "rowwise"})
     assert reduced(local) == [(3, WIDTH)]
+
+
+class PartlyNormed(nn.Module):
+    """A norm over half of what a projection puts out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 64), nn.Linear(64, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = self.up(x)
+        return self.down(wide * torch.rsqrt(wide[..., :32].pow(2).mean(-1, keepdim=True) + 1))
+
+
+def test_a_mean_over_a_part_of_the_channels_is_none_of_all() -> None:
+    plan, _ = split(PartlyNormed(), torch.randn(2, 3, WIDTH))
+    assert plan == Plan({})
+    assert plan.notes[0] == "up.weight stays whole: parts of what it puts out overlap, or are not used"
+
+
+class Tied(nn.Module):
+    """A head that is the embedding's table, behind a projection and a norm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(32, WIDTH)
+        self.dense, self.head = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 32, bias=False)
+        self.head.weight = self.words.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(rms(self.dense(self.words(x)).relu()))
+
+
+def test_a_table_of_words_is_not_split_for_a_norm() -> None:
+    plan, _ = split(Tied(), torch.randint(0, 32, (2, 3)))
+    assert plan == Plan({})
+    assert plan.notes[0] == "dense.weight stays whole: what it feeds is a table of words, which is split by words"

@@ -59,6 +59,8 @@ class Projection:
     """Why it stays whole."""
     apart: bool = True
     """Whether ranks can go on with their piece of what it puts out."""
+    is_table: bool = False
+    """Whether the weight is an embedding's too."""
     is_written: bool = False
     """Whether it stays whole because it is written into something else."""
     ends: set[fx.Node] = field(default_factory=set)
@@ -89,14 +91,18 @@ def find_entries(exported: ExportedProgram, vocab: bool) -> tuple[dict[str, Any]
     """The entries of a plan, and what was left whole and why."""
     names = names_of(exported)
     found = _paired(names, exported.graph)
+    problems: tuple[str, ...] = ()
     if any(one.is_written and one.style is None for one in found.values()):
-        # what becomes of it is seen once nothing is written in place
-        exported = exported.run_decompositions({})
-        names = names_of(exported)
-        found = _paired(names, exported.graph)
+        try:  # what becomes of it is seen once nothing is written in place
+            exported = exported.run_decompositions({})
+        except (RuntimeError, ValueError) as error:
+            problems = (f"writes in place are not followed, torch cannot undo them: {str(error).splitlines()[0]}",)
+        else:
+            names = names_of(exported)
+            found = _paired(names, exported.graph)
     tables = _split_vocabulary(found, names) if vocab else {}
     styles = _by_name(found.values(), names) | tables
-    return _patterns(styles, names), _notes(found.values(), names)
+    return _patterns(styles, names), (*_notes(found.values(), names), *problems)
 
 
 def _paired(names: Names, graph: fx.Graph) -> dict[fx.Node, Projection]:
@@ -109,7 +115,12 @@ def _projections(names: Names, graph: fx.Graph) -> dict[fx.Node, Projection]:
     """In the order of the graph."""
     every = [(name, use) for name, uses in names.uses.items() for use in uses]
     biases = {use.node: name for name, use in every if use.role == "bias"}
-    known = {use.node: Projection(name, use, biases.get(use.node)) for name, use in every if _multiplies(use)}
+    tables = {name for name, use in every if use.role == "embedding"}
+    known = {
+        use.node: Projection(name, use, biases.get(use.node), is_table=name in tables)
+        for name, use in every
+        if _multiplies(use)
+    }
     return {node: known[node] for node in graph.nodes if node in known}
 
 
@@ -128,7 +139,7 @@ def _pair(found: Mapping[fx.Node, Projection]) -> None:
                 continue
             one.reason, one.apart, one.is_written, one.ends = "", True, False, set()
             blocks = _followed(one, found, through_norms)
-            if one.reason or not _all_free(one, found):
+            if one.reason or not _all_free(one, found, through_norms):
                 continue
             one.style = "colwise" if blocks == 1 else Fused("colwise", blocks)
             for end in one.ends:
@@ -136,10 +147,12 @@ def _pair(found: Mapping[fx.Node, Projection]) -> None:
                 found[end].reason = ""
 
 
-def _all_free(one: Projection, found: Mapping[fx.Node, Projection]) -> bool:
+def _all_free(one: Projection, found: Mapping[fx.Node, Projection], through_norms: bool) -> bool:
     ends = [found[end] for end in one.ends]
     if any(end.style not in (None, "rowwise") or end is one for end in ends):
         one.reason = "what it feeds is split by columns itself"
+    elif through_norms and any(end.is_table for end in ends):
+        one.reason = "what it feeds is a table of words, which is split by words"
     elif not ends:
         one.reason = "no other projection contracts over what it puts out"
     return not one.reason
@@ -154,12 +167,14 @@ def _followed(one: Projection, found: Mapping[fx.Node, Projection], through_norm
         node, channels = pending.popleft()
         for user in node.users:
             contracted = _contracts(user, node, channels, found)
+            summing = through_norms and is_summed(user, node, channels)
             if contracted:
                 one.ends.add(user)
-            if contracted or user.op == "output":
+                if found[user].style not in (None, "rowwise"):
+                    return 1  # refused, however far the others are
+            if contracted or summing or user.op == "output":
                 pieces.add((channels.start, channels.length))
-            elif through_norms and is_summed(user, node, channels):
-                summed = True
+                summed |= summing
             elif _is_value(user):
                 meets_residual |= _adds_earlier(user, one.node)
                 now = follow(user, node, channels) if user not in found else None
@@ -180,7 +195,7 @@ def _adds_earlier(node: fx.Node, projection: fx.Node) -> bool:
     """Whether a node adds a value of the same size that was there before the projection."""
     if node.target is not aten.add.Tensor:
         return False
-    others = [one for one in node.all_input_nodes if one < projection and one.op == "call_function"]
+    others = [one for one in node.all_input_nodes if one < projection]
     return any(sizes_of(one) == sizes_of(node) for one in others)
 
 

@@ -172,7 +172,7 @@ def slice_(call: Call) -> Decision:
     start, step = call.args["start"] or 0, call.args.get("step", 1)
     if any(not isinstance(number, int) for number in (start, size, length)):
         return call.replicated("it takes a part of the split dim")
-    start += size if start < 0 else 0
+    start = max(0, start + size) if start < 0 else start
     if step > 1:
         return _every_so_many(call, placement, start, step)
     taken = _blocks_between(call, start, start + length)
@@ -279,7 +279,8 @@ def slice_scatter(call: Call) -> Decision:
     """A range of a dim replaced: the others pass."""
     names = tuple(f"d{dim}" for dim in range(len(call.shapes[0])))
     fixed = frozenset({f"d{call.dim()}"})
-    return call.decide(Factors((names, names), (names,), fixed, linear=(frozenset({0, 1}),)))
+    alike = call.sources[0].meta["val"].dtype is call.sources[1].meta["val"].dtype  # else it rounds
+    return call.decide(Factors((names, names), (names,), fixed, linear=(frozenset({0, 1}),) if alike else ()))
 
 
 @rule("index_select", "gather")
