@@ -1,8 +1,9 @@
 """Real architectures of the transformers library, tiny and random: the same graphs as the large ones, in a second.
 
-Each has two layers, hidden size 64 and four heads, and sizes that divide by four. What stays whole beside the layers
-(patches, low ranks, convolutions) is about as large beside them as in the models that people use. Nothing is
-downloaded: configurations are written here, weights are drawn from a fixed seed.
+Each has two layers (whisper's encoder four), hidden size 64 and four heads, and sizes that divide by four. What stays
+whole beside the layers (patches, low ranks, convolutions) is about as large beside them as in the models that people
+use: with larger patches and low ranks a rank's share of the FLOPs is larger too. Nothing is downloaded: configurations
+are written here, weights are drawn from a fixed seed.
 
     llama = architecture("llama")
     exported = llama.export(dynamic=True)
