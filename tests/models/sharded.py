@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -66,7 +65,6 @@ class Row:
     collectives: dict[str, int] = field(default_factory=dict)
     gathered: tuple[str, ...] = ()
     """Why activations are gathered elsewhere than at the plan's own boundaries."""
-    seconds: float = 0.0
     refused: str = ""
 
     @property
@@ -83,18 +81,6 @@ _COUNTED = {
     "mamba2": 5,
     "gpt_neox": 2,
 }
-_TWO_KEY_HEADS = {
-    "llama",
-    "mistral",
-    "qwen2",
-    "qwen3",
-    "gemma2",
-    "gemma3",
-    "starcoder2",
-    "granite",
-    "mixtral",
-    "gpt_oss",
-}
 
 
 def minimum(name: str, ranks: int) -> tuple[int, int] | None:
@@ -106,7 +92,9 @@ def minimum(name: str, ranks: int) -> tuple[int, int] | None:
     """
     if name not in _COUNTED:
         return None
-    return _COUNTED[name], 1 + (0 if ranks == 2 else 4 if name in _TWO_KEY_HEADS else 2 if name == "falcon" else 0)
+    options = zoo.architecture(name).options
+    apart, fused = (options.get(one, ranks) % ranks != 0 for one in ("num_key_value_heads", "num_kv_heads"))
+    return _COUNTED[name], 1 + 2 * (2 * apart + fused)
 
 
 def plan_for(one: zoo.Architecture, exported: ExportedProgram) -> tuple[str, Plan]:
@@ -132,12 +120,10 @@ def shard_on_ranks(pool: Ranks, one: zoo.Architecture, variant: str) -> Row:
     try:
         row.plan, plan = plan_for(one, raw)
         resolved = plan.resolve(exported, pool.count)
-        start = time.perf_counter()
         local = localize(exported, resolved, pool.count, "tp", Request())
     except CrossfadeError as error:
         row.refused = str(error)
         return row
-    row.seconds = time.perf_counter() - start
     programs = []
     for rank in range(pool.count):
         program = filled(local, resolved.aliases, source_of(exported.state_dict), rank)

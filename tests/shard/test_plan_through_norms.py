@@ -168,3 +168,15 @@ def test_a_table_of_words_is_not_split_for_a_norm() -> None:
     plan, _ = split(Tied(), torch.randint(0, 32, (2, 3)))
     assert plan == Plan({})
     assert plan.notes[0] == "dense.weight stays whole: what it feeds is a table of words, which is split by words"
+
+
+def test_writes_that_torch_cannot_undo_are_noted(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise ValueError("no such view\nand a traceback")
+
+    exported = torch.export.export(Written("copy_"), (torch.randn(3, WIDTH),))
+    monkeypatch.setattr(torch.export.ExportedProgram, "run_decompositions", refuse)
+    plan = Plan.megatron(exported)
+    assert plan == Plan({})
+    assert plan.notes[0] == "up.weight stays whole: copy_ needs all that it puts out"
+    assert plan.notes[-1] == "writes in place are not followed, torch cannot undo them: no such view"
