@@ -38,8 +38,11 @@ class LowerReduceScatters(Pass):
         all_to_all_single: f32[2, 16] = c10d.all_to_all_single(view, [1, 1], [1, 1], "dp")
         e: f32[8, 4] = aten.exp(x)
         wait_tensor: f32[2, 16] = c10d.wait_tensor(all_to_all_single)
-        sum_1: f32[16] = aten.sum.dim_IntList(wait_tensor, [0], dtype=f32)
-        view_1: f32[4, 4] = aten.view(sum_1, [4, 4])
+        unbind: (f32[16], f32[16]) = aten.unbind.int(wait_tensor)
+        getitem: f32[16] = unbind[0]
+        getitem_1: f32[16] = unbind[1]
+        add: f32[16] = aten.add.Tensor(getitem, getitem_1)
+        view_1: f32[4, 4] = aten.view(add, [4, 4])
         return output("y", view_1), output("e", e)
     """
 
@@ -99,9 +102,28 @@ def _ranks(one: Collective) -> int:
     return one.group_size
 
 
+def _summed(parts: Tensor) -> Tensor:
+    return _of_two(parts) if _is_pair(parts) else parts.sum(0, dtype=parts.dtype)
+
+
+def _averaged(parts: Tensor) -> Tensor:
+    return _of_two(parts) / 2 if _is_pair(parts) else parts.mean(0)
+
+
+def _of_two(parts: Tensor) -> Tensor:
+    one, other = parts.unbind(0)
+    return one + other
+
+
+def _is_pair(parts: Tensor) -> bool:
+    """Whether to add the parts of two ranks as they are, which on a CPU takes half the time of a reduction over a dim
+    of two. Not of narrow floats, whose sum may not fit though their mean does."""
+    return parts.shape[0] == 2 and parts.dtype in (torch.float32, torch.float64)
+
+
 _LOCAL: dict[str | None, Callable[[Tensor], Tensor]] = {
-    "sum": lambda parts: parts.sum(0, dtype=parts.dtype),
-    "avg": lambda parts: parts.mean(0),
+    "sum": _summed,
+    "avg": _averaged,
     "product": lambda parts: parts.prod(0, dtype=parts.dtype),
     "max": lambda parts: parts.amax(0),
     "min": lambda parts: parts.amin(0),

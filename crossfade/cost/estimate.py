@@ -18,6 +18,7 @@ from crossfade.errors import MachineError
 from crossfade.graph import collectives
 from crossfade.graph.collectives import Collective
 from crossfade.graph.effects import written_inputs
+from crossfade.graph.lasting import lasting_views
 from crossfade.graph.operators import remembered
 from crossfade.graph.program import Program
 
@@ -33,8 +34,9 @@ def estimate(
 
     Analytic is the larger of two times, that of the floating-point operations at the machine's rate for the dtype (a
     dtype without one counts at float32's) and that of the bytes read and written at its memory bandwidth; plus the
-    machine's overhead. Views only cost overhead, and nothing where the host runs ahead of the device. Elements, sizes
-    and arithmetic on scalars cost nothing, nor do waits: what they stand still for is the timeline's to say.
+    machine's overhead. Views only cost overhead, and nothing where the host runs ahead of the device, or where they
+    look at memory that lasts from run to run. Elements, sizes and arithmetic on scalars cost nothing, nor do waits: what
+    they stand still for is the timeline's to say.
 
     A collective keeps computation busy for its fabric's launch, and travels for `machine.collective_seconds`; a
     coalesced one is one. A matmul that travels in pieces (`crossfade.gather_matmul`, `crossfade.matmul_scatter`) takes
@@ -71,6 +73,7 @@ class Estimator:
         travel: dict[fx.Node, float] = {}
         slows: dict[str, float] = {}
         within: dict[fx.Node, Within] = {}
+        made_once = lasting_views(self.program)
         for node in self.program.graph.nodes:
             one = collectives.view(node)
             if one is not None:
@@ -79,7 +82,7 @@ class Estimator:
                 slows[one.group] = self.machine.fabric(one.group).slows_compute
             elif is_fused(node.target):
                 compute[node], within[node] = self._fused(read_fused(node, self.keys))
-            elif computes(node):
+            elif computes(node) and node not in made_once:
                 compute[node] = self.compute_seconds(node)
         return Costs(compute, travel, slows, within)
 

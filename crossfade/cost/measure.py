@@ -29,7 +29,7 @@ from crossfade.cost.sample import Arguments, Call, Memory
 from crossfade.errors import MachineError
 from crossfade.graph.effects import alias_roots
 from crossfade.graph.passes import Pass, run_passes
-from crossfade.graph.private import unwrapped_operator
+from crossfade.graph.private import below_autograd, unwrapped_operator
 from crossfade.graph.program import Program
 
 _NEAR_BYTES = 2**20
@@ -156,7 +156,8 @@ def _as_in_a_step(threads: int | None, program: Program) -> Iterator[None]:
     """Torch as a running step sees it: no gradients recorded, this many threads; put back afterwards."""
     before = torch.get_num_threads()
     device = next((device_of(node) for node in program.graph.nodes if computes(node)), "cpu")
-    with torch.random.fork_rng(_cuda_devices(device)), torch.no_grad(), torch.autocast(device, enabled=False):
+    drawing = torch.random.fork_rng(_cuda_devices(device))
+    with drawing, torch.no_grad(), torch.autocast(device, enabled=False), below_autograd():
         torch.set_num_threads(threads or before)
         try:
             yield

@@ -175,7 +175,7 @@ class Storages:
         """The cells of the argument whose memory a node's result lies in; None if it lies in memory of its own."""
         root = self._roots[node]
         source = next((one for one in inputs if self._roots[one] is root), None) if root is not node else None
-        if source is None or (_may_copy(node.target) and _copies(node)):
+        if source is None or (may_copy(node.target) and _copies(node)):
             return None
         return self._cells[source]
 
@@ -296,7 +296,12 @@ def _is_known(target: Any) -> bool:
 
 
 @remembered
-def _may_copy(target: Any) -> bool:
+def may_copy(target: Any) -> bool:
+    """Whether an operator that can share its argument's memory makes a copy for some arguments.
+
+    >>> may_copy(torch.ops.aten.reshape.default), may_copy(torch.ops.aten.view.default)
+    (True, False)
+    """
     namespace, _, name = target._schema.name.partition("::") if _is_known(target) else ("", "", "")
     return namespace == "aten" and name in _SOMETIMES_COPY
 

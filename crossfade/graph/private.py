@@ -145,6 +145,11 @@ def unwrapped_operator(operator: torch._ops.OpOverload) -> Any:
     return operator._op
 
 
+def below_autograd() -> Any:
+    """Run operators without asking autograd first, which with gradients off only costs. Known on 2.11, 2.13."""
+    return torch._C._AutoDispatchBelowAutograd()
+
+
 def swapped_state(model: torch.nn.Module, state: dict[str, torch.Tensor]) -> Any:
     """Run a model on other parameters and buffers for a while; `state` then holds what it left. Known on 2.11, 2.13."""
     from torch.nn.utils import stateless

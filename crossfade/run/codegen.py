@@ -1,7 +1,8 @@
 """Programs as Python functions: one line a node, operators bound ahead, every value freed after its last use.
 
 Small operators cost more to call than to compute. Calling torch's own bindings (`torch.mm`) takes about half the time
-of calling the same operator through `torch.ops`, so the common ones are bound to those.
+of calling the same operator through `torch.ops`, so the common ones are bound to those. Views of memory that lasts from
+run to run are made once.
 """
 
 from __future__ import annotations
@@ -9,22 +10,23 @@ from __future__ import annotations
 import itertools
 import linecache
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import fx
 
+from crossfade.graph.lasting import lasting_views
 from crossfade.graph.private import unwrapped_operator
 from crossfade.graph.program import Program
 
 # fmt: off
 _NATIVE = frozenset({
-    "add", "add_", "addcdiv", "addcdiv_", "addcmul", "addcmul_", "addmm", "bmm", "cat", "copy_", "detach", "div",
-    "div_", "embedding", "exp", "expand", "lerp", "lerp_", "mean", "mm", "mul", "mul_", "native_layer_norm", "neg",
+    "add", "add_", "addcdiv", "addcdiv_", "addcmul", "addcmul_", "addmm", "bmm", "cat", "clone", "copy_", "detach",
+    "div", "div_", "embedding", "exp", "expand", "lerp", "lerp_", "mean", "mm", "mul", "mul_", "native_layer_norm", "neg",
     "permute", "pow", "relu", "relu_", "rsqrt", "select", "sigmoid", "split_with_sizes", "sqrt", "sqrt_", "stack",
-    "sub", "sub_", "sum", "t", "tanh", "transpose", "unsqueeze", "view",
+    "sub", "sub_", "sum", "t", "tanh", "transpose", "unbind", "unsqueeze", "view",
 })
 # fmt: on
 """ATen operators whose Python binding takes exactly the operator's arguments; the tests compare each."""
@@ -34,12 +36,13 @@ _numbers = itertools.count()
 
 @dataclass(frozen=True)
 class Compiled:
-    """A program's function over its inputs, and the node that each line of it stands for."""
+    """A program's function over its inputs, the node that each line of it stands for, and the views that it keeps."""
 
     function: Callable[[list[Any]], tuple[Any, ...]]
     source: str
     filename: str
     node_at: Mapping[int, fx.Node]
+    views: Views
 
 
 def compile_program(program: Program) -> Compiled:
@@ -61,6 +64,25 @@ def compile_program(program: Program) -> Compiled:
         return (b,)
     >>> compiled.function([torch.ones(2)])
     (tensor([1., 1.]),)
+
+    What only looks at lasting memory is a function of its own, called when that memory is elsewhere than before:
+
+    >>> program = parse('''
+    ... x: f32[4, 2] = input("x")
+    ... w: f32[3, 2] = parameter("w")
+    ... t: f32[2, 3] = aten.permute(w, [1, 0])
+    ... y: f32[4, 3] = aten.mm(x, t)
+    ... return output("y", y)
+    ... ''')
+    >>> print(compile_program(program).source)
+    def look(w):
+        t = permute(w, [1, 0])
+        return (t,)
+    def run(inputs):
+        [x, w] = inputs; inputs.clear()
+        [t] = views(w)
+        y = mm(x, t); del x, t
+        return (y,)
     """
     return compile_written(Writer(program))
 
@@ -70,8 +92,9 @@ def compile_written(writer: Writer) -> Compiled:
     source = writer.source()
     filename = f"<crossfade program {next(_numbers)}>"
     exec(compile(source, filename, "exec"), writer.names)
+    writer.views.make = writer.names.get("look")
     linecache.cache[filename] = len(source), None, source.splitlines(keepends=True), filename
-    return Compiled(writer.names["run"], source, filename, writer.node_at)
+    return Compiled(writer.names["run"], source, filename, writer.node_at, writer.views)
 
 
 def native(target: Any) -> Callable[..., Any]:
@@ -84,23 +107,49 @@ def native(target: Any) -> Callable[..., Any]:
     return getattr(torch, name, None) or getattr(torch.Tensor, name)
 
 
-class Writer:
-    """Writes a program as Python, one line a node; `names` are the objects its text refers to."""
+class Views:
+    """The views of lasting memory that `make` gives for it, kept; made again when that memory is elsewhere than before.
 
-    def __init__(self, program: Program) -> None:
+    What was looked at cannot be elsewhere unnoticed: the views keep it, so that nothing else comes to lie there.
+    """
+
+    def __init__(self) -> None:
+        self.make: Callable[..., tuple[Any, ...]] | None = None
+        self._views: tuple[Any, ...] = ()
+        self._where: list[Any] | None = None
+
+    def __call__(self, *owners: torch.Tensor) -> tuple[Any, ...]:
+        """The views of these tensors."""
+        where = [(one.data_ptr(), one.shape, one.stride()) for one in owners]
+        if where != self._where:
+            assert self.make is not None
+            self._views, self._where = self.make(*owners), where
+        return self._views
+
+
+class Writer:
+    """Writes a program as Python, one line a node; `names` are the objects its text refers to.
+
+    `views` keeps the views of lasting memory, if there are such; the function that makes them is named `look`.
+    """
+
+    def __init__(self, program: Program, views: Views | None = None) -> None:
         self.program = program
+        self.views = views or Views()
         self.names: dict[str, Any] = {}
         self.node_at: dict[int, fx.Node] = {}
         self._bound: dict[Any, str] = {}
-        self._taken = {node.name for node in program.graph.nodes}
+        self._taken = {"look", "run"} | {node.name for node in program.graph.nodes}
 
     def source(self) -> str:
         """The whole function; also notes in `node_at` which line is which node's."""
-        last_use = self._last_uses()
+        views = lasting_views(self.program)
+        last_use = self._last_uses(views)
         arguments = ", ".join(node.name for node in self.program.placeholders)
-        lines = ["def run(inputs):", f"    [{arguments}] = inputs; inputs.clear()"]
+        lines, looked_at = self._look(views) if views else ([], [])
+        lines += ["def run(inputs):", f"    [{arguments}] = inputs; inputs.clear()", *looked_at]
         for node in self.program.graph.nodes:
-            if node.op in ("call_function", "get_attr"):
+            if node.op in ("call_function", "get_attr") and node not in views:
                 lines.append("    " + "; ".join(self.statements(node, last_use.get(node, []))))
                 self.node_at[len(lines)] = node
         results = "".join(f"{self._value(value)}," for value in self.program.results)
@@ -110,12 +159,20 @@ class Writer:
         """What a node's line does, in order: call it, then let go of the values that nobody needs any more."""
         return [f"{node.name} = {self._call(node)}", *([f"del {', '.join(freed)}"] if freed else [])]
 
-    def _last_uses(self) -> dict[fx.Node, list[str]]:
-        """For each node, the values that are not needed after it."""
+    def _look(self, views: Collection[fx.Node]) -> tuple[list[str], list[str]]:
+        """The function that makes views of lasting memory, and the line of `run` that calls it when need be."""
+        used = [view.name for view in views if any(user not in views for user in view.users)]
+        owners = dict.fromkeys(one.name for view in views for one in view.all_input_nodes if one not in views)
+        made = [f"    {view.name} = {self._call(view)}" for view in views]
+        look = [f"def look({', '.join(owners)}):", *made, f"    return ({''.join(f'{name},' for name in used)})"]
+        return look, [f"    [{', '.join(used)}] = {self.bind(self.views, 'views')}({', '.join(owners)})"]
+
+    def _last_uses(self, views: Collection[fx.Node]) -> dict[fx.Node, list[str]]:
+        """For each node, the values that are not needed after it; lasting memory that is only looked at stays."""
         freed: dict[fx.Node, list[str]] = {}
         seen: set[fx.Node] = set()
         for node in reversed(list(self.program.graph.nodes)):
-            if node.op == "placeholder":
+            if node.op == "placeholder" or node in views:
                 continue
             if node.op != "output" and node not in seen:
                 freed.setdefault(node, []).append(node.name)

@@ -10,6 +10,7 @@ import torch
 from torch import fx
 
 from crossfade.graph import collectives
+from crossfade.graph.private import below_autograd
 from crossfade.graph.program import Program, source_line
 from crossfade.run.codegen import compile_program
 
@@ -39,7 +40,8 @@ class Executable:
 
     def __call__(self, inputs: list[Any]) -> tuple[Any, ...]:
         """Run on the inputs, in the program's order; the list is emptied."""
-        with torch.no_grad(), torch.autocast(self.device, enabled=False):  # casts are in the program already
+        casts_are_written_out = torch.autocast(self.device, enabled=False)
+        with torch.no_grad(), casts_are_written_out, below_autograd():
             return self.compiled.function(inputs)
 
     def collective_at(self, error: BaseException) -> str:

@@ -84,7 +84,8 @@ class Shards:
 
         An entry that has been replaced, as `Optimizer.load_state_dict` does, is taken over.
         """
-        entries = self.optimizer.state[self.model.get_parameter(name)]
+        registry, attribute = self._places[name]  # asked at every step: looking for the parameter takes longer
+        entries = self.optimizer.state[registry[attribute]]
         entry, kept = entries[key], self._kept.get((name, key))
         if kept is not None and entry is kept.seen:
             return kept.rows

@@ -280,11 +280,11 @@ class Step:
     def _create_state(self, wanted: Iterable[tuple[str, nn.Parameter, Collection[str]]]) -> None:
         """Give the optimizer the state that its own first step would have made, where it has none."""
         states = self.optimizer.state
-        lacking = [
-            name
-            for name, parameter, keys in wanted
-            if keys and any(states.get(parameter, {}).get(key) is None for key in keys)
-        ]
+        lacking = []
+        for name, parameter, keys in wanted:
+            state = states.get(parameter)
+            if keys and (state is None or any([state.get(key) is None for key in keys])):  # a list: asked at every step
+                lacking.append(name)
         for name, entries in (self._initial_state(lacking) if lacking else {}).items():
             if self._shards is not None:
                 self._shards.create_state(name, entries)

@@ -34,7 +34,7 @@ from crossfade.cost.timeline import Computed, Timeline, Travelled
 from crossfade.errors import NotYetError
 from crossfade.graph import collectives
 from crossfade.graph.program import Program
-from crossfade.run.codegen import Writer, compile_written
+from crossfade.run.codegen import Views, Writer, compile_written
 from crossfade.run.executable import Executable
 
 
@@ -64,7 +64,7 @@ class Stopwatch(Executable):
     def __init__(self, executable: Executable) -> None:
         self.program, self.groups, self.device = executable.program, executable.groups, executable.device
         self._watch = _Watch(_clock(self.device), collectives.group_sizes(self.program.graph))
-        self.compiled = compile_written(_TimedWriter(self.program, self._watch))
+        self.compiled = compile_written(_TimedWriter(self.program, self._watch, executable.compiled.views))
         self._watch.lines = len(self.compiled.node_at)
         self._timeline: Timeline | None = None
 
@@ -88,8 +88,8 @@ class Stopwatch(Executable):
 class _TimedWriter(Writer):
     """Writes the same calls with a stamp after each line, and hands what is in flight to its watchers."""
 
-    def __init__(self, program: Program, watch: _Watch) -> None:
-        super().__init__(program)
+    def __init__(self, program: Program, watch: _Watch, views: Views) -> None:
+        super().__init__(program, views)
         self._stamp = f"{self.bind(watch.stamps.append, 'stamp')}({self.bind(watch.clock.now, 'now')}())"
         self._launched = self.bind(watch.launched, "launched")
         self._arrive = self.bind(watch.arrive, "arrive")

@@ -1,7 +1,8 @@
 """Where launches and waits stand in a given order of computation.
 
 - What grows memory (gathers) is launched just early enough to be hidden: at the latest start that lets it, and all that
-  is needed after it on the same link, arrive in time; and while its link would otherwise fall idle.
+  is needed after it on the same link, arrive in time; behind what travels, so that the link does not fall idle if that
+  arrives sooner than predicted.
 - Everything else is launched when it is ready, unless it would keep the link from something more urgent.
 - Waits stand before the first use; those that let go of memory as soon as their collective has arrived.
 """
@@ -17,7 +18,9 @@ from crossfade.schedule.headroom import Headroom
 from crossfade.schedule.problem import NONE, Flight, Problem
 
 SAFETY = 0.25
-"""How much longer than predicted a collective may travel and still be counted on: links are not clocks."""
+"""How much longer, or less, than predicted a collective may travel and still be counted on: links are not clocks."""
+_SETTLED = 1.0
+"""How much longer it may travel until nothing is risked by waiting for it only to let go of memory."""
 _LOOK_AHEAD = 16
 """How many launches ahead are looked through for a more urgent one."""
 
@@ -224,7 +227,7 @@ class Placing:
         for element in flight.elements:
             self._emit(element)
         if flight.shrinks:
-            safely = self.arrives[flight.start] + SAFETY * flight.travel
+            safely = self.arrives[flight.start] + _SETTLED * flight.travel
             heapq.heappush(self._arriving, (safely, flight.start))
         self._satisfied_by(flight.start)
 
@@ -274,7 +277,7 @@ class Placing:
         would_idle = self.free[link] <= lane_free
         done = self._progress[place]
         due = gather is not None and self._latest[gather] < self._progress[place + 1]  # after the next node is too late
-        if gather is not None and due and would_idle and self._fits(gather, place):
+        if gather is not None and due and self._idles_soon(gather, lane_free) and self._fits(gather, place):
             return gather
         if reduction is None or not (would_idle or not self._in_the_way(reduction, place)):
             return None
@@ -282,6 +285,12 @@ class Placing:
         if gather is not None and self._latest[gather] < through and self._fits(gather, place):
             return gather
         return reduction
+
+    def _idles_soon(self, start: int, lane_free: float) -> bool:
+        """Whether a gather's link is idle when the lane is free again, or may be if what travels is early."""
+        flight = self.problem.flights[start]
+        idle_in = self.free[flight.link] - lane_free
+        return idle_in <= 0 or idle_in < SAFETY * flight.travel
 
     def _first(self, waiting: list[tuple[float, int]]) -> int | None:
         while waiting and self._emitted[waiting[0][1]]:

@@ -61,12 +61,21 @@ def test_pieces_start_together_and_are_reduced_at_the_first_wait() -> None:
         all_to_all_single_2: f32[2, 2] = c10d.all_to_all_single(clone_2, [1, 1], [1, 1], "dp")
         e: f32[5, 4] = aten.exp(t)
         wait_tensor: f32[2, 4] = c10d.wait_tensor(all_to_all_single)
-        sum_1: f32[4] = aten.sum.dim_IntList(wait_tensor, [0], dtype=f32)
+        unbind: (f32[4], f32[4]) = aten.unbind.int(wait_tensor)
+        getitem_3: f32[4] = unbind[0]
+        getitem_4: f32[4] = unbind[1]
+        add: f32[4] = aten.add.Tensor(getitem_3, getitem_4)
         wait_tensor_1: f32[2, 4] = c10d.wait_tensor(all_to_all_single_1)
-        sum_2: f32[4] = aten.sum.dim_IntList(wait_tensor_1, [0], dtype=f32)
+        unbind_1: (f32[4], f32[4]) = aten.unbind.int(wait_tensor_1)
+        getitem_5: f32[4] = unbind_1[0]
+        getitem_6: f32[4] = unbind_1[1]
+        add_1: f32[4] = aten.add.Tensor(getitem_5, getitem_6)
         wait_tensor_2: f32[2, 2] = c10d.wait_tensor(all_to_all_single_2)
-        sum_3: f32[2] = aten.sum.dim_IntList(wait_tensor_2, [0], dtype=f32)
-        cat: f32[10] = aten.cat([sum_1, sum_2, sum_3])
+        unbind_2: (f32[2], f32[2]) = aten.unbind.int(wait_tensor_2)
+        getitem_7: f32[2] = unbind_2[0]
+        getitem_8: f32[2] = unbind_2[1]
+        add_2: f32[2] = aten.add.Tensor(getitem_7, getitem_8)
+        cat: f32[10] = aten.cat([add, add_1, add_2])
         view_1: f32[2, 5] = aten.view(cat, [2, 5])
         n: f32[2, 5] = aten.neg(view_1)
         return output("n", n), output("w2", view_1), output("e", e)
