@@ -179,7 +179,7 @@ def overlap(
 
 
 def _first(kind: Kind, cap: float) -> dict[str, float]:
-    """The cap of the first bucket, where that is not the pass's own: what is gathered first is gathered under nothing."""
+    """The cap of the first bucket, where that is not the pass's own: the first gather has nothing to hide under."""
     return {"first_mb": cap / 4} if kind is Kind.ALL_GATHER else {}
 
 

@@ -47,6 +47,7 @@ from crossfade.pipeline import (
 from crossfade.report.report import Report
 from crossfade.run.checkpoint import checksum, checksums, random_state
 from crossfade.run.codegen import native
+from crossfade.run.group_small_operators import GroupSmallOperators
 from crossfade.run.members import Members
 from crossfade.run.mesh import (
     COPY_AXIS,
@@ -353,7 +354,8 @@ class _StepCompiler:
         before = run_passes(program, [*gathering, *simplification()])
         seconds = time.perf_counter() - start
         scheduled, measured = self._communicating(before, members)
-        program = run_passes(scheduled, [*self._lowering(), PackInPlace(), UpdateInPlace()])
+        grouping = [GroupSmallOperators()] if self.memory_limit is None else []  # what is grouped lives longer
+        program = run_passes(scheduled, [*self._lowering(), PackInPlace(), UpdateInPlace(), *grouping])
         timeline = self._predicted(program, measured) if measured is not None else None
 
         facts = self._facts(seconds, layout) | copy_kernel(program)

@@ -35,8 +35,8 @@ def estimate(
     Analytic is the larger of two times, that of the floating-point operations at the machine's rate for the dtype (a
     dtype without one counts at float32's) and that of the bytes read and written at its memory bandwidth; plus the
     machine's overhead. Views only cost overhead, and nothing where the host runs ahead of the device, or where they
-    look at memory that lasts from run to run. Elements, sizes and arithmetic on scalars cost nothing, nor do waits: what
-    they stand still for is the timeline's to say.
+    look at memory that lasts from run to run. Elements, sizes and arithmetic on scalars cost nothing, nor do waits:
+    what they stand still for is the timeline's to say.
 
     A collective keeps computation busy for its fabric's launch, and travels for `machine.collective_seconds`; a
     coalesced one is one. A matmul that travels in pieces (`crossfade.gather_matmul`, `crossfade.matmul_scatter`) takes

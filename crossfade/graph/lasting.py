@@ -9,7 +9,6 @@ from __future__ import annotations
 import operator
 from typing import Any
 
-import torch
 from torch import fx
 
 from crossfade.graph.effects import is_pure

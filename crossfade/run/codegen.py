@@ -23,10 +23,12 @@ from crossfade.graph.program import Program
 
 # fmt: off
 _NATIVE = frozenset({
+    "_foreach_add_", "_foreach_addcdiv_", "_foreach_addcmul_", "_foreach_copy_", "_foreach_div_", "_foreach_lerp_",
+    "_foreach_mul_", "_foreach_sqrt", "_foreach_sub_",
     "add", "add_", "addcdiv", "addcdiv_", "addcmul", "addcmul_", "addmm", "bmm", "cat", "clone", "copy_", "detach",
-    "div", "div_", "embedding", "exp", "expand", "lerp", "lerp_", "mean", "mm", "mul", "mul_", "native_layer_norm", "neg",
-    "permute", "pow", "relu", "relu_", "rsqrt", "select", "sigmoid", "split_with_sizes", "sqrt", "sqrt_", "stack",
-    "sub", "sub_", "sum", "t", "tanh", "transpose", "unbind", "unsqueeze", "view",
+    "div", "div_", "embedding", "exp", "expand", "lerp", "lerp_", "mean", "mm", "mul", "mul_", "native_layer_norm",
+    "neg", "permute", "pow", "relu", "relu_", "rsqrt", "select", "sigmoid", "split_with_sizes", "sqrt", "sqrt_",
+    "stack", "sub", "sub_", "sum", "t", "tanh", "transpose", "unbind", "unsqueeze", "view",
 })
 # fmt: on
 """ATen operators whose Python binding takes exactly the operator's arguments; the tests compare each."""

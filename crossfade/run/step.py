@@ -283,7 +283,7 @@ class Step:
         lacking = []
         for name, parameter, keys in wanted:
             state = states.get(parameter)
-            if keys and (state is None or any([state.get(key) is None for key in keys])):  # a list: asked at every step
+            if keys and (state is None or any(state.get(key) is None for key in keys)):
                 lacking.append(name)
         for name, entries in (self._initial_state(lacking) if lacking else {}).items():
             if self._shards is not None:
