@@ -173,14 +173,14 @@ def overlap(
         (BucketReduceScatters, Kind.REDUCE_SCATTER),
         (BucketAllReduces, Kind.ALL_REDUCE),
     ]
-    larger = [one(cap_mb=caps[kind], **_first(kind, caps[kind])) for one, kind in kinds if kind in caps]
+    larger = [one(cap_mb=_cap(kind, caps[kind])) for one, kind in kinds if kind in caps]
     table = tuple(sorted((measured or {}).items()))
     return [*fewer, *larger, OverlapCommunication(machine, memory_limit, table)]
 
 
-def _first(kind: Kind, cap: float) -> dict[str, float]:
-    """The cap of the first bucket, where that is not the pass's own: the first gather has nothing to hide under."""
-    return {"first_mb": cap / 4} if kind is Kind.ALL_GATHER else {}
+def _cap(kind: Kind, cap: float) -> float | tuple[float, float]:
+    """The most megabytes of a bucket, or of the first and of the others: the first gather has nothing to hide under."""
+    return (cap / 4, cap) if kind is Kind.ALL_GATHER else cap
 
 
 def lowering(backends: Mapping[str, str], exchanged: Collection[str] | None = None) -> list[Pass]:

@@ -215,10 +215,10 @@ def _call_once(program: Program, nodes: Sequence[fx.Node]) -> None:
         one_number = all(other is numbers[0] or _equal(other, numbers[0]) for other in numbers)
         overload, number = ("Scalar", numbers[:1]) if one_number else ("ScalarList", [numbers])
     target = getattr(first.several, overload)
-    call = insert_call(program, target, *lists, *number, before=first.node, like=first.node)
+    together = insert_call(program, target, *lists, *number, before=first.node, like=first.node)
     for index, one in enumerate(group):
         in_place = bool(written_inputs(one.node))
-        result = one.tensors[0] if in_place else _element(program, call, index, one.node)
+        result = one.tensors[0] if in_place else _element(program, together, index, one.node)
         one.node.replace_all_uses_with(result)
         program.graph.erase_node(one.node)
 
@@ -228,5 +228,5 @@ def _equal(one: Any, other: Any) -> bool:
     return isinstance(one, plain) and isinstance(other, plain) and type(one) is type(other) and one == other
 
 
-def _element(program: Program, call: fx.Node, index: int, like: fx.Node) -> fx.Node:
-    return insert_call(program, operator.getitem, call, index, before=like, like=like)
+def _element(program: Program, together: fx.Node, index: int, like: fx.Node) -> fx.Node:
+    return insert_call(program, operator.getitem, together, index, before=like, like=like)
