@@ -50,6 +50,7 @@ def lasting_views(program: Program) -> dict[fx.Node, None]:
 def only_looks(target: Any) -> bool:
     """Whether all that an operator ever does is to look at an argument's memory differently.
 
+    >>> import torch
     >>> [only_looks(one.default) for one in (torch.ops.aten.permute, torch.ops.aten.reshape, torch.ops.aten.relu_)]
     [True, False, False]
     """

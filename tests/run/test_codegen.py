@@ -164,3 +164,23 @@ b: f64[2] = aten.clamp(a, None, float("inf"))
 return output("b", b)
 """)
     assert compile_program(program).function([torch.ones(2)])[0].dtype == torch.float64
+
+
+def test_views_of_lasting_memory_are_made_once_and_again_where_it_moved() -> None:
+    program = parse("""
+w: f32[2, 2] = parameter("w")
+t: f32[2, 2] = aten.permute(w, [1, 0])
+y: f32[2, 2] = aten.add.Tensor(t, t)
+return output("y", y)
+""")
+    compiled = compile_program(program)
+    weight = torch.nn.Parameter(torch.arange(4.0).view(2, 2))
+    with torch.no_grad():
+        kept = [id(compiled.views(weight)[0]) for _ in range(2)]
+        assert kept[0] == kept[1]
+        weight.mul_(3)
+        assert torch.equal(compiled.function([weight])[0], 2 * weight.t())
+        weight.data = torch.rand(2, 2)
+        assert torch.equal(compiled.function([weight])[0], 2 * weight.t())
+        weight.data = weight.data.t()  # the same memory, looked at otherwise
+        assert torch.equal(compiled.function([weight])[0], 2 * weight.t())
