@@ -114,7 +114,8 @@ def compile_step(
             to measure it now, which takes some seconds. The sizes of buckets, what is gathered how early, and the
             order of everything follow from it. None plans without, with buckets of fixed sizes; for the modes that
             gather parameters, a preset is taken.
-        memory_limit: bytes that may be alive beside inputs, parameters and optimizer state; with a machine only.
+        memory_limit: bytes that may be alive beside inputs, parameters and optimizer state; with a machine only. The
+            optimizer's small operators are then called one by one.
         passes: communication passes to use instead of `crossfade.pipeline.communication()`.
         timeout: seconds after which a collective, or the check that all ranks run the same program, fails.
 

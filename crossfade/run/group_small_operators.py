@@ -19,7 +19,7 @@ from crossfade.graph.program import Program, tensor_bytes
 from crossfade.graph.splice import insert_call
 
 _aten = torch.ops.aten
-_WITH_OTHER = {
+_WITH_NUMBER = {
     _aten.add_.Tensor: _aten._foreach_add_,
     _aten.div_.Tensor: _aten._foreach_div_,
     _aten.mul_.Tensor: _aten._foreach_mul_,
@@ -27,11 +27,11 @@ _WITH_OTHER = {
 }
 """Operators on a tensor and a number."""
 _WITH_TENSORS = {
-    _aten.lerp_.Scalar: (_aten._foreach_lerp_, "weight"),
-    _aten.addcmul_.default: (_aten._foreach_addcmul_, "value"),
-    _aten.addcdiv_.default: (_aten._foreach_addcdiv_, "value"),
+    _aten.lerp_.Scalar: (_aten._foreach_lerp_, 2, "weight"),
+    _aten.addcmul_.default: (_aten._foreach_addcmul_, 3, "value"),
+    _aten.addcdiv_.default: (_aten._foreach_addcdiv_, 3, "value"),
 }
-"""Operators on some tensors and a number, with that number's name."""
+"""Operators on so many tensors and a number, with that number's name."""
 _SCALARS = (_aten._local_scalar_dense.default, _aten.item.default)
 
 _MOST_BYTES = 2**21
@@ -127,13 +127,12 @@ def _call_of(node: fx.Node) -> _Call | None:
 
 def _read(node: fx.Node) -> _Call | None:
     args: tuple[Any, ...] = node.args
-    if node.target in _WITH_OTHER and len(args) == 2 and not node.kwargs and _is_number(args[1]):
-        return _Call(node, _WITH_OTHER[node.target], args[:1], args[1])  # type: ignore[index]
+    if node.target in _WITH_NUMBER and len(args) == 2 and not node.kwargs and _is_number(args[1]):
+        return _Call(node, _WITH_NUMBER[node.target], args[:1], args[1])  # type: ignore[index]
     if node.target in _WITH_TENSORS:
-        several, name = _WITH_TENSORS[node.target]  # type: ignore[index]
-        number = args[3] if len(args) > 3 else node.kwargs.get(name, 1)
-        number = args[2] if name == "weight" else number
-        return _Call(node, several, args[: 2 if name == "weight" else 3], number)
+        several, count, name = _WITH_TENSORS[node.target]  # type: ignore[index]
+        number = args[count] if len(args) > count else node.kwargs.get(name, 1)
+        return _Call(node, several, args[:count], number)
     if node.target is _aten.sqrt.default:
         return _Call(node, _aten._foreach_sqrt, args)
     if node.target is _aten.copy_.default and len(args) == 2 and not node.kwargs:

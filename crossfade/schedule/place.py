@@ -4,7 +4,8 @@
   is needed after it on the same link, arrive in time; behind what travels, so that the link does not fall idle if that
   arrives sooner than predicted.
 - Everything else is launched when it is ready, unless it would keep the link from something more urgent.
-- Waits stand before the first use; those that let go of memory as soon as their collective has arrived.
+- Waits stand before the first use; those that let go of memory once their collective has surely arrived, or sooner
+  where a limit asks for it.
 """
 
 from __future__ import annotations

@@ -43,10 +43,10 @@ def test_results_that_are_new_are_taken_out_of_the_list() -> None:
 
 def test_numbers_of_the_run_make_a_list() -> None:
     text = """
-    s: scalar = scalar("lr.0")
+    s: float = scalar("lr.0")
     m: f32[2] = aten.mul_.Tensor(a, s)
     n: f32[3] = aten.mul_.Tensor(b, 2.0)
-    """.replace("s: scalar", "s: float")
+    """
     done = grouped(TWO + text + END)
     assert "_foreach_mul_: None = aten._foreach_mul_.ScalarList([a, b], [s, 2.0])" in done
 
