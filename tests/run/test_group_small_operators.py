@@ -63,8 +63,7 @@ LEFT = {
     n: f32[2] = aten.mul_.Tensor(m, 3.0)
     """,
     "one overwrites what the other reads": """
-    e: f32[2] = aten.alias(a)
-    s: f32[2] = aten.sqrt(e)
+    s: f32[2] = aten.sqrt(a)
     m: f32[2] = aten.mul_.Tensor(a, 2.0)
     t: f32[2] = aten.sqrt(a)
     """,

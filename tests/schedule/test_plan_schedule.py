@@ -80,6 +80,11 @@ def test_O1_a_slow_link_is_never_idle_and_still_gathers_no_more_than_one_ahead()
     assert seconds(schedule) == (50, 5 * 6 + 4)
 
 
+def test_O1_a_gather_queues_behind_one_that_may_arrive_a_little_sooner_than_predicted() -> None:
+    _, body = scheduled(ZERO3, {**ZERO3_SECONDS, **dict.fromkeys(GATHERS, 5)})
+    assert body.startswith("g1 g2 g3 w1 a1")
+
+
 def test_O2_a_memory_limit_keeps_gathers_back() -> None:
     schedule, body = scheduled(ZERO3, ZERO3_SECONDS, memory_limit=2047)
     assert body == "g1 g2 w1 a1 w2 a2 g3 w3 a3 h2 v2 b2 h1 v1 b1"
