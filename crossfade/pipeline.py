@@ -183,10 +183,13 @@ def _cap(kind: Kind, cap: float) -> float | tuple[float, float]:
     return (cap / 4, cap) if kind is Kind.ALL_GATHER else cap
 
 
-def lowering(backends: Mapping[str, str], exchanged: Collection[str] | None = None) -> list[Pass]:
+def lowering(
+    backends: Mapping[str, str], exchanged: Collection[str] | None = None, piece_mb: float | None = None
+) -> list[Pass]:
     """Passes that say things as each group's backend does them best; after bucketing, so that each bucket is one thing.
 
-    `exchanged` are the groups whose reduce-scatters become all-to-alls, by default those on gloo.
+    `exchanged` are the groups whose reduce-scatters become all-to-alls, by default those on gloo, in pieces of
+    `piece_mb`.
 
     >>> [one.spelling for one in lowering({"dp": "gloo", "tp": "nccl"})]
     ['lower-averages', 'lower-reduce-scatters', 'lower-coalesced-gathers']
@@ -194,7 +197,8 @@ def lowering(backends: Mapping[str, str], exchanged: Collection[str] | None = No
     gloo = tuple(group for group, backend in backends.items() if backend == "gloo")
     exchanged = gloo if exchanged is None else tuple(exchanged)
     passes: list[Pass] = [LowerAverages(gloo)] if gloo else []
-    passes += [LowerReduceScatters(exchanged)] if exchanged else []
+    pieces = {} if piece_mb is None else {"piece_mb": piece_mb}
+    passes += [LowerReduceScatters(exchanged, **pieces)] if exchanged else []
     return passes + ([LowerCoalescedGathers(gloo)] if gloo else [])
 
 

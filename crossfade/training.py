@@ -17,13 +17,13 @@ from crossfade.capture.baked_in import ambient, baked_in
 from crossfade.capture.batch import BatchIs, BatchLayout, batch_key
 from crossfade.capture.optimizer import append_optimizer, check_optimizer, initial_state, options_key, parameter_names
 from crossfade.capture.training import LossFunction, capture_forward_backward, check_model, loss_of, resized
+from crossfade.carriers import Carriers
 from crossfade.cost.calibrate import calibrate
 from crossfade.cost.machine import Machine
 from crossfade.cost.measure import measure, measured_as_run
 from crossfade.cost.presets import preset
 from crossfade.cost.timeline import Timeline
 from crossfade.errors import CrossfadeError, MeshError, ModelError, NotYetError
-from crossfade.graph.collectives import Kind
 from crossfade.graph.effects import is_random
 from crossfade.graph.memory import live_by_name
 from crossfade.graph.passes import Pass, fingerprint, run_passes
@@ -38,7 +38,6 @@ from crossfade.pipeline import (
     communication,
     copy_kernel,
     gradient_exchange,
-    lowering,
     micro_pipeline,
     parameter_sharding,
     simplification,
@@ -356,7 +355,9 @@ class _StepCompiler:
         seconds = time.perf_counter() - start
         scheduled, measured = self._communicating(before, members)
         grouping = [GroupSmallOperators()] if self.memory_limit is None else []  # what is grouped lives longer
-        program = run_passes(scheduled, [*self._lowering(), PackInPlace(), UpdateInPlace(), *grouping])
+        program = run_passes(
+            scheduled, [*self._carriers().lowering(scheduled.groups), PackInPlace(), UpdateInPlace(), *grouping]
+        )
         timeline = self._predicted(program, measured) if measured is not None else None
 
         facts = self._facts(seconds, layout) | copy_kernel(program)
@@ -378,12 +379,12 @@ class _StepCompiler:
         everyone = self.tensor.everyone[0] if self.tensor is not None else members
         if self.passes is not None or self.machine is None or everyone is None:
             return run_passes(before, communication() if self.passes is None else self.passes), None
-        machine = self.machine.with_scatters_as_exchanges(self._exchanged())
+        machine = self._carriers().planned_for(self.machine)
         here = self._measured(before)  # on all ranks at once, as they compute in a step
         measured = everyone.share(lambda: here)
         if self.tensor is not None:
             alike, axis = self.tensor.alike(before), self.tensor.axis.name
-            passes = micro_pipeline(machine, self._backends(), alike=alike, groups=(axis,), measured=measured)
+            passes = micro_pipeline(machine, self._carriers().backends, alike=alike, groups=(axis,), measured=measured)
             before = run_passes(before, passes)
         return plan_overlap(before, machine, measured, self.memory_limit).program, measured
 
@@ -392,25 +393,16 @@ class _StepCompiler:
         return measured_as_run(program, [UpdateInPlace()], binding=native) if self._device() == "cpu" else {}
 
     def _predicted(self, program: Program, measured: dict[str, float]) -> Timeline:
-        """What the final program should do, by what this rank takes for the operators that it was planned without."""
+        """What the final program should do, by what this rank takes for its operators."""
         assert self.machine is not None
-        more = measure(program, known=measured, binding=native) if self._device() == "cpu" else {}
-        return predicted(program, self.machine, {**measured, **more})
+        more = measure(program, binding=native) if self._device() == "cpu" else {}
+        return predicted(program, self._carriers().run_on(self.machine), {**measured, **more})
 
-    def _backends(self) -> dict[str, str]:
+    def _carriers(self) -> Carriers:
         axes = [self.axes.whole, self.axes.split, self.axes.copies] if self.axes else []
         axes += [self.tensor.axis] if self.tensor else []
-        return {axis.name: backend_on(self._device(), axis.backend) for axis in axes if axis is not None}
-
-    def _exchanged(self) -> list[str]:
-        """The axes whose reduce-scatters are better exchanged: on gloo, and emulated where the machine says so."""
-        return [axis for axis, backend in self._backends().items() if self._is_exchanged(axis, backend)]
-
-    def _is_exchanged(self, axis: str, backend: str) -> bool:
-        if self.machine is None or backend != "emulated":
-            return backend == "gloo"
-        links = self.machine.fabric(axis).links
-        return links[Kind.REDUCE_SCATTER].bandwidth < 0.75 * links[Kind.ALL_TO_ALL].bandwidth
+        backends = {axis.name: backend_on(self._device(), axis.backend) for axis in axes if axis is not None}
+        return Carriers(backends, self.machine)
 
     def initial_state(self, stepped: Collection[str]) -> dict[str, dict[str, torch.Tensor]]:
         """What the optimizer would create at its first step for some parameters."""
@@ -468,9 +460,6 @@ class _StepCompiler:
     def _local_forward(self, batch: tuple[Any, ...], layout: BatchLayout, size: int) -> Any:
         """The loss on this rank's parts of the model, where it is split over an axis."""
         return self.tensor.forward(resized(batch, size, layout)) if self.tensor is not None else None
-
-    def _lowering(self) -> list[Pass]:
-        return lowering(self._backends(), self._exchanged())
 
     def _device(self) -> str:
         return next((p.device.type for p in self.model.parameters()), "cpu")

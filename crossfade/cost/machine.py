@@ -17,6 +17,9 @@ from crossfade.graph.collectives import Kind
 ANY_AXIS = "*"
 """The key of the fabric that serves every axis without one of its own."""
 
+LATENCY_SHARE = 0.2
+"""The most of a collective's travel that may be latency, where bytes can be put together."""
+
 
 @dataclass(frozen=True)
 class Link:
@@ -120,6 +123,23 @@ class Machine:
         """Seconds that one collective takes alone, for the bytes of its larger side."""
         return self.fabric(axis).links[kind].seconds(kind, size, ranks)
 
+    def piece(self, kind: Kind, ranks: int, axis: str = ANY_AXIS) -> float | None:
+        """The bytes that one collective should carry at most: the fabric's `piece`, which is measured among few ranks,
+        but so many that its latency is at most `LATENCY_SHARE` of its travel; None if there is no such limit.
+
+        >>> fabric = Fabric(dict.fromkeys(Kind, Link(latency=1e-3, bandwidth=1e9)), piece=2**20)
+        >>> machine = Machine("two desktops", {"*": fabric}, {"float32": 5e10}, 1e10)
+        >>> [machine.piece(Kind.ALL_TO_ALL, ranks) for ranks in (2, 64)]
+        [8000000.0, 24380952.380952384]
+        """
+        fabric = self.fabric(axis)
+        if fabric.piece is None or ranks < 2:
+            return fabric.piece
+        link = fabric.links[kind]
+        latency = link.seconds(kind, 0, ranks)
+        a_byte = bytes_sent(kind, 1, ranks) / link.bandwidth
+        return max(float(fabric.piece), (latency / LATENCY_SHARE - latency) / a_byte)
+
     def with_scatters_as_exchanges(self, axes: Collection[str]) -> Machine:
         """This machine where reduce-scatters along some axes are carried out as all-to-alls, as programs on gloo do.
 
@@ -134,6 +154,11 @@ class Machine:
             fabric = self.fabric(axis)
             links = {**fabric.links, Kind.REDUCE_SCATTER: fabric.links[Kind.ALL_TO_ALL]}
             changed[axis] = dataclasses.replace(fabric, links=links)
+        return dataclasses.replace(self, fabrics={**self.fabrics, **changed})
+
+    def with_computation_undisturbed(self, axes: Collection[str]) -> Machine:
+        """This machine where what travels along some axes does not slow computation down."""
+        changed = {axis: dataclasses.replace(self.fabric(axis), slows_compute=0.0) for axis in axes}
         return dataclasses.replace(self, fabrics={**self.fabrics, **changed})
 
     def to_json(self) -> str:

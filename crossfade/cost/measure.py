@@ -1,10 +1,9 @@
-"""Measure: what the operators of a program really take on this machine, each distinct one run by itself.
+"""Measure: what the operators of a program really take on this machine.
 
-An operator takes longer in a step than when it is called again and again: its code and its arguments have left the
-caches meanwhile, and memory for its result must be found. So the operators are called in turn, in the order of the
-program, at most four of those that are alike, and a few rounds of that. What the program touched just before an
-operator is brought back into the cache before it, every other argument lies elsewhere each time. Results that last in
-the program last until the operator's turn in the next round: as from step to step, it finds the memory they leave.
+An operator takes longer in a step than when it is called again and again: its code and some of its arguments have left
+the caches meanwhile, and memory for its result must be found. So each distinct one is tried alone, and on a CPU the
+program is then walked through a few times, see `crossfade.cost.walk`. Kernels of a GPU, whose launches hide behind
+others, are timed by themselves.
 """
 
 from __future__ import annotations
@@ -15,7 +14,6 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,18 +23,15 @@ from torch import fx
 from crossfade.cost.estimate import Estimator, computes
 from crossfade.cost.keys import Keys, device_of
 from crossfade.cost.presets import preset
-from crossfade.cost.sample import Arguments, Call, Memory
+from crossfade.cost.sample import Call, Memory
+from crossfade.cost.walk import Walk, fitting
 from crossfade.errors import MachineError
-from crossfade.graph.effects import alias_roots
 from crossfade.graph.passes import Pass, run_passes
 from crossfade.graph.private import below_autograd, unwrapped_operator
 from crossfade.graph.program import Program
 
-_NEAR_BYTES = 2**20
-"""What was touched less than so many bytes ago is taken to be in the cache still: a common second-level cache."""
-
 _LEAST_FAR, _MOST_FAR = 2**22, 2**27
-_MOST_ALIKE, _MOST_ROUNDS = 4, 10
+_MOST_ALONE = 10
 
 
 class Measurements(dict[str, float]):
@@ -108,7 +103,7 @@ def measure(
     progress: Callable[[int, int], None] | None = None,
     binding: Callable[[Any], Callable[..., Any]] = unwrapped_operator,
 ) -> Measurements:
-    """Run each distinct operator of a program alone, on made-up tensors, and return the median seconds by key.
+    """Run the operators of a program on made-up tensors, and return the seconds that each takes there by key.
 
     Those that the program spends most on, by arithmetic, come first; when `seconds` are over, what is left stays
     analytic and is counted. What raises is noted with its reason. Keys in `known` are taken over and not run. Torch
@@ -176,74 +171,70 @@ class _Measure:
         self.program, self.keys, self.known, self.binding = program, keys, known, binding
         self.found = Measurements()
         self.memory = Memory(_far_bytes(program, keys))
-        self.distances = _Distances.of(program, keys)
 
     def run(self, seconds: float, progress: Callable[[int, int], None] | None) -> Measurements:
-        """Each once, the dearest first, for half of the time at most; then all of these in rounds."""
-        start = time.perf_counter()
+        """Each alone, the dearest first, for half of the time at most; then those of a CPU where they stand."""
+        deadline = time.perf_counter() + seconds
         wanted = self._wanted()
-        calls: dict[str, list[Call]] = {}
+        calls: dict[str, Call] = {}
         for done, (key, nodes) in enumerate(wanted.items()):
             if key in self.known:
                 self.found[key] = self.known[key]
-            elif time.perf_counter() - start > seconds / 2:
+            elif time.perf_counter() > deadline - seconds / 2:
                 self.found.left_out.append(key)
-            elif alike := self._calls(key, nodes):
-                calls[key] = alike
+            elif (call := self._call(key, nodes[0])) is not None:
+                calls[key] = call
             if progress is not None:
                 progress(done + 1, len(wanted))
-        self._rounds(calls, start + seconds)
-        for key, alike in calls.items():
-            if key not in self.found.unmeasurable:
-                self.found[key] = statistics.median(sample for call in alike for sample in call.samples)
+        for key, call in calls.items():
+            for _ in range(_MOST_ALONE if call.device != "cpu" else 0):
+                if time.perf_counter() < deadline:
+                    call.sample(self.memory)
+            self.found[key] = statistics.median(call.samples)
+        self._walk({key: (call.function, wanted[key]) for key, call in calls.items() if call.device == "cpu"}, deadline)
         return self.found
 
-    def _calls(self, key: str, nodes: list[fx.Node]) -> list[Call]:
-        """Calls that work, one sample taken; none, and the reason noted, of an operator that does not."""
-        if (device := device_of(nodes[0])) != "cpu" and not _is_here(device):
+    def _call(self, key: str, node: fx.Node) -> Call | None:
+        """A call that works, one sample taken; none, and the reason noted, of an operator that does not."""
+        if (device := device_of(node)) != "cpu" and not _is_here(device):
             self.found.unmeasurable[key] = f"no {device} device here"
-            return []
+            return None
         try:
-            function = self.binding(nodes[0].target)
-            near, lasting = self.distances.near, self.distances.lasting
-            alike = [Call(node, function, device, near[node], node in lasting) for node in nodes]
-            call = alike[0]
-            call.sample(call.arguments(self.memory))
+            call = Call(node, self.binding(node.target), device)
+            call.sample(self.memory)
             call.samples.clear()  # what is set up at the first call is not for every one to pay
-            call.sample(call.arguments(self.memory))
+            call.sample(self.memory)
         except Exception as error:  # whatever an operator raises on made-up data is its own affair, and is told
             self.found.unmeasurable[key] = _in_a_line(error)
-            return []
-        return alike
+            return None
+        return call
 
-    def _rounds(self, calls: Mapping[str, list[Call]], deadline: float) -> None:
-        """Call all in turn, in the order of the program, as often as there is time."""
-        in_order = sorted(((call, key) for key, alike in calls.items() for call in alike), key=lambda one: one[0].node)
-        for _ in range(_MOST_ROUNDS):
-            prepared = [call.arguments(self.memory) for call, _ in in_order]
-            for (call, key), sets in zip(in_order, prepared, strict=True):
-                if time.perf_counter() > deadline:
-                    return
-                self._sample(call, key, sets)
-
-    def _sample(self, call: Call, key: str, sets: list[Arguments]) -> None:
-        if key in self.found.unmeasurable:
-            return
-        try:
-            call.sample(sets)
-        except Exception as error:  # it worked on the data before: told like the others
-            self.found.unmeasurable[key] = _in_a_line(error)
+    def _walk(self, wanted: Mapping[str, tuple[Callable[..., Any], list[fx.Node]]], deadline: float) -> None:
+        """Time the nodes of some keys where they stand, as many of each as there is time for."""
+        counts = {key: len(nodes) for key, (_, nodes) in wanted.items()}
+        most = fitting(counts, self.found, deadline - time.perf_counter())
+        chosen = {key: nodes[: most[key]] for key, (_, nodes) in wanted.items()}
+        walk = Walk(
+            self.program, {node: wanted[key][0] for key, nodes in chosen.items() for node in nodes}, self.memory
+        )
+        walk.rounds(deadline)
+        for key, nodes in chosen.items():
+            failure = next((walk.failed[node] for node in nodes if node in walk.failed), None)
+            if failure is not None:
+                del self.found[key]
+                self.found.unmeasurable[key] = _in_a_line(failure)
+            elif (seconds := walk.seconds(nodes)) is not None:
+                self.found[key] = seconds
 
     def _wanted(self) -> dict[str, list[fx.Node]]:
-        """A few nodes for each key, those first on which the program spends most."""
+        """The nodes of each key, those first on which the program spends most."""
         arithmetic = Estimator(self.program, preset("loopback-gloo"), {}, self.keys)
         alike: dict[str, list[fx.Node]] = {}
         spent: Counter[str] = Counter()
         for node in self.program.graph.nodes:
             if computes(node):
                 key = self.keys.of(node)
-                if len(some := alike.setdefault(key, [])) < _MOST_ALIKE:
-                    some.append(node)
+                alike.setdefault(key, []).append(node)
                 spent[key] += arithmetic.compute_seconds(node)  # type: ignore[assignment]
         return {key: alike[key] for key, _ in spent.most_common()}
 
@@ -260,35 +251,3 @@ def _far_bytes(program: Program, keys: Keys) -> int:
 
 def _is_here(device: str) -> bool:
     return device == "cuda" and torch.cuda.is_available()
-
-
-@dataclass(frozen=True)
-class _Distances:
-    """How far apart a program touches the same memory, in bytes touched in between.
-
-    `near` has for each node the arguments that were touched less than `_NEAR_BYTES` before it, `lasting` the nodes
-    whose result is still used `_NEAR_BYTES` after they made it.
-    """
-
-    near: dict[fx.Node, frozenset[fx.Node]]
-    lasting: set[fx.Node]
-
-    @classmethod
-    def of(cls, program: Program, keys: Keys) -> _Distances:
-        roots = alias_roots(program.graph.nodes)
-        made_at: dict[fx.Node, int] = {}
-        touched_at: dict[fx.Node, int] = {}
-        found = cls({}, set())
-        now = 0
-        for node in program.graph.nodes:
-            inputs = node.all_input_nodes
-            found.near[node] = frozenset(
-                one for one in inputs if now - touched_at.get(roots[one], -_NEAR_BYTES) < _NEAR_BYTES
-            )
-            found.lasting.update(roots[one] for one in inputs if now - made_at.get(roots[one], now) > _NEAR_BYTES)
-            if computes(node):
-                made_at.setdefault(roots[node], now)
-                for one in (*inputs, node):
-                    now += sum(tensor.bytes for tensor in keys.tensors(one))
-                    touched_at[roots[one]] = now
-        return found

@@ -1,4 +1,4 @@
-"""Samples: operators called on made-up tensors of the right kind, one after another as in a step, and timed."""
+"""Samples: operators called by themselves on made-up tensors of the right kind, and timed."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, fx
@@ -21,64 +21,42 @@ _CUDA_CALLS = 8
 
 @dataclass
 class Call:
-    """One operator and how its program meets it.
-
-    Arguments in `near` were touched just before and lie in the cache, the others elsewhere each time. A `lasting`
-    result stays alive in `kept` until the next sample, another one is freed at once; a GPU's allocator makes no
-    difference between them.
-    """
+    """One operator, called by itself on arguments that lie elsewhere each time."""
 
     node: fx.Node
     function: Callable[..., Any]
     device: str
-    near: frozenset[fx.Node] = frozenset()
-    lasting: bool = False
     samples: list[float] = field(default_factory=list)
-    kept: list[Any] = field(default_factory=list)
 
-    def arguments(self, memory: Memory) -> list[Arguments]:
-        """Arguments for one sample: one set of them, on a GPU several."""
+    def sample(self, memory: Memory) -> None:
+        """Call once, on a GPU several times in a row, and note the mean time."""
         written = set(written_inputs(self.node))
-        return [self._arguments(memory, written) for _ in range(_CUDA_CALLS if self.device == "cuda" else 1)]
+        count = _CUDA_CALLS if self.device == "cuda" else 1
+        sets = [self._arguments(memory, written) for _ in range(count)]
+        self.samples.append(_on_cuda(self.function, sets) if self.device == "cuda" else _on_cpu(self.function, *sets))
 
-    def sample(self, sets: list[Arguments]) -> None:
-        """Call once on each set of arguments and note the mean time."""
-        for value in sets[-1].near:
-            value.clone()  # reads it into the cache
-        self.samples.append(_on_cuda(self, sets) if self.device == "cuda" else _on_cpu(self, sets[0]))
-
-    def _arguments(self, memory: Memory, written: set[fx.Node]) -> Arguments:
+    def _arguments(self, memory: Memory, written: set[fx.Node]) -> _Arguments:
         values = {one: memory.value(one.meta.get("val"), one in written) for one in self.node.all_input_nodes}
-        args, kwargs = fx.map_arg((self.node.args, self.node.kwargs), values.__getitem__)
-        return Arguments(args, kwargs, [values[one] for one in self.near if isinstance(values[one], Tensor)])
+        return fx.map_arg((self.node.args, self.node.kwargs), values.__getitem__)
 
 
-class Arguments(NamedTuple):
-    """What an operator is called on, and which of that is to lie in the cache."""
-
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    near: list[Tensor]
+_Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 
-def _on_cpu(call: Call, given: Arguments) -> float:
-    function, args, kwargs = call.function, given.args, given.kwargs
-    call.kept.clear()
+def _on_cpu(function: Callable[..., Any], given: _Arguments) -> float:
+    args, kwargs = given
     start = time.perf_counter()
-    result = function(*args, **kwargs)
-    seconds = time.perf_counter() - start
-    if call.lasting:
-        call.kept.append(result)
-    return seconds
+    function(*args, **kwargs)
+    return time.perf_counter() - start
 
 
-def _on_cuda(call: Call, sets: list[Arguments]) -> float:
+def _on_cuda(function: Callable[..., Any], sets: list[_Arguments]) -> float:
     """Seconds on the stream, from the first call to the end of the last."""
     start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     torch.cuda.synchronize()
     start.record()
-    for args, kwargs, _ in sets:
-        call.function(*args, **kwargs)
+    for args, kwargs in sets:
+        function(*args, **kwargs)
     end.record()
     end.synchronize()
     return start.elapsed_time(end) / 1e3 / len(sets)
@@ -127,6 +105,13 @@ class _Arena:
         start = self.at if self.at + extent <= self.memory.numel() else 0
         self.at = start + -(-extent // 64) * 64  # as allocators do, on a line of the cache
         return self.memory.as_strided(like.sizes, like.strides, start)
+
+
+def made_up(like: Tensor) -> Tensor:
+    """A tensor like another in memory of its own, with numbers as `Memory` has them."""
+    described_like = described(like)[0]
+    memory = _filled(_extent(described_like), described_like.dtype, like.device.type)
+    return memory.as_strided(described_like.sizes, described_like.strides)
 
 
 def _extent(like: Described) -> int:

@@ -17,7 +17,8 @@ group they are of; axes travel side by side, unless `one_link`. What the five ki
 as the nearest of them: a reduction to one rank as a broadcast; gathering to and scattering from one as an all-gather,
 and a message to one as its part of an all-gather; a barrier as an all-reduce of nothing. An exchange counts what goes
 to others. Messages received come with those that this rank sends: see `emulated_messages`. That a collective slows
-computation down (`slows_compute`) is not emulated, beyond what writing its values takes.
+computation down (`slows_compute`) is not emulated, beyond what writing its values takes; steps compiled for emulated
+groups are planned and predicted without it.
 
 **Values.** Every other rank holds what this one holds: see `emulated_values`. What only another rank could know cannot
 come: an object that it broadcasts is not received, what it scatters is zero, and so is what comes in an exchange in
@@ -237,6 +238,9 @@ class EmulatedGroup(dist.ProcessGroup):
         self, output: Tensor, source: Tensor, output_sizes: Any, input_sizes: Any, opts: Any = None, timeout: Any = None
     ) -> dist.Work:
         """Exchange parts of a tensor: part `r` goes to rank `r`."""
+        if _in_equal_parts(output, output_sizes, source, input_sizes):
+            own = [values_of.own_part(source, self.size(), self.rank())]  # what every rank sends here
+            return self._launch(Kind.ALL_TO_ALL, [source], [output], values_of.gathered([output], own, self.size()))
         outputs = values_of.split(output, output_sizes or [], self.size())
         inputs = values_of.split(source, input_sizes or [], self.size())
         return self._exchange(outputs, inputs, [output], [source])
@@ -438,6 +442,12 @@ def _listed(tensors: Any) -> list[Tensor]:
                 f"a {tensor.layout} tensor in a collective", expected="a dense one", remedy="call .to_dense() first"
             )
     return found
+
+
+def _in_equal_parts(output: Tensor, output_sizes: Any, source: Tensor, input_sizes: Any) -> bool:
+    """Whether as much goes to each rank as comes from it: one copy writes all that comes."""
+    alike = len({*(output_sizes or ()), *(input_sizes or ())}) <= 1 and output.shape == source.shape
+    return alike and output.is_contiguous() and source.is_contiguous()
 
 
 def _op(opts: Any) -> Any:

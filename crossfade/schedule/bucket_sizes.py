@@ -19,15 +19,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from crossfade.cost.estimate import estimate
-from crossfade.cost.machine import Machine
+from crossfade.cost.machine import LATENCY_SHARE, Machine
 from crossfade.cost.timeline import Costs
 from crossfade.graph import collectives
 from crossfade.graph.collectives import Collective, Kind
 from crossfade.graph.program import Program
 
 MB = 2**20
-LATENCY_SHARE = 0.2
-"""The most of a bucket's travel that may be latency, as long as there is more than one bucket to make."""
 LEAST_GATHERS = 8
 """Into how many buckets gathers go at least, latency allowing: one alone would hold all parameters at once."""
 SWEEP_LIMIT = 20_000
@@ -51,6 +49,7 @@ class Load:
     seconds_a_byte: float
     launch: float
     hides: float
+    ranks: int = 2
 
     def exposed(self, cap: float) -> float:
         """Predicted seconds of exposed communication in buckets of `cap` bytes.
@@ -99,8 +98,8 @@ def choose_caps(program: Program, machine: Machine, measured: Mapping[str, float
 
 
 def _within_a_piece(load: Load, machine: Machine) -> float:
-    piece = machine.fabric(load.group).piece
-    return min(load.best_cap(), float(piece)) if piece is not None else load.best_cap()
+    piece = machine.piece(load.kind, load.ranks, load.group)
+    return min(load.best_cap(), piece) if piece is not None else load.best_cap()
 
 
 def loads_of(program: Program, machine: Machine, costs: Costs) -> list[Load]:
@@ -126,7 +125,8 @@ def _load(
     else:
         hides = end - min(progress[one.node.name] for one in members)
     launch = costs.compute.get(first.node, 0.0)
-    return Load(first.kind, first.group, len(members), size, latency, max(0.0, travel) / max(1, size), launch, hides)
+    a_byte = max(0.0, travel) / max(1, size)
+    return Load(first.kind, first.group, len(members), size, latency, a_byte, launch, hides, ranks)
 
 
 def _progress(program: Program, costs: Costs) -> dict[str, float]:

@@ -15,6 +15,7 @@ from crossfade.graph.collectives import Collective, Kind
 from crossfade.graph.memory import Storages
 from crossfade.graph.order import Order, is_random, written_inputs
 from crossfade.graph.program import Program, tensor_bytes
+from crossfade.schedule.updates import reads_before_updates
 
 NONE = -1
 
@@ -108,10 +109,12 @@ def problem_of(program: Program, costs: Costs) -> Problem:
     ordered_groups = _groups_to_keep(nodes)
     before: list[tuple[int, ...]] = []
     after: list[list[int]] = [[] for _ in nodes]
+    behind = reads_before_updates(program)
     movable = [index for index, node in enumerate(nodes) if node.op not in ("placeholder", "output")]
     fixed = {node for node in nodes if node.op in ("placeholder", "output")}
     for index, node in enumerate(nodes):
         found = set() if node in fixed else _predecessors(order, node, ordered_groups) - fixed
+        found.update(behind.get(node, ()))
         before.append(tuple(sorted(position[one] for one in found)))
         for one in before[-1]:
             after[one].append(index)

@@ -1,0 +1,170 @@
+"""Walk: a program gone through in its own order on made-up inputs, its operators timed where they stand.
+
+So an operator finds in the caches what it finds there in a step: what was made just before, what was made long ago as
+far as they are large, nothing of what has been pushed out. The memory for its result is what others left.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import Tensor, fx
+
+from crossfade.cost.keys import described
+from crossfade.cost.sample import Memory, made_up
+from crossfade.graph import collectives
+from crossfade.graph.effects import alias_roots, written_inputs
+from crossfade.graph.program import Program, tensor_bytes
+
+_MOST_OWN = 2**29
+"""Inputs have so many bytes of their own at most, far more than any cache; the others share some memory."""
+
+_LEAST_ROUNDS, _MOST_ROUNDS = 3, 10
+
+
+class Walk:
+    """Rounds through a program. Nodes in `functions` are called by them; others have results out of `memory`.
+
+    What travels arrives at once. `failed` tells what raised, by node: it is not called again.
+
+        >>> import torch
+        >>> from crossfade.graph.text import parse
+        >>> program = parse('''
+        ... x: f32[8, 8] = input("x")
+        ... y: f32[8, 8] = aten.mm(x, x)
+        ... return output("y", y)
+        ... ''')
+        >>> _, y, _ = program.graph.nodes
+        >>> walk = Walk(program, {y: torch.mm}, Memory(2**12))
+        >>> walk.round(deadline=float("inf"))
+        True
+        >>> walk.seconds([y]) > 0
+        True
+    """
+
+    def __init__(self, program: Program, functions: Mapping[fx.Node, Callable[..., Any]], memory: Memory) -> None:
+        self.program, self.functions, self.memory = program, dict(functions), memory
+        self.failed: dict[fx.Node, Exception] = {}
+        self._samples: dict[fx.Node, list[float]] = {node: [] for node in functions}
+        self._roots = alias_roots(program.graph.nodes)
+        self._ends = _last_uses(program)
+        self._inputs = self._made_up_inputs()
+
+    def rounds(self, deadline: float) -> None:
+        """Go through the program a few times, as far as there is time."""
+        for _ in range(_MOST_ROUNDS):
+            if not self.round(deadline):
+                return
+
+    def round(self, deadline: float) -> bool:
+        """Go through the program once; False if the time was over before the end."""
+        values: dict[fx.Node, Any] = dict(self._inputs)
+        for node in self.program.graph.nodes:
+            if node.op == "output":
+                return True
+            if node in self.functions:
+                if time.perf_counter() > deadline:
+                    return False
+                self._call(node, values)
+                continue
+            if node.users and node not in values:
+                values[node] = self._untimed(node, values)
+            for one in self._ends.get(node, ()):
+                values.pop(one, None)
+        return True
+
+    def seconds(self, nodes: list[fx.Node]) -> float | None:
+        """The mean of some nodes' medians; None of nodes that were never reached."""
+        medians = [statistics.median(found) for node in nodes if (found := self._samples.get(node))]
+        return statistics.fmean(medians) if medians else None
+
+    def _call(self, node: fx.Node, values: dict[fx.Node, Any]) -> None:
+        """Call and free what is used for the last time, both of which a step must do; note the seconds."""
+        function, dying = self.functions[node], [values[one] for one in self._ends.get(node, ())]
+        args, kwargs = _arguments(node, values)
+        for one in self._ends.get(node, ()):
+            del values[one]
+        result: Any = None
+        try:
+            start = time.perf_counter()
+            result = function(*args, **kwargs)
+            del args, kwargs
+            dying.clear()
+            self._samples[node].append(time.perf_counter() - start)
+        except Exception as error:  # whatever an operator raises on made-up data is its own affair, and is told
+            self.failed[node] = error
+            del self.functions[node]
+        if node.users:
+            values[node] = result if _fits(result, node.meta.get("val")) else self._made_up(node)
+
+    def _untimed(self, node: fx.Node, values: Mapping[fx.Node, Any]) -> Any:
+        """What a node gives that is not timed: an element of a list, what has arrived, or something like it."""
+        if collectives.is_collective(node) or collectives.is_wait(node):
+            return self._arrived(node, values)
+        if getattr(node.target, "__module__", "") in ("_operator", "math"):
+            args, kwargs = _arguments(node, values)
+            return node.target(*args, **kwargs)  # type: ignore[operator]
+        return self._made_up(node)
+
+    def _arrived(self, node: fx.Node, values: Mapping[fx.Node, Any]) -> Any:
+        """The memory that a collective writes if that is an argument, else new memory, just written."""
+        value = node.meta.get("val")
+        for one in node.all_input_nodes:
+            if self._roots[one] is self._roots[node] and _fits(values[one], value):
+                return values[one]
+        return made_up(value) if isinstance(value, Tensor) else self._made_up(node)
+
+    def _made_up(self, node: fx.Node) -> Any:
+        return self.memory.value(node.meta.get("val"))
+
+    def _made_up_inputs(self) -> dict[fx.Node, Any]:
+        written = {self._roots[one] for node in self.program.graph.nodes for one in written_inputs(node)}
+        inputs: dict[fx.Node, Any] = {}
+        held = 0
+        for node in self.program.placeholders:
+            value = node.meta.get("val")
+            held += tensor_bytes(value)
+            if isinstance(value, Tensor) and held <= _MOST_OWN:
+                inputs[node] = made_up(value)
+            else:
+                inputs[node] = self.memory.value(value, node in written)
+        return inputs
+
+
+def fitting(counts: Mapping[str, int], seconds: Mapping[str, float], available: float) -> dict[str, int]:
+    """How many nodes of each key to time, so that a few rounds fit into the time: all of them if they do.
+
+    >>> fitting({"mm": 8, "add": 2}, {"mm": 1.0, "add": 0.5}, available=13.5)
+    {'mm': 4, 'add': 1}
+    """
+    whole = _LEAST_ROUNDS * sum(seconds[key] * count for key, count in counts.items())
+    share = min(1.0, available / whole) if whole else 1.0
+    return {key: max(1, int(count * share)) for key, count in counts.items()}
+
+
+def _last_uses(program: Program) -> dict[fx.Node, list[fx.Node]]:
+    """For each node the values that it is the last to use."""
+    last: dict[fx.Node, fx.Node] = {}
+    for node in program.graph.nodes:
+        last[node] = node
+        last.update(dict.fromkeys(node.all_input_nodes, node))
+    inputs = set(program.placeholders)
+    ends: dict[fx.Node, list[fx.Node]] = {}
+    for value, user in last.items():
+        if value not in inputs and user is not value:
+            ends.setdefault(user, []).append(value)
+    return ends
+
+
+def _arguments(node: fx.Node, values: Mapping[fx.Node, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    return fx.map_arg((node.args, node.kwargs), values.__getitem__)
+
+
+def _fits(value: Any, like: Any) -> bool:
+    """Whether a value can stand where one like another is expected."""
+    if isinstance(like, Tensor):
+        return isinstance(value, Tensor) and described(value) == described(like)
+    return isinstance(value, (tuple, list)) == isinstance(like, (tuple, list)) and value is not None

@@ -1,0 +1,160 @@
+"""Walking through a program: who gets whose result, what is freed when, what becomes of what raises."""
+
+from __future__ import annotations
+
+import textwrap
+import weakref
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from crossfade.cost.estimate import computes
+from crossfade.cost.sample import Memory
+from crossfade.cost.walk import Walk
+from crossfade.graph.program import Program
+from crossfade.graph.text import parse
+
+EVER = float("inf")
+
+CHAIN = """
+    x: f32[4] = input("x")
+    a: f32[4] = aten.exp(x)
+    b: f32[4] = aten.neg(a)
+    c: f32[4] = aten.relu(b)
+    return output("c", c)
+    """
+
+
+def program_of(lines: str) -> Program:
+    return parse(textwrap.dedent(lines), groups={"dp": 2})
+
+
+class Watched:
+    """Functions of a program's operators that note what they were given and what they gave."""
+
+    def __init__(self, program: Program) -> None:
+        self.given: dict[str, tuple[Any, ...]] = {}
+        self.gave: dict[str, weakref.ref[Any]] = {}
+        nodes = [node for node in program.graph.nodes if computes(node)]
+        self.functions = {node: self._watched(node) for node in nodes}
+
+    def _watched(self, node: fx.Node) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            self.given[node.name] = tuple(one.data_ptr() if isinstance(one, Tensor) else one for one in args)
+            result = node.target(*args, **kwargs)  # type: ignore[operator]
+            self.gave[node.name] = weakref.ref(result)
+            return result
+
+        return call
+
+
+def named(program: Program, name: str) -> fx.Node:
+    return next(node for node in program.graph.nodes if node.name == name)
+
+
+def test_each_operator_gets_what_the_one_before_it_made_and_frees_it() -> None:
+    program = program_of(CHAIN)
+    watched = Watched(program)
+    alive_at_relu: list[bool] = []
+    relu = watched.functions[named(program, "c")]
+
+    def watching(value: Tensor) -> Tensor:
+        alive_at_relu.extend(watched.gave[name]() is not None for name in "ab")
+        assert value is watched.gave["b"]()
+        return relu(value)
+
+    walk = Walk(program, {**watched.functions, named(program, "c"): watching}, Memory(2**10))
+    assert walk.round(EVER)
+    assert alive_at_relu == [False, True]
+    assert watched.gave["b"]() is None
+
+
+def test_inputs_last_from_round_to_round_and_what_is_written_stays_there() -> None:
+    program = program_of(
+        """
+        p: f32[4] = parameter("p")
+        u: f32[4] = aten.mul_.Tensor(p, 2.0)
+        v: f32[4] = aten.neg(u)
+        return output("v", v)
+        """
+    )
+    watched = Watched(program)
+    walk = Walk(program, watched.functions, Memory(2**10))
+    places = set()
+    for _ in range(3):
+        walk.round(EVER)
+        places |= {watched.given["u"][0], watched.given["v"][0]}
+    assert len(places) == 1
+
+
+def test_what_travels_arrives_where_it_should() -> None:
+    program = program_of(
+        """
+        x: f32[4] = input("x")
+        a: f32[4] = aten.exp(x)
+        r: f32[4] = c10d.all_reduce_(a, "sum", "dp")
+        w: f32[4] = c10d.wait_tensor(r)
+        g: f32[8] = c10d.all_gather_into_tensor(w, 2, "dp")
+        h: f32[8] = c10d.wait_tensor(g)
+        y: f32[4] = aten.neg(w)
+        z: f32[8] = aten.neg(h)
+        return output("y", y), output("z", z)
+        """
+    )
+    made: list[int] = []
+
+    def made_at(value: Tensor) -> Tensor:
+        result = torch.exp(value)
+        made.append(result.data_ptr())
+        return result
+
+    watched = Watched(program)
+    walk = Walk(program, {**watched.functions, named(program, "a"): made_at}, Memory(2**10))
+    assert walk.round(EVER)
+    assert watched.given["y"] == (made[0],)  # reduced in place
+    assert watched.given["z"] != (made[0],)
+    assert walk.seconds([named(program, "y"), named(program, "z")]) is not None
+
+
+def test_elements_and_untimed_operators_have_values() -> None:
+    program = program_of(
+        """
+        x: f32[4, 2] = input("x")
+        s: (f32[1, 2], f32[3, 2]) = aten.split_with_sizes(x, [1, 3])
+        e: f32[3, 2] = s[1]
+        n: f32[3, 2] = aten.exp(e)
+        y: f32[3, 2] = aten.neg(n)
+        return output("y", y)
+        """
+    )
+    watched = Watched(program)
+    timed = {node: function for node, function in watched.functions.items() if node.name != "n"}
+    walk = Walk(program, timed, Memory(2**10))
+    assert walk.round(EVER)
+    assert set(watched.given) == {"s", "y"}
+    assert walk.seconds([named(program, "n")]) is None
+
+
+def test_what_raises_is_noted_and_not_called_again() -> None:
+    program = program_of(CHAIN)
+    watched = Watched(program)
+    calls = []
+
+    def fails(_: Tensor) -> Tensor:
+        calls.append(1)
+        raise ValueError("no")
+
+    b = named(program, "b")
+    walk = Walk(program, {**watched.functions, b: fails}, Memory(2**10))
+    walk.rounds(EVER)
+    assert len(calls) == 1
+    assert str(walk.failed[b]) == "no"
+    assert "c" in watched.given  # on something made up
+
+
+def test_no_time_is_told() -> None:
+    program = program_of(CHAIN)
+    walk = Walk(program, Watched(program).functions, Memory(2**10))
+    assert not walk.round(deadline=0.0)
+    assert walk.seconds(list(walk.functions)) is None
