@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from crossfade.communicate.bucket_plan import MB
+from crossfade.communicate.lower_reduce_scatters import LowerReduceScatters
 from crossfade.cost.machine import Machine
 from crossfade.graph.collectives import Kind
 from crossfade.graph.passes import Pass
@@ -59,7 +60,9 @@ class Carriers:
         return lowering(self.backends, self.exchanged, min(pieces, default=None))
 
     def _piece_mb(self, axis: str, ranks: int) -> float:
-        """The megabytes that an exchange should carry at most; infinite if there is no limit."""
+        """The megabytes of an exchange's pieces: as small as they are without a machine, if latency allows; infinite
+        where larger ones are no slower."""
         assert self.machine is not None
-        piece = self.machine.piece(Kind.ALL_TO_ALL, ranks, axis)
-        return math.inf if piece is None else piece / MB
+        if self.machine.fabric(axis).piece is None:
+            return math.inf
+        return max(LowerReduceScatters.piece_mb, self.machine.worthwhile(Kind.ALL_TO_ALL, ranks, axis) / MB)

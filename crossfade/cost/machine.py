@@ -123,22 +123,25 @@ class Machine:
         """Seconds that one collective takes alone, for the bytes of its larger side."""
         return self.fabric(axis).links[kind].seconds(kind, size, ranks)
 
-    def piece(self, kind: Kind, ranks: int, axis: str = ANY_AXIS) -> float | None:
-        """The bytes that one collective should carry at most: the fabric's `piece`, which is measured among few ranks,
-        but so many that its latency is at most `LATENCY_SHARE` of its travel; None if there is no such limit.
+    def worthwhile(self, kind: Kind, ranks: int, axis: str = ANY_AXIS) -> float:
+        """The least bytes to send at once where there are more: latency is then `LATENCY_SHARE` of the travel.
 
         >>> fabric = Fabric(dict.fromkeys(Kind, Link(latency=1e-3, bandwidth=1e9)), piece=2**20)
         >>> machine = Machine("two desktops", {"*": fabric}, {"float32": 5e10}, 1e10)
-        >>> [machine.piece(Kind.ALL_TO_ALL, ranks) for ranks in (2, 64)]
-        [8000000.0, 24380952.380952384]
+        >>> [round(machine.worthwhile(Kind.ALL_TO_ALL, ranks)) for ranks in (2, 64)]
+        [8000000, 24380952]
         """
-        fabric = self.fabric(axis)
-        if fabric.piece is None or ranks < 2:
-            return fabric.piece
-        link = fabric.links[kind]
+        if ranks < 2:
+            return 0.0
+        link = self.fabric(axis).links[kind]
         latency = link.seconds(kind, 0, ranks)
-        a_byte = bytes_sent(kind, 1, ranks) / link.bandwidth
-        return max(float(fabric.piece), (latency / LATENCY_SHARE - latency) / a_byte)
+        return (latency / LATENCY_SHARE - latency) * link.bandwidth / bytes_sent(kind, 1, ranks)
+
+    def piece(self, kind: Kind, ranks: int, axis: str = ANY_AXIS) -> float | None:
+        """The most bytes to send at once: the fabric's `piece`, which is measured among few ranks, but no fewer than
+        are `worthwhile`; None if there is no such limit."""
+        piece = self.fabric(axis).piece
+        return None if piece is None else max(float(piece), self.worthwhile(kind, ranks, axis))
 
     def with_scatters_as_exchanges(self, axes: Collection[str]) -> Machine:
         """This machine where reduce-scatters along some axes are carried out as all-to-alls, as programs on gloo do.
