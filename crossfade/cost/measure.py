@@ -173,7 +173,7 @@ class _Measure:
         self.memory = Memory(_far_bytes(program, keys))
 
     def run(self, seconds: float, progress: Callable[[int, int], None] | None) -> Measurements:
-        """Each alone, the dearest first, for half of the time at most; then those of a CPU where they stand."""
+        """Each alone, the dearest first, for half of the time at most; on a CPU then all of these where they stand."""
         deadline = time.perf_counter() + seconds
         wanted = self._wanted()
         calls: dict[str, Call] = {}
@@ -186,12 +186,14 @@ class _Measure:
                 calls[key] = call
             if progress is not None:
                 progress(done + 1, len(wanted))
+        walks = {device_of(nodes[0]) for nodes in wanted.values()} == {"cpu"}
         for key, call in calls.items():
-            for _ in range(_MOST_ALONE if call.device != "cpu" else 0):
+            for _ in range(0 if walks else _MOST_ALONE):
                 if time.perf_counter() < deadline:
                     call.sample(self.memory)
             self.found[key] = statistics.median(call.samples)
-        self._walk({key: (call.function, wanted[key]) for key, call in calls.items() if call.device == "cpu"}, deadline)
+        if walks and calls:
+            self._walk({key: (call.function, wanted[key]) for key, call in calls.items()}, deadline)
         return self.found
 
     def _call(self, key: str, node: fx.Node) -> Call | None:

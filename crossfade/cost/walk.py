@@ -6,6 +6,7 @@ far as they are large, nothing of what has been pushed out. The memory for its r
 
 from __future__ import annotations
 
+import contextlib
 import statistics
 import time
 from collections.abc import Callable, Mapping
@@ -65,9 +66,9 @@ class Walk:
         for node in self.program.graph.nodes:
             if node.op == "output":
                 return True
+            if time.perf_counter() > deadline:
+                return False
             if node in self.functions:
-                if time.perf_counter() > deadline:
-                    return False
                 self._call(node, values)
                 continue
             if node.users and node not in values:
@@ -106,7 +107,10 @@ class Walk:
             return self._arrived(node, values)
         if getattr(node.target, "__module__", "") in ("_operator", "math"):
             args, kwargs = _arguments(node, values)
-            return node.target(*args, **kwargs)  # type: ignore[operator]
+            with contextlib.suppress(
+                ArithmeticError, ValueError
+            ):  # a root or quotient that made-up numbers do not have
+                return node.target(*args, **kwargs)  # type: ignore[operator]
         return self._made_up(node)
 
     def _arrived(self, node: fx.Node, values: Mapping[fx.Node, Any]) -> Any:

@@ -164,6 +164,22 @@ def test_what_stops_working_is_told_too() -> None:
     assert set(table.unmeasurable.values()) == {"ValueError: no more"}
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is such a device here")
+def test_what_runs_beside_an_absent_device_is_measured_alone() -> None:
+    program = program_of(LAYERS)
+    x, w, a, b, r, _ = program.graph.nodes
+    with program.fake_mode:
+        for node in (x, w, a, b):
+            node.meta["val"] = torch.empty(node.meta["val"].shape, device="cuda")
+    with program.graph.inserting_before(r):
+        host = program.graph.call_function(torch.ops.aten.zeros.default, ([16, 8],))
+    host.meta["val"] = r.meta["val"]
+    r.args = (host,)
+    table = measure(program, threads=1)
+    assert [key.partition("(")[0] for key in table] == ["aten.relu.default", "aten.zeros.default"]
+    assert set(table.unmeasurable.values()) == {"no cuda device here"}
+
+
 def test_no_time_leaves_everything_out_and_says_so() -> None:
     table = measure(program_of(LAYERS), threads=1, seconds=0.0)
     assert dict(table) == {}

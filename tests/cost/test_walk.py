@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import textwrap
 import weakref
 from typing import Any
@@ -158,3 +159,23 @@ def test_no_time_is_told() -> None:
     walk = Walk(program, Watched(program).functions, Memory(2**10))
     assert not walk.round(deadline=0.0)
     assert walk.seconds(list(walk.functions)) is None
+
+
+def test_arithmetic_that_made_up_numbers_cannot_do_is_made_up_too() -> None:
+    program = program_of(
+        """
+        x: f32[4] = input("x")
+        y: f32[4] = aten.neg(x)
+        return output("y", y)
+        """
+    )
+    x, y, _ = program.graph.nodes
+    with program.graph.inserting_before(y):
+        zero = program.graph.call_function(operator.sub, (0.5, 0.5))
+        nothing = program.graph.call_function(operator.truediv, (1.0, zero))
+    zero.meta["val"], nothing.meta["val"] = 0.0, 1.0
+    y.target, y.args = torch.ops.aten.mul.Tensor, (x, nothing)
+    given = []
+    walk = Walk(program, {y: lambda one, other: given.append(other)}, Memory(2**10))
+    assert walk.round(EVER)
+    assert given == [0.5]
