@@ -107,9 +107,7 @@ class Walk:
             return self._arrived(node, values)
         if getattr(node.target, "__module__", "") in ("_operator", "math"):
             args, kwargs = _arguments(node, values)
-            with contextlib.suppress(
-                ArithmeticError, ValueError
-            ):  # a root or quotient that made-up numbers do not have
+            with contextlib.suppress(ArithmeticError, ValueError):  # made-up numbers may have no such root or quotient
                 return node.target(*args, **kwargs)  # type: ignore[operator]
         return self._made_up(node)
 
