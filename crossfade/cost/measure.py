@@ -186,15 +186,28 @@ class _Measure:
                 calls[key] = call
             if progress is not None:
                 progress(done + 1, len(wanted))
-        walks = {device_of(nodes[0]) for nodes in wanted.values()} == {"cpu"}
+        walks = self._is_all_here()
         for key, call in calls.items():
             for _ in range(0 if walks else _MOST_ALONE):
-                if time.perf_counter() < deadline:
-                    call.sample(self.memory)
-            self.found[key] = statistics.median(call.samples)
+                if time.perf_counter() < deadline and key not in self.found.unmeasurable:
+                    self._sample(call, key)
+            if key not in self.found.unmeasurable:
+                self.found[key] = statistics.median(call.samples)
         if walks and calls:
             self._walk({key: (call.function, wanted[key]) for key, call in calls.items()}, deadline)
         return self.found
+
+    def _is_all_here(self) -> bool:
+        """Whether every tensor of the program is one of the CPU's."""
+        values = [node.meta.get("val") for node in self.program.graph.nodes]
+        listed = [one for value in values for one in (value if isinstance(value, (tuple, list)) else [value])]
+        return all(one.device.type == "cpu" for one in listed if isinstance(one, torch.Tensor))
+
+    def _sample(self, call: Call, key: str) -> None:
+        try:
+            call.sample(self.memory)
+        except Exception as error:  # it worked before: told like the others
+            self.found.unmeasurable[key] = _in_a_line(error)
 
     def _call(self, key: str, node: fx.Node) -> Call | None:
         """A call that works, one sample taken; none, and the reason noted, of an operator that does not."""

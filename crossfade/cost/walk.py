@@ -96,7 +96,7 @@ class Walk:
             dying.clear()
             self._samples[node].append(time.perf_counter() - start)
         except Exception as error:  # whatever an operator raises on made-up data is its own affair, and is told
-            self.failed[node] = error
+            self.failed[node] = error.with_traceback(None)  # which would hold the round's values
             del self.functions[node]
         if node.users:
             values[node] = result if _fits(result, node.meta.get("val")) else self._made_up(node)
@@ -107,7 +107,7 @@ class Walk:
             return self._arrived(node, values)
         if getattr(node.target, "__module__", "") in ("_operator", "math"):
             args, kwargs = _arguments(node, values)
-            with contextlib.suppress(ArithmeticError, ValueError):  # made-up numbers may have no such root or quotient
+            with contextlib.suppress(ArithmeticError, ValueError, LookupError, TypeError):  # of what is made up
                 return node.target(*args, **kwargs)  # type: ignore[operator]
         return self._made_up(node)
 

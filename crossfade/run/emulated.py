@@ -238,7 +238,7 @@ class EmulatedGroup(dist.ProcessGroup):
         self, output: Tensor, source: Tensor, output_sizes: Any, input_sizes: Any, opts: Any = None, timeout: Any = None
     ) -> dist.Work:
         """Exchange parts of a tensor: part `r` goes to rank `r`."""
-        if _in_equal_parts(output, output_sizes, source, input_sizes):
+        if _in_equal_parts(output, output_sizes, source, input_sizes, self.size()):
             own = [values_of.own_part(source, self.size(), self.rank())]  # what every rank sends here
             return self._launch(Kind.ALL_TO_ALL, [source], [output], values_of.gathered([output], own, self.size()))
         outputs = values_of.split(output, output_sizes or [], self.size())
@@ -444,9 +444,12 @@ def _listed(tensors: Any) -> list[Tensor]:
     return found
 
 
-def _in_equal_parts(output: Tensor, output_sizes: Any, source: Tensor, input_sizes: Any) -> bool:
+def _in_equal_parts(output: Tensor, output_sizes: Any, source: Tensor, input_sizes: Any, ranks: int) -> bool:
     """Whether as much goes to each rank as comes from it: one copy writes all that comes."""
-    alike = len({*(output_sizes or ()), *(input_sizes or ())}) <= 1 and output.shape == source.shape
+    if output.shape != source.shape or not source.dim() or source.shape[0] % ranks:
+        return False
+    equal = [source.shape[0] // ranks] * ranks
+    alike = all(list(sizes or equal) == equal for sizes in (output_sizes, input_sizes))
     return alike and output.is_contiguous() and source.is_contiguous()
 
 
