@@ -51,6 +51,7 @@ class Walk:
         self.failed: dict[fx.Node, Exception] = {}
         self._samples: dict[fx.Node, list[float]] = {node: [] for node in functions}
         self._roots = alias_roots(program.graph.nodes)
+        self._written = {self._roots[one] for node in program.graph.nodes for one in written_inputs(node)}
         self._ends = _last_uses(program)
         self._inputs = self._made_up_inputs()
 
@@ -120,10 +121,9 @@ class Walk:
         return made_up(value) if isinstance(value, Tensor) else self._made_up(node)
 
     def _made_up(self, node: fx.Node) -> Any:
-        return self.memory.value(node.meta.get("val"))
+        return self.memory.value(node.meta.get("val"), self._roots[node] in self._written)
 
     def _made_up_inputs(self) -> dict[fx.Node, Any]:
-        written = {self._roots[one] for node in self.program.graph.nodes for one in written_inputs(node)}
         inputs: dict[fx.Node, Any] = {}
         held = 0
         for node in self.program.placeholders:
@@ -132,7 +132,7 @@ class Walk:
             if isinstance(value, Tensor) and held <= _MOST_OWN:
                 inputs[node] = made_up(value)
             else:
-                inputs[node] = self.memory.value(value, node in written)
+                inputs[node] = self.memory.value(value, node in self._written)
         return inputs
 
 

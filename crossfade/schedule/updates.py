@@ -18,8 +18,8 @@ from crossfade.graph.program import OutputKind, Program
 
 
 def reads_before_updates(program: Program) -> dict[fx.Node, list[fx.Node]]:
-    """For each node that begins an input's new value and can be written over the old one: the nodes before it that
-    read that, or wait for what does.
+    """For each node on an input's way to its new value that can be written over the value before: the nodes before it
+    that read that, or wait for what does.
 
         >>> from crossfade.graph.text import parse
         >>> program = parse('''
@@ -32,32 +32,33 @@ def reads_before_updates(program: Program) -> dict[fx.Node, list[fx.Node]]:
         ... return output("neg", neg), update("p", add)
         ... ''')
         >>> reads_before_updates(program)
-        {mul: [exp, view, neg]}
+        {mul: [exp, view, neg], add: []}
     """
     nodes = list(program.graph.nodes)
-    firsts = {first: old for old, first in _begun_updates(program)}
-    if not firsts:
+    steps = {new: old for old, new in _update_steps(program)}
+    if not steps:
         return {}
     position, roots = {node: index for index, node in enumerate(nodes)}, alias_roots(nodes)
     found = {}
-    for first, old in firsts.items():
-        readers = {reader for reader in _readers(old, roots) if position[reader] < position[first]}
-        found[first] = sorted(readers, key=position.__getitem__)
+    for new, old in sorted(steps.items(), key=lambda step: position[step[0]]):
+        readers = {reader for reader in _readers(old, roots) if position[reader] < position[new]}
+        found[new] = sorted(readers, key=position.__getitem__)
     return found
 
 
-def _begun_updates(program: Program) -> Iterator[tuple[fx.Node, fx.Node]]:
-    """Each input that is updated by a chain of operators that work in place, with the first of them."""
+def _update_steps(program: Program) -> Iterator[tuple[fx.Node, fx.Node]]:
+    """Each value on the way from an input to its new value, the input first, with the operator that replaces it."""
     placeholders = program.input_nodes()
     for out, value in program.named_results():
         if out.kind is not OutputKind.UPDATE:
             continue
-        old, node = placeholders[out.name], value
-        first: Any = None
-        while node is not old and isinstance(node, fx.Node) and in_place_form(node) is not None:
-            first, node = node, node.args[0]
-        if node is old and first is not None:
-            yield old, first
+        steps: list[tuple[fx.Node, fx.Node]] = []
+        node: Any = value
+        while node is not placeholders[out.name] and isinstance(node, fx.Node) and in_place_form(node) is not None:
+            steps.append((node.args[0], node))  # type: ignore[arg-type]
+            node = node.args[0]
+        if node is placeholders[out.name]:
+            yield from steps
 
 
 def _readers(old: fx.Node, roots: dict[fx.Node, fx.Node]) -> Iterator[fx.Node]:

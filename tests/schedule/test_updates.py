@@ -51,7 +51,8 @@ def test_a_decay_is_no_filling_for_communication_while_its_parameter_is_read() -
 @pytest.mark.parametrize(
     ("lines", "expected"),
     [
-        (DECAY, {"decayed": ["a"]}),
+        (DECAY, {"decayed": ["a"], "new": []}),
+        (DECAY.replace("aten.exp(x)", "aten.exp(decayed)"), {"decayed": ["a"], "new": ["free"]}),
         (
             """
             p: f32[4] = parameter("p")
@@ -81,7 +82,7 @@ def test_a_decay_is_no_filling_for_communication_while_its_parameter_is_read() -
             {},
         ),
     ],
-    ids=["read", "gathered", "read later", "not in place"],
+    ids=["read", "read on the way", "gathered", "read later", "not in place"],
 )
 def test_what_an_update_stays_behind(lines: str, expected: dict[str, list[str]]) -> None:
     found = reads_before_updates(program_of(lines))
