@@ -194,6 +194,31 @@ def in_place_form(node: fx.Node) -> Any:
     return in_place_twin(node.target)
 
 
+def update_chain(value: Any, placeholder: fx.Node) -> list[fx.Node]:
+    """The ops from an input to its new value, each the first argument of the next and able to work in place; empty if
+    there is no such path.
+
+        >>> from crossfade.graph.text import parse
+        >>> program = parse('''
+        ... p: f32[4] = parameter("p")
+        ... mul: f32[4] = aten.mul.Tensor(p, 0.5)
+        ... add: f32[4] = aten.add.Tensor(mul, 1.0)
+        ... return update("p", add)
+        ... ''')
+        >>> p, _, add, _ = program.graph.nodes
+        >>> update_chain(add, p)
+        [mul, add]
+    """
+    chain: list[fx.Node] = []
+    node = value
+    while node is not placeholder:
+        if not isinstance(node, fx.Node) or in_place_form(node) is None:
+            return []
+        chain.append(node)
+        node = node.args[0]
+    return chain[::-1]
+
+
 @remembered
 def in_place_twin(target: Any) -> Any:
     """The operator of the same arguments that writes its first one and returns it; None if there is none.

@@ -9,7 +9,7 @@ import torch
 from torch import fx
 
 from crossfade.graph import collectives
-from crossfade.graph.in_place import NEVER, Memory, Region, in_place_form
+from crossfade.graph.in_place import NEVER, Memory, Region, in_place_form, update_chain
 from crossfade.graph.passes import Numerics, Outcome, Pass, PassResult, Verdict
 from crossfade.graph.program import InputKind, OutputKind, Program, tensor_bytes
 from crossfade.graph.splice import insert_call
@@ -68,22 +68,11 @@ def _update_chains(program: Program, memory: Memory) -> dict[fx.Node, fx.Node]:
     for out, value in program.named_results():
         if out.kind is OutputKind.UPDATE:
             placeholder = placeholders[out.name]
-            chain = _chain(value, placeholder, memory)
-            if chain and not any(node in chains for node in chain) and _old_values_unread(chain, placeholder, memory):
+            chain = update_chain(value, placeholder)
+            own = all(node not in chains and memory.region[node].root is node for node in chain)
+            if chain and own and _old_values_unread(chain, placeholder, memory):
                 chains.update(dict.fromkeys(chain, placeholder))
     return chains
-
-
-def _chain(value: fx.Node, placeholder: fx.Node, memory: Memory) -> list[fx.Node]:
-    """The ops from an input to its new value, each the first argument of the next; empty if there is no such path."""
-    chain: list[fx.Node] = []
-    node: Any = value
-    while node is not placeholder:
-        if not isinstance(node, fx.Node) or in_place_form(node) is None or memory.region[node].root is not node:
-            return []
-        chain.append(node)
-        node = node.args[0]
-    return chain[::-1]
 
 
 def _old_values_unread(chain: list[fx.Node], placeholder: fx.Node, memory: Memory) -> bool:

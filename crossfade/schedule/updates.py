@@ -7,13 +7,12 @@ on a CPU takes as long to find as to fill, and which the costs of a plan do not 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 from torch import fx
 
 from crossfade.graph import collectives
 from crossfade.graph.effects import alias_roots
-from crossfade.graph.in_place import in_place_form
+from crossfade.graph.in_place import update_chain
 from crossfade.graph.program import OutputKind, Program
 
 
@@ -35,39 +34,36 @@ def reads_before_updates(program: Program) -> dict[fx.Node, list[fx.Node]]:
         {mul: [exp, view, neg], add: []}
     """
     nodes = list(program.graph.nodes)
-    steps = {new: old for old, new in _update_steps(program)}
+    steps = dict(_update_steps(program))
     if not steps:
         return {}
     position, roots = {node: index for index, node in enumerate(nodes)}, alias_roots(nodes)
+    last_waits = {
+        one.node: max(one.waits, key=position.__getitem__) for one in collectives.find(program.graph) if one.waits
+    }
     found = {}
     for new, old in sorted(steps.items(), key=lambda step: position[step[0]]):
-        readers = {reader for reader in _readers(old, roots) if position[reader] < position[new]}
+        readers = {reader for reader in _readers(old, roots, last_waits) if position[reader] < position[new]}
         found[new] = sorted(readers, key=position.__getitem__)
     return found
 
 
 def _update_steps(program: Program) -> Iterator[tuple[fx.Node, fx.Node]]:
-    """Each value on the way from an input to its new value, the input first, with the operator that replaces it."""
+    """Each operator on the way from an input to its new value, with what it replaces."""
     placeholders = program.input_nodes()
     for out, value in program.named_results():
-        if out.kind is not OutputKind.UPDATE:
-            continue
-        steps: list[tuple[fx.Node, fx.Node]] = []
-        node: Any = value
-        while node is not placeholders[out.name] and isinstance(node, fx.Node) and in_place_form(node) is not None:
-            steps.append((node.args[0], node))  # type: ignore[arg-type]
-            node = node.args[0]
-        if node is placeholders[out.name]:
-            yield from steps
+        if out.kind is OutputKind.UPDATE:
+            chain = update_chain(value, placeholders[out.name])
+            yield from zip(chain, [placeholders[out.name], *chain], strict=False)
 
 
-def _readers(old: fx.Node, roots: dict[fx.Node, fx.Node]) -> Iterator[fx.Node]:
-    """Whatever uses an input's memory, and the waits of collectives that do."""
+def _readers(old: fx.Node, roots: dict[fx.Node, fx.Node], last_waits: dict[fx.Node, fx.Node]) -> Iterator[fx.Node]:
+    """Whatever uses a value's memory, and the last wait of a collective that does: of many, one stands for all."""
     names = [old]
     while names:
         for user in names.pop().users:
             yield user
             if roots[user] is old:
                 names.append(user)
-            started = collectives.view(user)
-            yield from started.waits if started is not None else ()
+            if user in last_waits:
+                yield last_waits[user]

@@ -66,6 +66,20 @@ def test_a_decay_is_no_filling_for_communication_while_its_parameter_is_read() -
         (
             """
             p: f32[4] = parameter("p")
+            q: f32[4] = parameter("q")
+            g: (f32[8], f32[8]) = c10d.all_gather_into_tensor_coalesced([p, q], 2, "dp")
+            first: f32[8] = g[0]
+            second: f32[8] = g[1]
+            u: f32[8] = c10d.wait_tensor(first)
+            v: f32[8] = c10d.wait_tensor(second)
+            decayed: f32[4] = aten.mul.Tensor(p, 0.5)
+            return output("u", u), output("v", v), update("p", decayed)
+            """,
+            {"decayed": ["g", "v"]},
+        ),
+        (
+            """
+            p: f32[4] = parameter("p")
             decayed: f32[4] = aten.mul.Tensor(p, 0.5)
             late: f32[4] = aten.exp(p)
             return output("late", late), update("p", decayed)
@@ -82,7 +96,7 @@ def test_a_decay_is_no_filling_for_communication_while_its_parameter_is_read() -
             {},
         ),
     ],
-    ids=["read", "read on the way", "gathered", "read later", "not in place"],
+    ids=["read", "read on the way", "gathered", "gathered with others", "read later", "not in place"],
 )
 def test_what_an_update_stays_behind(lines: str, expected: dict[str, list[str]]) -> None:
     found = reads_before_updates(program_of(lines))
