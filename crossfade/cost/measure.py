@@ -226,20 +226,20 @@ class _Measure:
 
     def _walk(self, wanted: Mapping[str, tuple[Callable[..., Any], list[fx.Node]]], deadline: float) -> None:
         """Time the nodes of some keys where they stand, as many of each as there is time for."""
+        functions = {node: function for function, nodes in wanted.values() for node in nodes}
+        walk = Walk(self.program, functions, self.memory)
         counts = {key: len(nodes) for key, (_, nodes) in wanted.items()}
-        most = fitting(counts, self.found, deadline - time.perf_counter())
-        chosen = {key: nodes[: most[key]] for key, (_, nodes) in wanted.items()}
-        walk = Walk(
-            self.program, {node: wanted[key][0] for key, nodes in chosen.items() for node in nodes}, self.memory
-        )
+        for key, most in fitting(counts, self.found, deadline - time.perf_counter()).items():
+            walk.leave_out(wanted[key][1][most:])
         walk.rounds(deadline)
-        for key, nodes in chosen.items():
+        for key, (_, nodes) in wanted.items():
             failure = next((walk.failed[node] for node in nodes if node in walk.failed), None)
-            if failure is not None:
+            seconds = walk.seconds(nodes)
+            if seconds is not None:
+                self.found[key] = seconds
+            elif failure is not None:
                 del self.found[key]
                 self.found.unmeasurable[key] = _in_a_line(failure)
-            elif (seconds := walk.seconds(nodes)) is not None:
-                self.found[key] = seconds
 
     def _wanted(self) -> dict[str, list[fx.Node]]:
         """The nodes of each key, those first on which the program spends most."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import time
 from collections.abc import Callable
@@ -65,7 +66,7 @@ def _on_cuda(function: Callable[..., Any], sets: list[_Arguments]) -> float:
 class Memory:
     """Where arguments lie: in arenas, one behind the other, and at the end from the start.
 
-    An arena has `size` bytes, or as many as the largest argument: together they are far less than a program's memory.
+    An arena has `size` bytes, or as many as the largest argument: what a program holds need not be held to measure it.
 
     On the CPU, floating-point numbers lie between a half and one, so that whatever is computed from them stays a normal
     number for a while. What is written has an arena of its own. Integers are zeros, which are valid indices into
@@ -129,6 +130,13 @@ def _filled(elements: int, dtype: torch.dtype, device: str) -> Tensor:
     """
     if not (dtype.is_floating_point or dtype.is_complex):
         return torch.full((elements,), int(dtype is torch.bool), dtype=dtype, device=device)
-    plain = torch.rand(2**14) / 2 + 0.5 if device == "cpu" else torch.randn(2**14)
-    pattern = plain.to(device=device, dtype=dtype)
+    pattern = _pattern(dtype, device)
+    if elements <= pattern.numel():
+        return pattern[:elements].clone()
     return pattern.repeat(math.ceil(elements / pattern.numel()))[:elements]
+
+
+@functools.cache
+def _pattern(dtype: torch.dtype, device: str) -> Tensor:
+    plain = torch.rand(2**14) / 2 + 0.5 if device == "cpu" else torch.randn(2**14)
+    return plain.to(device=device, dtype=dtype)

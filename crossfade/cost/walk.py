@@ -7,9 +7,12 @@ far as they are large, nothing of what has been pushed out. The memory for its r
 from __future__ import annotations
 
 import contextlib
+import heapq
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from itertools import accumulate
 from typing import Any
 
 from torch import Tensor, fx
@@ -21,7 +24,7 @@ from crossfade.graph.effects import alias_roots, written_inputs
 from crossfade.graph.program import Program, tensor_bytes
 
 _MOST_OWN = 2**29
-"""Inputs have so many bytes of their own at most, far more than any cache; the others share some memory."""
+"""Inputs, and what is made of them, have so many bytes of their own at most: each far more than any cache."""
 
 _LEAST_ROUNDS, _MOST_ROUNDS = 3, 10
 
@@ -29,7 +32,9 @@ _LEAST_ROUNDS, _MOST_ROUNDS = 3, 10
 class Walk:
     """Rounds through a program. Nodes in `functions` are called by them; others have results out of `memory`.
 
-    What travels arrives at once. `failed` tells what raised, by node: it is not called again.
+    What travels arrives at once. Where a program holds more than there is memory for, what it holds longest lies in
+    `memory` too, among others: far from the caches, as it would be in a step. What writes there is not timed, since the
+    others may lie in the same place. `failed` tells what raised, by node: it is not called again.
 
         >>> import torch
         >>> from crossfade.graph.text import parse
@@ -47,13 +52,21 @@ class Walk:
     """
 
     def __init__(self, program: Program, functions: Mapping[fx.Node, Callable[..., Any]], memory: Memory) -> None:
-        self.program, self.functions, self.memory = program, dict(functions), memory
+        self.program, self.memory = program, memory
         self.failed: dict[fx.Node, Exception] = {}
-        self._samples: dict[fx.Node, list[float]] = {node: [] for node in functions}
         self._roots = alias_roots(program.graph.nodes)
-        self._written = {self._roots[one] for node in program.graph.nodes for one in written_inputs(node)}
+        writes = {node: {self._roots[one] for one in written_inputs(node)} for node in program.graph.nodes}
+        self._written = set().union(*writes.values())
+        self._sharing = _sharing(program, self._roots)
+        self.functions = {node: one for node, one in functions.items() if writes[node].isdisjoint(self._sharing)}
+        self._samples: dict[fx.Node, list[float]] = {node: [] for node in self.functions}
         self._ends = _last_uses(program)
-        self._inputs = self._made_up_inputs()
+        self._inputs = {node: self._input(node) for node in program.placeholders}
+
+    def leave_out(self, nodes: Iterable[fx.Node]) -> None:
+        """Do not time these."""
+        for node in nodes:
+            self.functions.pop(node, None)
 
     def rounds(self, deadline: float) -> None:
         """Go through the program a few times, as far as there is time."""
@@ -100,10 +113,13 @@ class Walk:
             self.failed[node] = error.with_traceback(None)  # which would hold the round's values
             del self.functions[node]
         if node.users:
-            values[node] = result if _fits(result, node.meta.get("val")) else self._made_up(node)
+            kept = node not in self._sharing and _fits(result, node.meta.get("val"))
+            values[node] = result if kept else self._made_up(node)
 
     def _untimed(self, node: fx.Node, values: Mapping[fx.Node, Any]) -> Any:
         """What a node gives that is not timed: an element of a list, what has arrived, or something like it."""
+        if node in self._sharing:
+            return self._made_up(node)
         if collectives.is_collective(node) or collectives.is_wait(node):
             return self._arrived(node, values)
         if getattr(node.target, "__module__", "") in ("_operator", "math"):
@@ -123,17 +139,9 @@ class Walk:
     def _made_up(self, node: fx.Node) -> Any:
         return self.memory.value(node.meta.get("val"), self._roots[node] in self._written)
 
-    def _made_up_inputs(self) -> dict[fx.Node, Any]:
-        inputs: dict[fx.Node, Any] = {}
-        held = 0
-        for node in self.program.placeholders:
-            value = node.meta.get("val")
-            held += tensor_bytes(value)
-            if isinstance(value, Tensor) and held <= _MOST_OWN:
-                inputs[node] = made_up(value)
-            else:
-                inputs[node] = self.memory.value(value, node in self._written)
-        return inputs
+    def _input(self, node: fx.Node) -> Any:
+        value = node.meta.get("val")
+        return made_up(value) if isinstance(value, Tensor) and node not in self._sharing else self._made_up(node)
 
 
 def fitting(counts: Mapping[str, int], seconds: Mapping[str, float], available: float) -> dict[str, int]:
@@ -145,6 +153,34 @@ def fitting(counts: Mapping[str, int], seconds: Mapping[str, float], available: 
     whole = _LEAST_ROUNDS * sum(seconds[key] * count for key, count in counts.items())
     share = min(1.0, available / whole) if whole else 1.0
     return {key: max(1, int(count * share)) for key, count in counts.items()}
+
+
+def _sharing(program: Program, roots: Mapping[fx.Node, fx.Node]) -> set[fx.Node]:
+    """Values without memory of their own: inputs beyond the bound and, where too much else is alive, the longest so."""
+    held = accumulate(tensor_bytes(node.meta.get("val")) for node in program.placeholders)
+    beyond = {node for node, so_far in zip(program.placeholders, held, strict=True) if so_far > _MOST_OWN}
+    return beyond | _longest_alive(program, roots)
+
+
+def _longest_alive(program: Program, roots: Mapping[fx.Node, fx.Node]) -> set[fx.Node]:
+    """Which of the values that are made to leave out, so that no more than the bound is ever alive."""
+    nodes = list(program.graph.nodes)
+    last = {roots[one]: index for index, node in enumerate(nodes) for one in (*node.all_input_nodes, node)}
+    left_out, alive, ending, held = set(), list[tuple[int, int]](), Counter[int](), 0
+    for index, node in enumerate(nodes):
+        value = node.meta.get("val")
+        if node.op != "placeholder" and roots[node] is node and isinstance(value, Tensor):
+            heapq.heappush(alive, (-last[node], index))
+            ending[last[node]] += tensor_bytes(value)
+            held += tensor_bytes(value)
+        while held > _MOST_OWN:
+            end, longest = heapq.heappop(alive)
+            size = tensor_bytes(nodes[longest].meta["val"])
+            ending[-end] -= size
+            held -= size
+            left_out.add(nodes[longest])
+        held -= ending[index]
+    return left_out
 
 
 def _last_uses(program: Program) -> dict[fx.Node, list[fx.Node]]:

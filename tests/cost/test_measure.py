@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import textwrap
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -162,6 +163,23 @@ def test_what_stops_working_is_told_too() -> None:
     table = measure(program_of(LAYERS), threads=1, binding=lambda target: third_time_unlucky)
     assert dict(table) == {}
     assert set(table.unmeasurable.values()) == {"ValueError: no more"}
+
+
+def test_what_stops_working_late_keeps_its_samples() -> None:
+    calls: Counter[str] = Counter()
+
+    def unlucky_later(target: Any) -> Any:
+        def call(*args: Any) -> Any:
+            calls[str(target)] += 1
+            if calls[str(target)] > 8:
+                raise ValueError("no more")
+            return target(*args)
+
+        return call
+
+    table = measure(program_of(LAYERS), threads=1, binding=unlucky_later)
+    assert (len(table), table.unmeasurable) == (2, {})
+    assert set(calls.values()) == {9, 10}  # the two products fail one after the other
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is such a device here")

@@ -7,14 +7,17 @@ import textwrap
 import weakref
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, fx
 
+import crossfade.cost.walk as walk_module
 from crossfade.cost.estimate import computes
 from crossfade.cost.sample import Memory
 from crossfade.cost.walk import Walk
 from crossfade.graph.program import Program
 from crossfade.graph.text import parse
+from tests.growth import grows_linearly
 
 EVER = float("inf")
 
@@ -134,7 +137,6 @@ def test_elements_and_untimed_operators_have_values() -> None:
     walk = Walk(program, timed, Memory(2**10))
     assert walk.round(EVER)
     assert set(watched.given) == {"s", "y"}
-    assert walk.seconds([named(program, "n")]) is None
 
 
 def test_what_raises_is_noted_and_not_called_again() -> None:
@@ -179,3 +181,66 @@ def test_arithmetic_that_made_up_numbers_cannot_do_is_made_up_too() -> None:
     walk = Walk(program, {y: lambda one, other: given.append(other)}, Memory(2**10))
     assert walk.round(EVER)
     assert given == [0.5]
+
+
+HELD = """
+    x: f32[4] = input("x")
+    p: f32[4] = parameter("p")
+    held: f32[4] = aten.exp(x)
+    a: f32[4] = aten.neg(held)
+    b: f32[4] = aten.relu(a)
+    u: f32[4] = aten.mul_.Tensor(p, 2.0)
+    y: f32[4] = aten.add.Tensor(b, held)
+    written: f32[4] = aten.mul_.Tensor(held, 2.0)
+    return output("y", y), output("u", u)
+    """
+
+
+def places(most_own: int, monkeypatch: pytest.MonkeyPatch) -> tuple[Watched, dict[str, int]]:
+    """What the operators were given in one round, and where their results were."""
+    monkeypatch.setattr(walk_module, "_MOST_OWN", most_own)
+    program = program_of(HELD)
+    watched, made = Watched(program), {}
+
+    def noting(node: fx.Node, function: Any) -> Any:
+        def call(*args: Any) -> Any:
+            result = function(*args)
+            made[node.name] = result.data_ptr()
+            return result
+
+        return call
+
+    functions = {node: noting(node, function) for node, function in watched.functions.items()}
+    assert Walk(program, functions, Memory(2**10)).round(EVER)
+    return watched, made
+
+
+def test_what_there_is_memory_for_lies_where_it_was_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    watched, made = places(48, monkeypatch)
+    assert watched.given["y"] == (made["b"], made["held"])
+    assert set(watched.given) == {"held", "a", "b", "u", "y", "written"}
+
+
+def test_what_is_held_longest_shares_memory_where_too_much_is_and_is_not_written(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    watched, made = places(32, monkeypatch)
+    assert watched.given["b"] == (made["a"],)
+    assert watched.given["y"][0] == made["b"]
+    assert watched.given["y"][1] == watched.given["a"][0] != made["held"]
+    assert set(watched.given) == {"held", "a", "b", "u", "y"}
+
+
+def test_inputs_beyond_the_bound_share_memory_and_are_not_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    watched, _ = places(16, monkeypatch)
+    assert not {"u", "written"} & set(watched.given)
+
+
+def test_memory_that_is_bounded_is_found_in_a_walk_over_the_nodes() -> None:
+    def work(count: int) -> Any:
+        lines = ['x: f32[4] = input("x")', "e0: f32[4] = aten.exp(x)"]
+        lines += [f"e{i}: f32[4] = aten.exp(e{i - 1})" for i in range(1, count)]
+        program = parse("\n".join([*lines, f'return output("y", e{count - 1})']))
+        return lambda: Walk(program, {}, Memory(2**10))
+
+    grows_linearly(work, 200)
