@@ -42,7 +42,7 @@ def options_of(one: type[Pass]) -> list[str]:
     """A pass's options, their types and defaults, as text.
 
     >>> options_of(pass_from_spelling('lower-reduce-scatters').__class__)
-    ["groups: tuple[str, ...] = ('dp',)", 'piece_mb: float = 1.0']
+    ["groups: tuple[str, ...] = ('dp',)", 'piece_mb: float | tuple[float, ...] = 1.0']
     """
     kinds = get_type_hints(one)
     return [

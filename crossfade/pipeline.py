@@ -13,6 +13,7 @@ from typing import Any, Literal
 from torch import fx
 
 import crossfade.run.pipelined  # noqa: F401 (makes the operators of matmuls in pieces run)
+from crossfade.carriers import Carriers
 from crossfade.communicate.add_before_reducing import AddBeforeReducing
 from crossfade.communicate.bucket_all_gathers import BucketAllGathers
 from crossfade.communicate.bucket_all_reduces import BucketAllReduces
@@ -183,38 +184,39 @@ def _cap(kind: Kind, cap: float) -> float | tuple[float, float]:
     return (cap / 4, cap) if kind is Kind.ALL_GATHER else cap
 
 
-def lowering(
-    backends: Mapping[str, str], exchanged: Collection[str] | None = None, piece_mb: float | None = None
-) -> list[Pass]:
+def lowering(carriers: Carriers, groups: Mapping[str, int]) -> list[Pass]:
     """Passes that say things as each group's backend does them best; after bucketing, so that each bucket is one thing.
 
-    `exchanged` are the groups whose reduce-scatters become all-to-alls, by default those on gloo, in pieces of
-    `piece_mb`.
+    `groups` has the sizes of the program's groups.
 
-    >>> [one.spelling for one in lowering({"dp": "gloo", "tp": "nccl"})]
+    >>> [one.spelling for one in lowering(Carriers({"dp": "gloo", "tp": "nccl"}, None), {"dp": 2, "tp": 2})]
     ['lower-averages', 'lower-reduce-scatters', 'lower-coalesced-gathers']
     """
-    gloo = tuple(group for group, backend in backends.items() if backend == "gloo")
-    exchanged = gloo if exchanged is None else tuple(exchanged)
+    gloo, exchanged = carriers.on_gloo, carriers.exchanged
     passes: list[Pass] = [LowerAverages(gloo)] if gloo else []
-    pieces = {} if piece_mb is None else {"piece_mb": piece_mb}
-    passes += [LowerReduceScatters(exchanged, **pieces)] if exchanged else []
+    pieces = carriers.pieces(groups)
+    piece_mb = pieces[0] if len(set(pieces)) == 1 else pieces
+    passes += [LowerReduceScatters(exchanged, piece_mb)] if exchanged else []
     return passes + ([LowerCoalescedGathers(gloo)] if gloo else [])
 
 
-def optimization(backends: Mapping[str, str] | None = None, machine: Machine | None = None) -> Pipeline:
-    """What `optimize` runs over a graph that already has collectives.
+def optimization(
+    backends: Mapping[str, str] | None = None,
+    machine: Machine | None = None,
+    groups: Mapping[str, int] | None = None,
+) -> Pipeline:
+    """What `optimize` runs over a graph that already has collectives, among groups of these sizes.
 
     >>> optimization({"dp": "gloo"}).without("reorder-for-locality", "bucket-all-gathers")[-2]
     LowerReduceScatters(groups=('dp',), piece_mb=1.0)
     """
-    backends = backends or {}
-    exchanged = [group for group, backend in backends.items() if backend == "gloo"]
+    carriers = Carriers(backends or {}, machine)
+    lowered = lowering(carriers, groups or {})
     if machine is None:
-        return simplification() + communication() + lowering(backends)
-    here = machine.with_scatters_as_exchanges(exchanged)
+        return simplification() + communication() + lowered
+    here = carriers.planned_for(machine)
     ordered = [*communication().without("raise-launches", "sink-waits"), OverlapCommunication(here)]
-    return simplification(machine) + micro_pipeline(here, backends) + ordered + lowering(backends)
+    return simplification(machine) + micro_pipeline(here, backends) + ordered + lowered
 
 
 def copy_kernel(program: Program) -> dict[str, str]:
@@ -276,7 +278,9 @@ def optimize(
     before = from_graph_module(module, groups=groups)
     if backends is None:
         backends = _backends_here(before)
-    after = run_passes(before, optimization(backends, machine) if passes is None else passes)
+    if passes is None:
+        passes = optimization(backends, machine, before.groups)
+    after = run_passes(before, passes)
     report = Report.of(before, after, title=type(module).__name__, facts=copy_kernel(after))
     result = after.copy()
     result.output_node.args = (tree_unflatten(result.results, spec),)

@@ -38,6 +38,7 @@ from crossfade.pipeline import (
     communication,
     copy_kernel,
     gradient_exchange,
+    lowering,
     micro_pipeline,
     parameter_sharding,
     simplification,
@@ -356,7 +357,7 @@ class _StepCompiler:
         scheduled, measured = self._communicating(before, members)
         grouping = [GroupSmallOperators()] if self.memory_limit is None else []  # what is grouped lives longer
         program = run_passes(
-            scheduled, [*self._carriers().lowering(scheduled.groups), PackInPlace(), UpdateInPlace(), *grouping]
+            scheduled, [*lowering(self._carriers(), scheduled.groups), PackInPlace(), UpdateInPlace(), *grouping]
         )
         timeline = self._predicted(program, measured) if measured is not None else None
 

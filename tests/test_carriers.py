@@ -4,21 +4,33 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections import Counter
 
 import pytest
 
 from crossfade.carriers import Carriers
-from crossfade.communicate.lower_reduce_scatters import LowerReduceScatters
+from crossfade.communicate.lower_reduce_scatters import PIECE_MB
 from crossfade.cost.machine import Machine
 from crossfade.cost.presets import preset
+from crossfade.graph import collectives
 from crossfade.graph.collectives import Kind
+from crossfade.graph.text import parse
+from crossfade.pipeline import optimization, optimize
+from crossfade.schedule.overlap_communication import OverlapCommunication
 
 ETHERNET = preset("ethernet-10gbit")
 
+SCATTER = """
+x: f32[4194304] = input("x")
+s: f32[65536] = c10d.reduce_scatter_tensor(x, "sum", 64, "dp")
+w: f32[65536] = c10d.wait_tensor(s)
+return output("w", w)
+"""
+
 
 def pieces(carriers: Carriers, ranks: int) -> float:
-    (found,) = [one for one in carriers.lowering({"dp": ranks}) if isinstance(one, LowerReduceScatters)]
-    return found.piece_mb
+    (found,) = carriers.pieces({"dp": ranks})
+    return found
 
 
 @pytest.mark.parametrize(("ranks", "megabytes"), [(2, 1.5), (8, 2.7), (64, 4.8)])
@@ -31,8 +43,8 @@ def test_among_many_ranks_exchanges_are_as_large_as_latency_asks_for(ranks: int,
 
 
 def test_where_latency_is_small_and_without_a_machine_pieces_are_as_small_as_ever() -> None:
-    assert pieces(Carriers({"dp": "gloo"}, preset("ethernet-1gbit")), 2) == LowerReduceScatters.piece_mb
-    assert pieces(Carriers({"dp": "gloo"}, None), 64) == LowerReduceScatters.piece_mb
+    assert pieces(Carriers({"dp": "gloo"}, preset("ethernet-1gbit")), 2) == PIECE_MB
+    assert pieces(Carriers({"dp": "gloo"}, None), 64) == PIECE_MB
 
 
 def test_what_is_no_slower_in_one_travels_in_one() -> None:
@@ -43,14 +55,14 @@ def test_what_is_no_slower_in_one_travels_in_one() -> None:
 @pytest.mark.parametrize(
     ("backend", "machine", "exchanged"),
     [
-        ("gloo", None, ["dp"]),
-        ("nccl", None, []),
-        ("emulated", None, []),
-        ("emulated", ETHERNET, ["dp"]),
-        ("emulated", preset("h100-nvlink-node"), []),
+        ("gloo", None, ("dp",)),
+        ("nccl", None, ()),
+        ("emulated", None, ()),
+        ("emulated", ETHERNET, ("dp",)),
+        ("emulated", preset("h100-nvlink-node"), ()),
     ],
 )
-def test_what_scatters_badly_is_exchanged(backend: str, machine: Machine | None, exchanged: list[str]) -> None:
+def test_what_scatters_badly_is_exchanged(backend: str, machine: Machine | None, exchanged: tuple[str, ...]) -> None:
     assert Carriers({"dp": backend}, machine).exchanged == exchanged
 
 
@@ -61,3 +73,26 @@ def test_a_plan_counts_what_runs() -> None:
     assert emulated.run_on(ETHERNET).fabric("other").slows_compute == ETHERNET.fabric("dp").slows_compute
     planned = gloo.planned_for(ETHERNET).fabric("dp").links
     assert planned[Kind.REDUCE_SCATTER] == ETHERNET.fabric("dp").links[Kind.ALL_TO_ALL]
+
+
+def test_each_axis_has_its_own_pieces() -> None:
+    carriers = Carriers({"dp": "gloo", "tp": "nccl", "cp": "gloo"}, ETHERNET)
+    few, many = carriers.pieces({"dp": 2, "tp": 8, "cp": 64})
+    assert few < many == pieces(Carriers({"dp": "gloo"}, ETHERNET), 64)
+
+
+@pytest.mark.parametrize(
+    ("backend", "expected"),
+    [("gloo", {Kind.ALL_TO_ALL: 4}), ("emulated", {Kind.ALL_TO_ALL: 4}), ("nccl", {Kind.REDUCE_SCATTER: 1})],
+)
+def test_graphs_are_optimized_for_what_carries_them(backend: str, expected: dict[Kind, int]) -> None:
+    program = parse(SCATTER, groups={"dp": 64})
+    done = optimize(program.module(), machine=ETHERNET, groups={"dp": 64}, backends={"dp": backend})
+    found = Counter(one.kind for one in collectives.find(done.module.graph))
+    assert found == expected  # exchanges of 4.8 MB at most
+
+
+def test_an_emulated_graph_is_planned_without_slowing() -> None:
+    (planned,) = [one for one in optimization({"dp": "emulated"}, ETHERNET) if isinstance(one, OverlapCommunication)]
+    assert planned.machine is not None
+    assert planned.machine.fabric("dp").slows_compute == 0

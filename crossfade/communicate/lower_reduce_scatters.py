@@ -17,13 +17,17 @@ from crossfade.graph.passes import Numerics, Outcome, Pass, PassResult, Verdict
 from crossfade.graph.program import Program
 from crossfade.graph.splice import Replacements, splice
 
+PIECE_MB = 1.0
+"""Exchanges on gloo between two ranks were fastest in pieces of this size (`benchmarks/reduce_scatter.py`)."""
+
 
 @dataclass(frozen=True)
 class LowerReduceScatters(Pass):
     """Exchange the parts of a reduce-scatter as they are and reduce what arrives, for the groups named (gloo).
 
     Gloo's reduce-scatter moves as many bytes as its all-reduce; an all-to-all moves half. Within one call gloo sends
-    and receives in turns, so what is larger than `piece_mb` travels in equal pieces of less, started together.
+    and receives in turns, so what is larger than `piece_mb` travels in equal pieces of less, started together; give one
+    number for all groups, or one for each.
 
     Before:
         x: f32[8, 4] = input("x")
@@ -50,12 +54,15 @@ class LowerReduceScatters(Pass):
     numerics = Numerics.REASSOCIATES
 
     groups: tuple[str, ...] = ("dp",)
-    piece_mb: float = 1.0
+    piece_mb: float | tuple[float, ...] = PIECE_MB
 
     def __post_init__(self) -> None:
-        if not self.piece_mb > 0:
+        given = self.piece_mb if isinstance(self.piece_mb, tuple) else (self.piece_mb,) * len(self.groups)
+        if len(given) != len(self.groups) or not all(piece > 0 for piece in given):
             raise PassError(
-                f"{self.name}(piece_mb={self.piece_mb})", expected="more than 0", remedy="pass megabytes a piece"
+                f"{self.name}(piece_mb={self.piece_mb}) for {len(self.groups)} groups",
+                expected="numbers larger than 0, one for all groups or one for each",
+                remedy="pass megabytes a piece",
             )
 
     def run(self, program: Program) -> PassResult:
@@ -94,7 +101,8 @@ class LowerReduceScatters(Pass):
         """In how many pieces to exchange; what has no known size travels at once."""
         if isinstance(one.node.meta["val"].numel(), torch.SymInt):
             return 1
-        return max(1, math.ceil(one.bytes / (self.piece_mb * MB)))
+        piece = self.piece_mb[self.groups.index(one.group)] if isinstance(self.piece_mb, tuple) else self.piece_mb
+        return max(1, math.ceil(one.bytes / (piece * MB)))
 
 
 def _ranks(one: Collective) -> int:

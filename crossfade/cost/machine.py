@@ -21,6 +21,15 @@ LATENCY_SHARE = 0.2
 """The most of a collective's travel that may be latency, where bytes can be put together."""
 
 
+def bytes_worth_latency(latency: float, seconds_a_byte: float) -> float:
+    """How many bytes make latency `LATENCY_SHARE` of the travel.
+
+    >>> bytes_worth_latency(1e-3, 1e-9)
+    4000000.0
+    """
+    return (latency / LATENCY_SHARE - latency) / seconds_a_byte if seconds_a_byte else math.inf
+
+
 @dataclass(frozen=True)
 class Link:
     """What one kind of collective costs: seconds before the first byte between two ranks, and bytes a second.
@@ -134,8 +143,7 @@ class Machine:
         if ranks < 2:
             return 0.0
         link = self.fabric(axis).links[kind]
-        latency = link.seconds(kind, 0, ranks)
-        return (latency / LATENCY_SHARE - latency) * link.bandwidth / bytes_sent(kind, 1, ranks)
+        return bytes_worth_latency(link.seconds(kind, 0, ranks), bytes_sent(kind, 1, ranks) / link.bandwidth)
 
     def piece(self, kind: Kind, ranks: int, axis: str = ANY_AXIS) -> float | None:
         """The most bytes to send at once: the fabric's `piece`, which is measured among few ranks, but no fewer than

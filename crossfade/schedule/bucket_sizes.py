@@ -19,7 +19,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from crossfade.cost.estimate import estimate
-from crossfade.cost.machine import LATENCY_SHARE, Machine
+from crossfade.cost.machine import Machine, bytes_worth_latency
 from crossfade.cost.timeline import Costs
 from crossfade.graph import collectives
 from crossfade.graph.collectives import Collective, Kind
@@ -49,12 +49,12 @@ class Load:
     seconds_a_byte: float
     launch: float
     hides: float
-    ranks: int = 2
+    ranks: int
 
     def exposed(self, cap: float) -> float:
         """Predicted seconds of exposed communication in buckets of `cap` bytes.
 
-        >>> load = Load(Kind.ALL_REDUCE, "dp", 100, 10**6, 1e-3, 1e-6, 0.0, hides=2.0)
+        >>> load = Load(Kind.ALL_REDUCE, "dp", 100, 10**6, 1e-3, 1e-6, 0.0, hides=2.0, ranks=2)
         >>> [round(load.exposed(cap), 3) for cap in (10**3, 10**4, 10**5, 10**6)]
         [0.002, 0.011, 0.101, 1.001]
         """
@@ -64,8 +64,7 @@ class Load:
 
     def best_cap(self) -> float:
         """The bytes of a bucket that leave the least exposed; the larger of equals."""
-        share = self.latency / LATENCY_SHARE - self.latency
-        least = min(float(self.bytes), share / self.seconds_a_byte if self.seconds_a_byte else float(self.bytes))
+        least = min(float(self.bytes), bytes_worth_latency(self.latency, self.seconds_a_byte))
         caps = [max(least, self.bytes / LEAST_GATHERS) if self.kind is Kind.ALL_GATHER else float(self.bytes)]
         while caps[-1] > max(least, 1.0):
             caps.append(max(least, caps[-1] * 2 ** (-1 / _STEPS_PER_DOUBLING)))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import textwrap
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from on_ranks import differences
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from crossfade.communicate.lower_reduce_scatters import LowerReduceScatters
+from crossfade.errors import PassError
 from crossfade.graph import collectives
 from crossfade.graph.passes import run_passes
 from crossfade.graph.program import Program, from_graph_module
@@ -25,6 +27,27 @@ def lowered(text: str, one: LowerReduceScatters | None = None) -> Program:
     done = run_passes(parse(textwrap.dedent(text), groups={"dp": 2, "tp": 2}), [one or LowerReduceScatters()])
     verify(done, recompute=True)
     return done
+
+
+def test_each_group_has_its_own_pieces() -> None:
+    done = lowered(
+        """
+        x: f32[8] = input("x")
+        s: f32[4] = c10d.reduce_scatter_tensor(x, "sum", 2, "dp")
+        w: f32[4] = c10d.wait_tensor(s)
+        t: f32[4] = c10d.reduce_scatter_tensor(x, "sum", 2, "tp")
+        u: f32[4] = c10d.wait_tensor(t)
+        return output("w", w), output("u", u)
+        """,
+        LowerReduceScatters(("dp", "tp"), piece_mb=(8 / MB, 16 / MB)),
+    )
+    assert Counter(one.group for one in collectives.find(done.graph)) == {"dp": 4, "tp": 2}
+
+
+@pytest.mark.parametrize("piece_mb", [0.0, -1.0, (1.0,), (1.0, 0.0)])
+def test_pieces_are_for_all_groups_or_for_each(piece_mb: float | tuple[float, ...]) -> None:
+    with pytest.raises(PassError, match="one for all groups or one for each"):
+        LowerReduceScatters(("dp", "tp"), piece_mb)
 
 
 def test_pieces_start_together_and_are_reduced_at_the_first_wait() -> None:

@@ -9,12 +9,12 @@ from toy_costs import program_of
 
 from crossfade.communicate.bucket_all_reduces import BucketAllReduces
 from crossfade.cost.estimate import estimate
-from crossfade.cost.machine import Fabric, Link, Machine
+from crossfade.cost.machine import LATENCY_SHARE, Fabric, Link, Machine
 from crossfade.cost.timeline import simulate
 from crossfade.graph.collectives import Kind
 from crossfade.graph.passes import run_passes
 from crossfade.graph.program import Program
-from crossfade.schedule.bucket_sizes import LATENCY_SHARE, MB, Load, choose_caps, loads_of
+from crossfade.schedule.bucket_sizes import MB, Load, choose_caps, loads_of
 from crossfade.schedule.overlap_communication import OverlapCommunication
 
 LAYERS, SIZE = 64, 2**16
@@ -57,7 +57,7 @@ def walked(load: Load, buckets: int) -> float:
 @pytest.mark.parametrize("latency", [1e-4, 1e-2])
 @pytest.mark.parametrize("buckets", [1, 4, 50])
 def test_B8_exposed_is_what_a_walk_through_the_buckets_gives(hides: float, latency: float, buckets: int) -> None:
-    load = Load(Kind.ALL_REDUCE, "dp", 100, 10**7, latency, 1e-7, 0.0, hides)
+    load = Load(Kind.ALL_REDUCE, "dp", 100, 10**7, latency, 1e-7, 0.0, hides, 2)
     assert load.exposed(10**7 / buckets) == pytest.approx(walked(load, buckets))
 
 
