@@ -79,16 +79,21 @@ def work(size: str, steps: int, contenders: str, compiled: str, network: str) ->
         "predicted": {
             name: step.report.predicted.seconds for name, step in compiled_steps.items() if step.report.predicted
         },
-        "steady": {name: _steady(step, batch) for name, step in compiled_steps.items()},
+        "steady": _steady(compiled_steps, batch),
         "profiled": {name: _summary(step.profile(*batch)) for name, step in compiled_steps.items()},
         "ranks": dist.get_world_size(),
     }
 
 
-def _steady(step: Step, batch: tuple[torch.Tensor, ...]) -> float:
-    """Median seconds of a step that follows its own kind, as in training: what a prediction is of."""
-    seconds = [slowest(seconds_of(partial(step, *batch))) for _ in range(6)]
-    return statistics.median(seconds[1:])
+def _steady(steps: dict[str, Step], batch: tuple[torch.Tensor, ...]) -> dict[str, float]:
+    """Median seconds of steps that follow their own kind, as in training: what a prediction is of.
+
+    They run by fours, the first not counted, of each in turn, since a machine's speed changes within seconds.
+    """
+    seconds: dict[str, list[float]] = {name: [] for name in steps}
+    for name, step in [*steps.items()] * 4:
+        seconds[name] += [slowest(seconds_of(partial(step, *batch))) for _ in range(4)][1:]
+    return {name: statistics.median(found) for name, found in seconds.items()}
 
 
 def _summary(timeline: Timeline) -> dict[str, float]:
