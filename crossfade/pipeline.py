@@ -20,8 +20,8 @@ from crossfade.communicate.bucket_all_reduces import BucketAllReduces
 from crossfade.communicate.bucket_reduce_scatters import BucketReduceScatters
 from crossfade.communicate.buckets import BucketPass
 from crossfade.communicate.compute_before_gathering import ComputeBeforeGathering
+from crossfade.communicate.lower_all_gathers import LowerAllGathers
 from crossfade.communicate.lower_averages import LowerAverages
-from crossfade.communicate.lower_coalesced_gathers import LowerCoalescedGathers
 from crossfade.communicate.lower_reduce_scatters import LowerReduceScatters
 from crossfade.communicate.merge_duplicate_collectives import MergeDuplicateCollectives
 from crossfade.communicate.pipeline_gathers import PipelineGathers
@@ -190,14 +190,14 @@ def lowering(carriers: Carriers, groups: Mapping[str, int]) -> list[Pass]:
     `groups` has the sizes of the program's groups.
 
     >>> [one.spelling for one in lowering(Carriers({"dp": "gloo", "tp": "nccl"}, None), {"dp": 2, "tp": 2})]
-    ['lower-averages', 'lower-reduce-scatters', 'lower-coalesced-gathers']
+    ['lower-averages', 'lower-reduce-scatters', 'lower-all-gathers']
     """
     gloo, exchanged = carriers.on_gloo, carriers.exchanged
     passes: list[Pass] = [LowerAverages(gloo)] if gloo else []
     pieces = carriers.pieces(groups)
     piece_mb = pieces[0] if len(set(pieces)) == 1 else pieces
     passes += [LowerReduceScatters(exchanged, piece_mb)] if exchanged else []
-    return passes + ([LowerCoalescedGathers(gloo)] if gloo else [])
+    return passes + ([LowerAllGathers(gloo)] if gloo else [])
 
 
 def optimization(

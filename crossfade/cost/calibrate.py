@@ -321,7 +321,9 @@ class _Axis:
         name, ranks = self.group.group_name, self.ranks
         start: dict[Kind, Callable[[Tensor], Tensor]] = {
             Kind.ALL_REDUCE: lambda value: collectives.all_reduce(value, "sum", name),
-            Kind.ALL_GATHER: lambda value: collectives.all_gather(value, ranks, name),
+            Kind.ALL_GATHER: lambda value: collectives.all_gather_into(
+                collectives.memory_for_gather(value, ranks), value, ranks, name
+            ),
             Kind.REDUCE_SCATTER: lambda value: collectives.reduce_scatter(value, "sum", ranks, name),
             Kind.ALL_TO_ALL: lambda value: collectives.all_to_all(value, ranks, name),
             Kind.BROADCAST: lambda value: collectives.broadcast(value, 0, name),

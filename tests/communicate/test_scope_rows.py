@@ -17,7 +17,7 @@ from crossfade.communicate.bucket_all_reduces import BucketAllReduces
 from crossfade.communicate.bucket_plan import MB
 from crossfade.communicate.bucket_reduce_scatters import BucketReduceScatters
 from crossfade.communicate.buckets import BucketPass
-from crossfade.communicate.lower_coalesced_gathers import LowerCoalescedGathers
+from crossfade.communicate.lower_all_gathers import LowerAllGathers
 from crossfade.graph import collectives
 from crossfade.graph.collectives import Kind
 from crossfade.graph.order import Order, move_together
@@ -370,7 +370,7 @@ def dynamic(ranks: int) -> list[str]:
     problems = []
     for mode in ("concat", "copy-kernel", "coalesced"):
         passes = [one(mode=mode) for one in (BucketAllGathers, BucketReduceScatters, BucketAllReduces)]
-        done = cf.optimize(traced, passes=[*passes, LowerCoalescedGathers((group,))], groups={group: ranks})
+        done = cf.optimize(traced, passes=[*passes, LowerAllGathers((group,))], groups={group: ranks})
         counts = {kind: number for kind, (number, _) in done.report.collectives_after.items()}
         if counts != {"all_reduce": 1, "all_gather": 5 if mode == "coalesced" else 1, "reduce_scatter": 1}:
             problems.append(f"{mode}: {counts}")

@@ -154,7 +154,7 @@ class Sampler:
 
     def burst(self) -> None:
         """Several alike, as gradients are: what they give is handed out, now and then used early, not computed with."""
-        group, kind = self.group(), self.choices.of((0, 1, 2) if self.may_gather else (0, 2))
+        group, kind = self.group(), self.choices.of((0, 1, 2))
         size = self.groups[group]
         for _ in range(2 + self.choices.below(4)):
             x = self.operand()
@@ -193,13 +193,8 @@ class Sampler:
             reduce_op = self.choices.of(["sum", "sum", "sum", "max", "min"])
             self.launch(c10d.all_reduce.default, x, reduce_op, self.group())
 
-    @property
-    def may_gather(self) -> bool:
-        """Gloo's all-gather corrupts memory while another group communicates (torch 2.13, once in 50,000 calls)."""
-        return len(self.groups) == 1
-
     def all_gather(self) -> None:
-        if self.may_gather and (x := self.operand()) is not None and x.meta["val"].is_contiguous():
+        if (x := self.operand()) is not None and x.meta["val"].is_contiguous():
             group = self.group()
             self.launch(c10d.all_gather_into_tensor.default, x, self.groups[group], group)
 

@@ -15,11 +15,13 @@ from hypothesis import strategies as st
 from sampled_programs import Machine, Sampled, sampled_programs
 from torch import fx
 
+from crossfade.communicate.lower_all_gathers import LowerAllGathers
 from crossfade.cost.timeline import Costs, simulate
 from crossfade.errors import MemoryLimitError
 from crossfade.graph import collectives
 from crossfade.graph.memory import memory_curve
 from crossfade.graph.order import Order
+from crossfade.graph.passes import run_passes
 from crossfade.graph.program import Program
 from crossfade.graph.verify import verify
 from crossfade.run.executable import Executable
@@ -114,7 +116,7 @@ def differences_on_a_rank(first: int, programs: int) -> tuple[list[list[str]], l
     sizes, positions, names = groups_of(2)
     launched, different = [], []
     for seed in range(first, first + programs):
-        program = sample(seed, sizes, positions)
+        program = run_passes(sample(seed, sizes, positions), [LowerAllGathers(tuple(sizes))])
         done, _ = scheduled_copy(program, seed)
         launched.append([f"{one.kind} {one.group} {one.bytes}" for one in collectives.find(done.graph)])
         theirs = inputs_for(program, dist.get_rank())

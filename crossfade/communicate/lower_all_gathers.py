@@ -1,0 +1,110 @@
+"""All-gathers for backends that cannot be trusted with torch's usual ones."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from crossfade.graph import collectives
+from crossfade.graph.collectives import Collective, Kind
+from crossfade.graph.passes import Numerics, Outcome, Pass, PassResult, Verdict
+from crossfade.graph.program import Program
+from crossfade.graph.splice import splice
+
+
+@dataclass(frozen=True)
+class LowerAllGathers(Pass):
+    """Gather into memory that the program provides, one tensor at a time, for the groups named (gloo).
+
+    Gloo's all-gathers of lists corrupt memory now and then, and torch gathers single tensors as lists of one, unless it
+    is told where to: processes abort within some thousand small calls while other groups communicate too (seen on torch
+    2.13; it has been doubted since pytorch/pytorch#65231). Complex numbers can be gathered as lists only.
+
+    Before:
+        a: f32[2] = input("a")
+        b: f32[3] = input("b")
+        both: (f32[4], f32[6]) = c10d.all_gather_into_tensor_coalesced([a, b], 2, "dp")
+        first: f32[4] = both[0]
+        second: f32[6] = both[1]
+        w: f32[4] = c10d.wait_tensor(first)
+        v: f32[6] = c10d.wait_tensor(second)
+        return output("a", w), output("b", v)
+
+    After:
+        a: f32[2] = input("a")
+        b: f32[3] = input("b")
+        empty: f32[4] = aten.empty.memory_format([4], dtype=f32, device=device("cpu"))
+        all_gather_into_tensor_out: f32[4] = c10d.all_gather_into_tensor_out(a, 2, "dp", out=empty)
+        empty_1: f32[6] = aten.empty.memory_format([6], dtype=f32, device=device("cpu"))
+        all_gather_into_tensor_out_1: f32[6] = c10d.all_gather_into_tensor_out(b, 2, "dp", out=empty_1)
+        w: f32[4] = c10d.wait_tensor(all_gather_into_tensor_out)
+        v: f32[6] = c10d.wait_tensor(all_gather_into_tensor_out_1)
+        return output("a", w), output("b", v)
+    """
+
+    name = "lower-all-gathers"
+    numerics = Numerics.BITWISE
+
+    groups: tuple[str, ...] = ("dp",)
+
+    def run(self, program: Program) -> PassResult:
+        """Lower each all-gather of the groups named."""
+        verdicts = []
+        for one in collectives.find(program.graph):
+            if one.kind is not Kind.ALL_GATHER or one.out is not None:
+                continue
+            if (reason := self._reason_against(one)) is not None:
+                verdicts.append(Verdict.of(one.node, Outcome.LEFT, reason, bytes=one.bytes))
+                continue
+            reason = "its group's backend is safe only with memory that it is given"
+            detail = f"{len(one.inputs)} single ones" if one.coalesced else ""
+            verdicts.append(Verdict.of(one.node, Outcome.REPLACED, reason, detail=detail, bytes=one.bytes))
+            (_take_apart if one.coalesced else _lower)(program, one)
+        lowered = sum(verdict.outcome is Outcome.REPLACED for verdict in verdicts)
+        return PassResult(bool(lowered), {"lowered": lowered, "left": len(verdicts) - lowered}, tuple(verdicts))
+
+    def _reason_against(self, one: Collective) -> str | None:
+        if one.group not in self.groups:
+            return "its group's backend gathers safely"
+        if not one.coalesced and one.dtype.is_complex:
+            return "complex numbers are gathered as lists only"
+        return None
+
+
+def _lower(program: Program, one: Collective) -> None:
+    """Gather into new memory; the node stays what it was called, for those who look it up in the plan's verdicts."""
+    ranks = _ranks(one)
+
+    def prepare(value: Tensor) -> tuple[Tensor, Tensor]:
+        return collectives.memory_for_gather(value, ranks), value.contiguous()
+
+    memory, value = splice(program, prepare, *one.inputs, before=one.node, like=one.node)
+    one.node.target = collectives.GATHER_INTO
+    one.node.args, one.node.kwargs = (value, ranks, one.group), {"out": memory}
+
+
+def _take_apart(program: Program, one: Collective) -> None:
+    """Gather each tensor of a list by itself, all started together."""
+    ranks, group = _ranks(one), one.group
+
+    def start(*values: Tensor) -> list[Tensor]:
+        return [
+            collectives.all_gather(value, ranks, group)
+            if value.is_complex()
+            else collectives.all_gather_into(
+                collectives.memory_for_gather(value, ranks), value.contiguous(), ranks, group
+            )
+            for value in values
+        ]
+
+    started = splice(program, start, *one.inputs, before=one.node, like=one.node)
+    for element in one.results:
+        element.replace_all_uses_with(started[element.args[1]])  # type: ignore[index]
+        program.graph.erase_node(element)
+    program.graph.erase_node(one.node)
+
+
+def _ranks(one: Collective) -> int:
+    assert one.group_size is not None  # every all-gather says it
+    return one.group_size

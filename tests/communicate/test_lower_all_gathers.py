@@ -1,0 +1,92 @@
+"""All-gathers into memory of the program's; the docstring's program is tested with those of all passes."""
+
+from __future__ import annotations
+
+import functools
+import textwrap
+from typing import Any
+
+import pytest
+from on_ranks import differences
+
+from crossfade.communicate.lower_all_gathers import LowerAllGathers
+from crossfade.graph.passes import run_passes
+from crossfade.graph.program import Program
+from crossfade.graph.text import parse
+from crossfade.graph.verify import verify
+from crossfade.run.pack_in_place import PackInPlace
+
+BOTH = """
+    x: f32[3, 2] = input("x")
+    t: f32[2, 3] = aten.t(x)
+    c: f32[3, 2] = aten.neg(x)
+    both: (f32[6, 2], f32[4, 3]) = c10d.all_gather_into_tensor_coalesced([c, t], 2, "dp")
+    first: f32[6, 2] = both[0]
+    second: f32[4, 3] = both[1]
+    w: f32[6, 2] = c10d.wait_tensor(first)
+    v: f32[4, 3] = c10d.wait_tensor(second)
+    return output("w", w), output("v", v)
+    """
+
+SINGLE = """
+    x: f32[3, 2] = input("x")
+    g: f32[6, 2] = c10d.all_gather_into_tensor(x, 2, "dp")
+    y: f32[3, 2] = aten.exp(x)
+    w: f32[6, 2] = c10d.wait_tensor(g)
+    return output("w", w), output("y", y)
+    """
+
+
+def lowered(lines: str, *groups: str) -> Program:
+    done = run_passes(parse(textwrap.dedent(lines), groups={"dp": 2}), [LowerAllGathers(groups or ("dp",))])
+    verify(done, recompute=True)
+    return done
+
+
+def verdicts(program: Program) -> list[str]:
+    return [str(verdict) for verdict in program.history[0].verdicts]
+
+
+def test_single_ones_have_memory_of_the_program_too() -> None:
+    done = lowered(SINGLE)
+    assert [str(node.target) for node in done.graph.nodes if node.op == "call_function"] == [
+        "aten.empty.memory_format",
+        "_c10d_functional.all_gather_into_tensor_out.default",
+        "aten.exp.default",
+        "_c10d_functional.wait_tensor.default",
+    ]
+    assert verdicts(done) == ["g: replaced: its group's backend is safe only with memory that it is given"]
+
+
+def test_what_lies_otherwise_in_memory_is_laid_out_first() -> None:
+    assert "aten.clone(t, memory_format=contiguous_format)" in str(lowered(BOTH))
+
+
+def test_other_groups_keep_theirs() -> None:
+    assert verdicts(lowered(SINGLE, "tp")) == ["g: left alone: its group's backend gathers safely"]
+
+
+def test_complex_numbers_keep_theirs() -> None:
+    assert verdicts(lowered(SINGLE.replace("f32", "c64"))) == [
+        "g: left alone: complex numbers are gathered as lists only"
+    ]
+
+
+def test_what_is_packed_for_a_gather_keeps_its_memory() -> None:
+    lines = """
+    x: f32[2] = input("x")
+    y: f32[2] = input("y")
+    p: f32[4] = aten.cat([x, y])
+    g: f32[8] = c10d.all_gather_into_tensor(p, 2, "dp")
+    w: f32[8] = c10d.wait_tensor(g)
+    return output("w", w)
+    """
+    done = run_passes(lowered(lines), [PackInPlace()])
+    assert done.history[-1].counts["buffers"] == 1
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("lines", [BOTH, SINGLE])
+def test_the_same_arrives(ranks: Any, lines: str) -> None:
+    compare = functools.partial(differences, whole_numbers=False)
+    assert ranks(2).run(compare, textwrap.dedent(lines), LowerAllGathers()) == [[0.0, 0.0]] * 2
