@@ -89,14 +89,7 @@ def _take_apart(program: Program, one: Collective) -> None:
     ranks, group = _ranks(one), one.group
 
     def start(*values: Tensor) -> list[Tensor]:
-        return [
-            collectives.all_gather(value, ranks, group)
-            if value.is_complex()
-            else collectives.all_gather_into(
-                collectives.memory_for_gather(value, ranks), value.contiguous(), ranks, group
-            )
-            for value in values
-        ]
+        return [_started(value, ranks, group) for value in values]
 
     started = splice(program, start, *one.inputs, before=one.node, like=one.node)
     for element in one.results:
@@ -108,3 +101,9 @@ def _take_apart(program: Program, one: Collective) -> None:
 def _ranks(one: Collective) -> int:
     assert one.group_size is not None  # every all-gather says it
     return one.group_size
+
+
+def _started(value: Tensor, ranks: int, group: str) -> Tensor:
+    if value.is_complex():
+        return collectives.all_gather(value, ranks, group)
+    return collectives.all_gather_into(collectives.memory_for_gather(value, ranks), value.contiguous(), ranks, group)
