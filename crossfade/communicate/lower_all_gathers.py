@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import operator
 from dataclasses import dataclass
+from typing import Any
 
-from torch import Tensor
+import torch
+from torch import Tensor, fx
 
 from crossfade.graph import collectives
 from crossfade.graph.collectives import Collective, Kind
 from crossfade.graph.passes import Numerics, Outcome, Pass, PassResult, Verdict
 from crossfade.graph.program import Program
-from crossfade.graph.splice import splice
+from crossfade.graph.splice import insert_call, splice
 
 
 @dataclass(frozen=True)
@@ -74,36 +77,48 @@ class LowerAllGathers(Pass):
 
 def _lower(program: Program, one: Collective) -> None:
     """Gather into new memory; the node stays what it was called, for those who look it up in the plan's verdicts."""
-    ranks = _ranks(one)
-
-    def prepare(value: Tensor) -> tuple[Tensor, Tensor]:
-        return collectives.memory_for_gather(value, ranks), value.contiguous()
-
-    memory, value = splice(program, prepare, *one.inputs, before=one.node, like=one.node)
+    memory, source = _prepared(program, one, one.inputs[0])
     one.node.target = collectives.GATHER_INTO
-    one.node.args, one.node.kwargs = (value, ranks, one.group), {"out": memory}
+    one.node.args, one.node.kwargs = (source, one.group_size, one.group), {"out": memory}
 
 
 def _take_apart(program: Program, one: Collective) -> None:
     """Gather each tensor of a list by itself, all started together."""
-    ranks, group = _ranks(one), one.group
-
-    def start(*values: Tensor) -> list[Tensor]:
-        return [_started(value, ranks, group) for value in values]
-
-    started = splice(program, start, *one.inputs, before=one.node, like=one.node)
+    started = [_started(program, one, value) for value in one.inputs]
     for element in one.results:
         element.replace_all_uses_with(started[element.args[1]])  # type: ignore[index]
         program.graph.erase_node(element)
     program.graph.erase_node(one.node)
 
 
-def _ranks(one: Collective) -> int:
-    assert one.group_size is not None  # every all-gather says it
-    return one.group_size
+def _started(program: Program, one: Collective, value: fx.Node) -> fx.Node:
+    if value.meta["val"].is_complex():
+        return _call(program, one, collectives.GATHER, value, one.group_size, one.group)
+    memory, source = _prepared(program, one, value)
+    return _call(program, one, collectives.GATHER_INTO, source, one.group_size, one.group, out=memory)
 
 
-def _started(value: Tensor, ranks: int, group: str) -> Tensor:
-    if value.is_complex():
-        return collectives.all_gather(value, ranks, group)
-    return collectives.all_gather_into(collectives.memory_for_gather(value, ranks), value.contiguous(), ranks, group)
+def _prepared(program: Program, one: Collective, value: fx.Node) -> tuple[fx.Node, fx.Node]:
+    """Memory for what is gathered, and what to gather, one element behind the other."""
+    like = value.meta["val"]
+    kind = {"dtype": like.dtype, "device": like.device}
+    memory = _call(program, one, torch.ops.aten.empty.memory_format, _gathered_sizes(program, one, value), **kind)
+    if like.is_contiguous():
+        return memory, value
+    return memory, splice(program, Tensor.contiguous, value, before=one.node, like=one.node)
+
+
+def _gathered_sizes(program: Program, one: Collective, value: fx.Node) -> list[Any]:
+    """Numbers, or nodes where sizes are not known before it runs. Else nothing but the gather uses `value`, as is asked
+    for of what is packed into memory kept from step to step."""
+    sizes: list[Any] = [
+        _call(program, one, torch.ops.aten.sym_size.int, value, dim) if isinstance(size, torch.SymInt) else size
+        for dim, size in enumerate(value.meta["val"].shape)
+    ]
+    rows, *others = sizes
+    ranks = one.group_size
+    return [_call(program, one, operator.mul, rows, ranks) if isinstance(rows, fx.Node) else rows * ranks, *others]
+
+
+def _call(program: Program, one: Collective, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+    return insert_call(program, target, *args, before=one.node, like=one.node, **kwargs)

@@ -322,7 +322,7 @@ class _Axis:
         start: dict[Kind, Callable[[Tensor], Tensor]] = {
             Kind.ALL_REDUCE: lambda value: collectives.all_reduce(value, "sum", name),
             Kind.ALL_GATHER: lambda value: collectives.all_gather_into(
-                collectives.memory_for_gather(value, ranks), value, ranks, name
+                value.new_empty(ranks * len(value), *value.shape[1:]), value, ranks, name
             ),
             Kind.REDUCE_SCATTER: lambda value: collectives.reduce_scatter(value, "sum", ranks, name),
             Kind.ALL_TO_ALL: lambda value: collectives.all_to_all(value, ranks, name),

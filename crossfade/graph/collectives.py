@@ -71,8 +71,8 @@ def _spellings() -> dict[Any, _Spelling]:
 _SPELLINGS = _spellings()
 _WAIT = _ops.wait_tensor.default
 
-GATHER_INTO = _ops.all_gather_into_tensor_out.default
-"""The op of `all_gather_into`."""
+GATHER, GATHER_INTO = _ops.all_gather_into_tensor.default, _ops.all_gather_into_tensor_out.default
+"""The ops of `all_gather` and `all_gather_into`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -274,12 +274,6 @@ def all_reduce(tensor: Tensor, reduce_op: str, group: str) -> Tensor:
 def all_gather(tensor: Tensor, group_size: int, group: str) -> Tensor:
     """Start an all-gather along dim 0."""
     return _ops.all_gather_into_tensor(tensor, group_size, group)
-
-
-def memory_for_gather(tensor: Tensor, group_size: int) -> Tensor:
-    """Memory for what `all_gather_into` gathers; no `new_empty`, which in a graph would be a user of the tensor."""
-    shape = (group_size * tensor.shape[0], *tensor.shape[1:])
-    return torch.ops.aten.empty.memory_format(shape, dtype=tensor.dtype, device=tensor.device)
 
 
 def all_gather_into(out: Tensor, tensor: Tensor, group_size: int, group: str) -> Tensor:
