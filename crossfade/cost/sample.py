@@ -115,6 +115,12 @@ def made_up(like: Tensor) -> Tensor:
     return memory.as_strided(described_like.sizes, described_like.strides)
 
 
+def written_over(tensor: Tensor) -> Tensor:
+    """A tensor with one such number everywhere: memory that was never written may be none, and is read for nothing."""
+    floating = tensor.is_floating_point() or tensor.is_complex()
+    return tensor.fill_(0.75 if floating else int(tensor.dtype is torch.bool))
+
+
 def _extent(like: Described) -> int:
     """Elements of memory from the first to the last."""
     if 0 in like.sizes:

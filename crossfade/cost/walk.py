@@ -18,7 +18,7 @@ from typing import Any
 from torch import Tensor, fx
 
 from crossfade.cost.keys import described
-from crossfade.cost.sample import Memory, made_up
+from crossfade.cost.sample import Memory, made_up, written_over
 from crossfade.graph import collectives
 from crossfade.graph.effects import alias_roots, written_inputs
 from crossfade.graph.program import Program, tensor_bytes
@@ -130,7 +130,9 @@ class Walk:
 
     def _arrived(self, node: fx.Node, values: Mapping[fx.Node, Any]) -> Any:
         """The memory that a collective writes if that is an argument, else new memory, just written."""
-        value = node.meta.get("val")
+        value, started = node.meta.get("val"), collectives.view(node)
+        if started is not None and started.out is not None:
+            return written_over(values[started.out])
         for one in node.all_input_nodes:
             if self._roots[one] is self._roots[node] and _fits(values[one], value):
                 return values[one]

@@ -121,6 +121,25 @@ def test_what_travels_arrives_where_it_should() -> None:
     assert walk.seconds([named(program, "y"), named(program, "z")]) is not None
 
 
+def test_what_arrives_in_memory_that_was_given_is_written_there() -> None:
+    program = program_of(
+        """
+        x: f32[4] = input("x")
+        m: f32[8] = aten.empty.memory_format([8])
+        g: f32[8] = c10d.all_gather_into_tensor_out(x, 2, "dp", out=m)
+        w: f32[8] = c10d.wait_tensor(g)
+        y: f32[8] = aten.neg(w)
+        return output("y", y)
+        """
+    )
+    memory = torch.full((8,), float("nan"))
+    given: list[Tensor] = []
+    functions = {named(program, "m"): lambda *_: memory, named(program, "y"): given.append}
+    assert Walk(program, functions, Memory(2**10)).round(EVER)
+    assert given[0] is memory
+    assert given[0].tolist() == [0.75] * 8
+
+
 def test_elements_and_untimed_operators_have_values() -> None:
     program = program_of(
         """
