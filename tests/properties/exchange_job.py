@@ -56,7 +56,7 @@ def run_alone_and_together(numbers: list[int], ranks: int) -> dict[str, Any]:
         label = " ".join(one.name for one in variant)
         done = run_passes(program, [*variant, safe], keep_text=False)
         seen[label] = launches(done)
-        if not any(record.changed for record in done.history):
+        if not any(record.changed for record in done.history[: len(variant)]):
             continue
         found = Executable(done, names)([value.clone() for value in given])
         same = [torch.equal(a, b) and a.dtype == b.dtype for a, b in zip(expected, found, strict=True)]
