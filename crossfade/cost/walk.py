@@ -60,6 +60,8 @@ class Walk:
         self._sharing = _sharing(program, self._roots)
         self.functions = {node: one for node, one in functions.items() if writes[node].isdisjoint(self._sharing)}
         self._samples: dict[fx.Node, list[float]] = {node: [] for node in self.functions}
+        self._totals: list[float] = []
+        self._usual = 1.0
         self._ends = _last_uses(program)
         self._inputs = {node: self._input(node) for node in program.placeholders}
 
@@ -72,49 +74,61 @@ class Walk:
         """Go through the program a few times, as far as there is time."""
         for _ in range(_MOST_ROUNDS):
             if not self.round(deadline):
-                return
+                break
+        medians = sum(statistics.median(found) for found in self._samples.values() if found)
+        if self._totals and medians:
+            self._usual = statistics.median(self._totals) / medians
 
     def round(self, deadline: float) -> bool:
         """Go through the program once; False if the time was over before the end."""
         values: dict[fx.Node, Any] = dict(self._inputs)
+        total = 0.0
         for node in self.program.graph.nodes:
             if node.op == "output":
+                self._totals.append(total)
                 return True
             if time.perf_counter() > deadline:
                 return False
             if node in self.functions:
-                self._call(node, values)
+                total += self._call(node, values)
                 continue
             if node.users and node not in values:
                 values[node] = self._untimed(node, values)
             for one in self._ends.get(node, ()):
                 values.pop(one, None)
-        return True
+        raise AssertionError("every program ends in its output")
 
     def seconds(self, nodes: list[fx.Node]) -> float | None:
-        """The mean of some nodes' medians; None of nodes that were never reached."""
-        medians = [statistics.median(found) for node in nodes if (found := self._samples.get(node))]
-        return statistics.fmean(medians) if medians else None
+        """The mean of some nodes' medians; None of nodes that were never reached.
 
-    def _call(self, node: fx.Node, values: dict[fx.Node, Any]) -> None:
+        After `rounds`, times as much as a usual round took longer than all medians together: each operator takes
+        longer now and then, and in every round some do.
+        """
+        medians = [statistics.median(found) for node in nodes if (found := self._samples.get(node))]
+        return statistics.fmean(medians) * self._usual if medians else None
+
+    def _call(self, node: fx.Node, values: dict[fx.Node, Any]) -> float:
         """Call and free what is used for the last time, both of which a step must do; note the seconds."""
         function, dying = self.functions[node], [values[one] for one in self._ends.get(node, ())]
         args, kwargs = _arguments(node, values)
         for one in self._ends.get(node, ()):
             del values[one]
         result: Any = None
+        seconds = 0.0
         try:
             start = time.perf_counter()
             result = function(*args, **kwargs)
             del args, kwargs
             dying.clear()
-            self._samples[node].append(time.perf_counter() - start)
+            seconds = time.perf_counter() - start
+            self._samples[node].append(seconds)
         except Exception as error:  # whatever an operator raises on made-up data is its own affair, and is told
             self.failed[node] = error.with_traceback(None)  # which would hold the round's values
             del self.functions[node]
         if node.users:
             kept = node not in self._sharing and _fits(result, node.meta.get("val"))
             values[node] = result if kept else self._made_up(node)
+        return seconds
 
     def _untimed(self, node: fx.Node, values: Mapping[fx.Node, Any]) -> Any:
         """What a node gives that is not timed: an element of a list, what has arrived, or something like it."""

@@ -175,6 +175,28 @@ def test_what_raises_is_noted_and_not_called_again() -> None:
     assert "c" in watched.given  # on something made up
 
 
+def test_what_now_and_then_takes_longer_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    program = program_of(CHAIN)
+    clock = [0.0]
+    monkeypatch.setattr(walk_module, "_MOST_ROUNDS", 3)
+    monkeypatch.setattr(walk_module.time, "perf_counter", lambda: clock[0])
+
+    def slow_in(slow_round: int) -> Any:
+        calls: list[float] = []
+
+        def call(value: Tensor) -> Tensor:
+            calls.append(10.0 if len(calls) == slow_round else 1.0)
+            clock[0] += calls[-1]
+            return torch.neg(value)
+
+        return call
+
+    nodes = [named(program, name) for name in "abc"]
+    walk = Walk(program, {node: slow_in(index) for index, node in enumerate(nodes)}, Memory(2**10))
+    walk.rounds(EVER)
+    assert walk.seconds(nodes) == 4.0  # a third of each round's 12
+
+
 def test_no_time_is_told() -> None:
     program = program_of(CHAIN)
     walk = Walk(program, Watched(program).functions, Memory(2**10))
