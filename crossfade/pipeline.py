@@ -205,7 +205,8 @@ def optimization(
     machine: Machine | None = None,
     groups: Mapping[str, int] | None = None,
 ) -> Pipeline:
-    """What `optimize` runs over a graph that already has collectives, among groups of these sizes.
+    """What `optimize` runs over a graph that already has collectives, among groups of these sizes; along a group whose
+    size is not given, exchanges go in pieces as if there were no machine.
 
     >>> optimization({"dp": "gloo"}).without("reorder-for-locality", "bucket-all-gathers")[-2]
     LowerReduceScatters(groups=('dp',), piece_mb=1.0)

@@ -55,13 +55,13 @@ class LowerAllGathers(Pass):
         """Lower each all-gather of the groups named."""
         verdicts = []
         for one in collectives.find(program.graph):
-            if one.kind is not Kind.ALL_GATHER or one.out is not None:
+            if one.kind is not Kind.ALL_GATHER:
                 continue
             if (reason := self._reason_against(one)) is not None:
                 verdicts.append(Verdict.of(one.node, Outcome.LEFT, reason, bytes=one.bytes))
                 continue
             reason = "its group's backend is safe only with memory that it is given"
-            detail = f"{len(one.inputs)} single ones" if one.coalesced else ""
+            detail = _detail(one) if one.coalesced else ""
             verdicts.append(Verdict.of(one.node, Outcome.REPLACED, reason, detail=detail, bytes=one.bytes))
             (_take_apart if one.coalesced else _lower)(program, one)
         lowered = sum(verdict.outcome is Outcome.REPLACED for verdict in verdicts)
@@ -70,6 +70,8 @@ class LowerAllGathers(Pass):
     def _reason_against(self, one: Collective) -> str | None:
         if one.group not in self.groups:
             return "its group's backend gathers safely"
+        if one.out is not None:
+            return "it is told where to gather already"
         if not one.coalesced and one.dtype.is_complex:
             return "complex numbers are gathered as lists only"
         return None
@@ -89,6 +91,11 @@ def _take_apart(program: Program, one: Collective) -> None:
         element.replace_all_uses_with(started[element.args[1]])  # type: ignore[index]
         program.graph.erase_node(element)
     program.graph.erase_node(one.node)
+
+
+def _detail(one: Collective) -> str:
+    lists = sum(value.meta["val"].is_complex() for value in one.inputs)
+    return f"{len(one.inputs)} single ones" + (f", {lists} of complex numbers still as lists" if lists else "")
 
 
 def _started(program: Program, one: Collective, value: fx.Node) -> fx.Node:

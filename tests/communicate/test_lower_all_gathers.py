@@ -10,6 +10,7 @@ import pytest
 from on_ranks import differences
 
 from crossfade.communicate.lower_all_gathers import LowerAllGathers
+from crossfade.graph import collectives
 from crossfade.graph.passes import run_passes
 from crossfade.graph.program import Program
 from crossfade.graph.text import parse
@@ -70,6 +71,22 @@ def test_complex_numbers_keep_theirs() -> None:
     assert verdicts(lowered(SINGLE.replace("f32", "c64"))) == [
         "g: left alone: complex numbers are gathered as lists only"
     ]
+
+
+def test_a_second_time_there_is_nothing_to_do() -> None:
+    again = run_passes(lowered(SINGLE), [LowerAllGathers()])
+    assert not again.history[-1].changed
+    assert [str(one) for one in again.history[-1].verdicts] == ["g: left alone: it is told where to gather already"]
+
+
+def test_complex_numbers_among_others_are_named() -> None:
+    lines = BOTH.replace("x: f32[3, 2]", "x: c64[3, 2]").replace("f32[2, 3] = aten.t", "c64[2, 3] = aten.t")
+    lines = lines.replace("c: f32[3, 2] = aten.neg(x)", 'c: f32[3, 2] = input("c")')
+    lines = lines.replace("f32[4, 3]", "c64[4, 3]")
+    done = lowered(lines)
+    (verdict,) = verdicts(done)
+    assert verdict.endswith("2 single ones, 1 of complex numbers still as lists")
+    assert [one.out is not None for one in collectives.find(done.graph)] == [True, False]
 
 
 def test_what_is_packed_for_a_gather_keeps_its_memory() -> None:

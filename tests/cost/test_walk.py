@@ -272,16 +272,19 @@ def test_what_is_held_longest_shares_memory_where_too_much_is_and_is_not_written
     assert set(watched.given) == {"held", "a", "b", "u", "y"}
 
 
-def test_inputs_beyond_the_bound_share_memory_and_are_not_written(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_inputs_beyond_the_bound_are_not_written(monkeypatch: pytest.MonkeyPatch) -> None:
     watched, _ = places(16, monkeypatch)
     assert not {"u", "written"} & set(watched.given)
 
 
-def test_memory_that_is_bounded_is_found_in_a_walk_over_the_nodes() -> None:
+def test_what_to_leave_out_is_found_in_linear_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(walk_module, "_MOST_OWN", 64)  # most of them
+
     def work(count: int) -> Any:
         lines = ['x: f32[4] = input("x")', "e0: f32[4] = aten.exp(x)"]
         lines += [f"e{i}: f32[4] = aten.exp(e{i - 1})" for i in range(1, count)]
-        program = parse("\n".join([*lines, f'return output("y", e{count - 1})']))
+        lines.append(f"c: f32[{4 * count}] = aten.cat([{', '.join(f'e{i}' for i in range(count))}])")
+        program = parse("\n".join([*lines, 'return output("c", c)']))
         return lambda: Walk(program, {}, Memory(2**10))
 
     grows_linearly(work, 200)
