@@ -67,6 +67,6 @@ class Carriers:
         """As small as latency allows; infinite where larger ones are no slower."""
         if self.machine is None:
             return PIECE_MB
-        if self.machine.fabric(axis).piece is None:
+        if self.machine.fabric(axis).links[Kind.ALL_TO_ALL].piece is None:
             return math.inf
         return max(PIECE_MB, self.machine.worthwhile(Kind.ALL_TO_ALL, ranks, axis) / MB)

@@ -5,7 +5,8 @@ What is measured, each time on all ranks at once and counted by the slowest:
 - Collectives, as programs run them: started by the asynchronous functional operators and waited for, one alone up to
   the size of a piece (1 MB), larger ones as pieces of that size started together. Bandwidth and latency are fitted to
   the medians, see `fitted`. A reduce-scatter is the backend's own.
-- Pieces: 8 MB gathered and all-reduced in one, in two, four and eight: the largest piece that is nearly as fast as any.
+- Pieces: 8 MB all-reduced, gathered and exchanged in one, in two, four and eight: the largest piece that is nearly as
+  fast as any.
 - Launch: the time in which a start of a small collective returns.
 - Arithmetic: square matrix products of growing size until one takes a few milliseconds.
 - Memory: additions of two tensors of 4 MB into a third, rotating through 64 MB and more.
@@ -17,6 +18,7 @@ Nothing here can hang: a rank that stays away lets the others' collectives fail 
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
 import statistics
@@ -41,9 +43,11 @@ SIZES = (2**12, 2**16, 2**18, MB, 4 * MB, 16 * MB)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _PIECE_BYTES = MB
 _PIECES = (MB, 2 * MB, 4 * MB, 8 * MB)
+_CUT = (Kind.ALL_REDUCE, Kind.ALL_GATHER, Kind.ALL_TO_ALL)
 _NEARLY = 1.08
 _MOST_IN_FLIGHT = 256 * MB
 _LEAST_REPEATS, _MOST_REPEATS = 3, 50
+_LEAST_ROUNDS = 5
 _PRODUCT_SECONDS = 5e-3
 
 
@@ -91,10 +95,9 @@ def rows(machine: Machine) -> list[tuple[str, str, str, str]]:
     lines = []
     for axis, fabric in machine.fabrics.items():
         for kind, link in fabric.links.items():
-            lines.append((str(kind), axis, _microseconds(link.latency), _rate(link.bandwidth, "B/s")))
+            pieces = "" if link.piece is None else f", in pieces of {link.piece / MB:g} MB"
+            lines.append((str(kind), axis, _microseconds(link.latency), _rate(link.bandwidth, "B/s") + pieces))
         slower = f"computation {fabric.slows_compute:.0%} slower meanwhile"
-        if fabric.piece is not None:
-            lines.append(("pieces", axis, "", f"of {fabric.piece / MB:g} MB are fastest"))
         lines.append(("launch", axis, _microseconds(fabric.launch), slower))
     lines += [("matrix product", dtype, "", _rate(rate, "FLOP/s")) for dtype, rate in machine.flops.items()]
     lines.append(("memory", machine.device, "", _rate(machine.memory_bandwidth, "B/s")))
@@ -260,7 +263,7 @@ class _Calibration:
         axis = _Axis(self, group)
         links = {kind: axis.link(kind) for kind in Kind}
         slows = axis.slows_compute(links[Kind.ALL_REDUCE])
-        return Fabric(links, launch=axis.launch(), slows_compute=slows, piece=axis.piece())
+        return Fabric(links, launch=axis.launch(), slows_compute=slows)
 
 
 @dataclass(frozen=True)
@@ -282,20 +285,23 @@ class _Axis:
             size = sum(self._larger_side(kind, one) for one in inputs)
             points.append((len(inputs), bytes_sent(kind, size, self.ranks), self._travel(kind, inputs, share)))
         hops = (self.ranks - 1).bit_length()  # the steps that Link counts a latency for
-        return fitted([(hops * count, sent, seconds) for count, sent, seconds in points])
+        found = fitted([(hops * count, sent, seconds) for count, sent, seconds in points])
+        return dataclasses.replace(found, piece=self._piece(kind)) if kind in _CUT else found
 
-    def piece(self) -> int | None:
+    def _piece(self, kind: Kind) -> int | None:
         """The largest piece that carries much data about as fast as any does; None if that is all of it in one."""
-        fast = [self._piece(kind) for kind in (Kind.ALL_GATHER, Kind.ALL_REDUCE)]
-        return None if min(fast) == _PIECES[-1] else min(fast)
+        took = self._in_turns(kind, [self._inputs(kind, _PIECES[-1], piece) for piece in _PIECES])
+        fast = [piece for piece, seconds in zip(_PIECES, took, strict=True) if seconds <= min(took) * _NEARLY]
+        return None if fast[-1] == _PIECES[-1] else fast[-1]
 
-    def _piece(self, kind: Kind) -> int:
-        seconds = {}
-        for piece in _PIECES:
-            inputs = self._inputs(kind, _PIECES[-1], piece)
-            seconds[piece] = self._travel(kind, inputs, self.calibration.seconds / 40)
-        least = min(seconds.values())
-        return max(piece for piece, took in seconds.items() if took <= least * _NEARLY)
+    def _in_turns(self, kind: Kind, choices: Sequence[list[Tensor]]) -> list[float]:
+        """Median seconds of each choice of inputs, all once in every round: what disturbs a while disturbs them all."""
+
+        def one_round() -> list[float]:
+            return self.calibration.ranks.slowest(self._once(kind, inputs) for inputs in choices)
+
+        repeats = max(_LEAST_ROUNDS, _repeats(self.calibration.seconds / 10, sum(one_round())))
+        return [statistics.median(each) for each in zip(*(one_round() for _ in range(repeats)), strict=True)]
 
     def _inputs(self, kind: Kind, size: int, piece: int = _PIECE_BYTES) -> list[Tensor]:
         """Tensors for a collective whose larger side has about `size` bytes, one for each piece."""
@@ -387,7 +393,7 @@ def fitted(points: Sequence[tuple[float, float, float]]) -> Link:
     Neither can be negative; where more bytes took less time, the most bytes alone tell the bandwidth.
 
     >>> fitted([(1, 1000, 0.002), (1, 10_000, 0.011), (4, 400_000, 0.404)])
-    Link(latency=0.001, bandwidth=1000000.0)
+    Link(latency=0.001, bandwidth=1000000.0, piece=None)
     """
     aa, ab, bb = (sum(x[i] * x[j] for x in points) for i, j in ((0, 0), (0, 1), (1, 1)))
     at, bt = sum(x[0] * x[2] for x in points), sum(x[1] * x[2] for x in points)

@@ -35,11 +35,14 @@ class Link:
     """What one kind of collective costs: seconds before the first byte between two ranks, and bytes a second.
 
     `bandwidth` counts what one rank sends, as a perfect algorithm would: a collective among many ranks is told by the
-    same number as one between two, and a backend that sends more than it need not shows as a lower bandwidth.
+    same number as one between two, and a backend that sends more than it need not shows as a lower bandwidth. `piece`
+    is the number of bytes beyond which one collective is slower than several of that size in flight together; None if
+    it never is.
     """
 
     latency: float
     bandwidth: float
+    piece: int | None = None
 
     def seconds(self, kind: Kind, size: int, ranks: int) -> float:
         """Seconds that a collective takes alone, for the bytes of its larger side.
@@ -69,15 +72,12 @@ class Fabric:
     """What communication along one mesh axis costs.
 
     `links` has one entry for each kind of collective. `launch` is the time that starting one takes on the computing
-    thread or stream. While a collective travels, computation takes `1 + slows_compute` times as long. `piece` is the
-    number of bytes beyond which one collective is slower than several of that size in flight together; None if it
-    never is.
+    thread or stream. While a collective travels, computation takes `1 + slows_compute` times as long.
     """
 
     links: Mapping[Kind, Link]
     launch: float = 0.0
     slows_compute: float = 0.0
-    piece: int | None = None
 
 
 @dataclass(frozen=True, repr=False)
@@ -135,7 +135,7 @@ class Machine:
     def worthwhile(self, kind: Kind, ranks: int, axis: str = ANY_AXIS) -> float:
         """The least bytes to send at once where there are more: latency is then `LATENCY_SHARE` of the travel.
 
-        >>> fabric = Fabric(dict.fromkeys(Kind, Link(latency=1e-3, bandwidth=1e9)), piece=2**20)
+        >>> fabric = Fabric(dict.fromkeys(Kind, Link(latency=1e-3, bandwidth=1e9)))
         >>> machine = Machine("two desktops", {"*": fabric}, {"float32": 5e10}, 1e10)
         >>> [round(machine.worthwhile(Kind.ALL_TO_ALL, ranks)) for ranks in (2, 64)]
         [8000000, 24380952]
@@ -146,13 +146,15 @@ class Machine:
         return bytes_worth_latency(link.seconds(kind, 0, ranks), bytes_sent(kind, 1, ranks) / link.bandwidth)
 
     def piece(self, kind: Kind, ranks: int, axis: str = ANY_AXIS) -> float | None:
-        """The most bytes to send at once: the fabric's `piece`, which is measured among few ranks, but no fewer than
+        """The most bytes to send at once: the link's `piece`, which is measured among few ranks, but no fewer than
         are `worthwhile`; None if there is no such limit."""
-        piece = self.fabric(axis).piece
+        piece = self.fabric(axis).links[kind].piece
         return None if piece is None else max(float(piece), self.worthwhile(kind, ranks, axis))
 
     def with_scatters_as_exchanges(self, axes: Collection[str]) -> Machine:
         """This machine where reduce-scatters along some axes are carried out as all-to-alls, as programs on gloo do.
+
+        They may have any size: exchanges are cut into pieces where they are made.
 
         >>> link, slow = Link(1e-4, 1e9), Link(1e-4, 5e8)
         >>> fabric = Fabric({**dict.fromkeys(Kind, link), Kind.REDUCE_SCATTER: slow})
@@ -163,7 +165,8 @@ class Machine:
         changed = {}
         for axis in axes:
             fabric = self.fabric(axis)
-            links = {**fabric.links, Kind.REDUCE_SCATTER: fabric.links[Kind.ALL_TO_ALL]}
+            exchange = dataclasses.replace(fabric.links[Kind.ALL_TO_ALL], piece=None)
+            links = {**fabric.links, Kind.REDUCE_SCATTER: exchange}
             changed[axis] = dataclasses.replace(fabric, links=links)
         return dataclasses.replace(self, fabrics={**self.fabrics, **changed})
 
@@ -251,10 +254,10 @@ def _check(machine: Machine) -> None:
             link = fabric.links[kind]
             _number(link.latency, f"{where}.links.{kind}.latency", least=0)
             _number(link.bandwidth, f"{where}.links.{kind}.bandwidth")
+            if link.piece is not None:
+                _number(link.piece, f"{where}.links.{kind}.piece")
         _number(fabric.launch, f"{where}.launch", least=0)
         _number(fabric.slows_compute, f"{where}.slows_compute", least=0)
-        if fabric.piece is not None:
-            _number(fabric.piece, f"{where}.piece")
     for where in ("name", "device", "source"):
         _text(getattr(machine, where), where)
     for dtype, rate in _mapping(machine.flops, "flops").items():

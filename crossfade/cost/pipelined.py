@@ -126,9 +126,9 @@ class Exchange:
         """Seconds in which so many bytes are read and written by one operator."""
         return size / self.machine.memory_bandwidth + self.machine.overhead
 
-    def fits(self, chunks: int) -> bool:
+    def fits(self, kind: Kind, chunks: int) -> bool:
         """Whether a collective of one of so many pieces is one that its link carries at the speed that it has."""
-        piece = self.machine.fabric(self.axis).piece
+        piece = self.machine.fabric(self.axis).links[kind].piece
         return piece is None or self.bytes / chunks <= piece
 
     def most_chunks(self) -> int:
@@ -270,7 +270,8 @@ def _considered(work: Exchange, kind: Kind, forms: Sequence[str], chunks: Sequen
     would be larger than the pieces in which the machine's links were measured, if there are smaller ones."""
     most = work.most_chunks()
     fitting = [count for count in chunks if count <= most]
-    small = [count for count in fitting if work.fits(count)] or fitting
+    carried_by = Kind.ALL_GATHER if kind is Kind.ALL_GATHER else Kind.ALL_TO_ALL
+    small = [count for count in fitting if work.fits(carried_by, count)] or fitting
     counts = {"symmetric": [1], "chunked": small}
     found = [forecast(work, kind, form, count) for form in forms for count in counts.get(form, fitting)]
     return Forecasts(work.plain(kind), tuple(sorted(found, key=lambda one: one.seconds)))

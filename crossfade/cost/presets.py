@@ -5,6 +5,7 @@ Every number says in its machine's `source` where it comes from: measured, a ven
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 from collections.abc import Mapping
 
@@ -86,7 +87,9 @@ def _gloo_ethernet(name: str, all_reduce: float, slows_compute: float, source: s
     """Gloo over a network: kinds differ as they did when measured at 1 Gbit/s."""
     others = {"all_gather": 114.0 / 113.6, "reduce_scatter": 56.8 / 113.6, "all_to_all": 116.7 / 113.6}
     links = _links(all_reduce, 3e-4, **{kind: all_reduce * share for kind, share in others.items()})
-    fabric = Fabric(links, launch=5e-5, slows_compute=slows_compute, piece=2 * 2**20)
+    for kind in (Kind.ALL_GATHER, Kind.ALL_TO_ALL):
+        links[kind] = dataclasses.replace(links[kind], piece=2 * 2**20)
+    fabric = Fabric(links, launch=5e-5, slows_compute=slows_compute)
     return Machine(name, {ANY_AXIS: fabric}, **_SERVER_CPU, source=f"{source}; {_SERVER_CPU_SOURCE}")  # type: ignore[arg-type]
 
 
@@ -98,7 +101,8 @@ def _ethernet_1gbit() -> Machine:
         "two gloo ranks over links of 1 Gbit/s, measured 2026-11-15: 60.2 MB all-reduced in 530 ms, gathered in 264 "
         "(in pieces of 1 MB), reduce-scattered in 530 (gloo's own moves as much as its all-reduce), exchanged "
         "all-to-all in 258; 389 small all-reduces in flight together took 0.3 ms each beyond their bytes; 90 ms of a "
-        "core for each 60 MB, hence slower computation; a gather of 60 MB in one piece took 411, hence pieces of 2 MB; "
+        "core for each 60 MB, hence slower computation; a gather of 60 MB in one piece took 411, hence pieces of 2 MB, "
+        "assumed of exchanges too; "
         "broadcast is assumed to be as fast as all-reduce",
     )
 

@@ -103,7 +103,7 @@ def test_what_is_packed_for_a_gather_keeps_its_memory() -> None:
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("lines", [BOTH, SINGLE])
+@pytest.mark.parametrize("lines", [BOTH.replace("aten.t(x)", "aten.view(x, [2, 3])"), SINGLE])  # 2.11 gathers no views
 def test_the_same_arrives(ranks: Any, lines: str) -> None:
     compare = functools.partial(differences, whole_numbers=False)
     assert ranks(2).run(compare, textwrap.dedent(lines), LowerAllGathers()) == [[0.0, 0.0]] * 2

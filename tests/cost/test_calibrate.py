@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 import time
+import unittest.mock
 from collections.abc import Callable
 
 import pytest
@@ -53,6 +54,22 @@ def test_ranks_agree_on_a_machine_of_possible_numbers(ranks: Callable[[int], Ran
     assert 0 < fabric.launch < 0.01
     assert 0 < machine.overhead < 1e-3
     assert min(machine.flops.values()) > 1e8
+
+
+def pieces_of_a_slow_gather() -> list[int | None]:
+    """The pieces found where a gather of one input takes twice the bytes' time, and other kinds always the bytes'."""
+
+    def once(_: object, kind: Kind, inputs: list[torch.Tensor]) -> float:
+        slower = 2 if kind is Kind.ALL_GATHER and len(inputs) < 4 else 1
+        return sum(one.nbytes for one in inputs) * slower * 1e-9
+
+    with unittest.mock.patch("crossfade.cost.calibrate._Axis._once", once):
+        links = calibrate("here", {"dp": dist.group.WORLD}, seconds=0.1).fabric("dp").links
+    return [links[kind].piece for kind in (Kind.ALL_REDUCE, Kind.ALL_GATHER, Kind.ALL_TO_ALL)]
+
+
+def test_each_kind_has_its_own_piece(ranks: Callable[[int], Ranks]) -> None:
+    assert ranks(2).run(pieces_of_a_slow_gather) == [[None, 2 * MB, None]] * 2
 
 
 @pytest.mark.models

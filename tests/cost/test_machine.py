@@ -95,6 +95,10 @@ REFUSED: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
         lambda m: m["fabrics"]["*"]["links"]["all_reduce"].update(latency=-1),
         f"found {LINK}.latency = -1; expected a number of at least 0",
     ),
+    "a piece of nothing": (
+        lambda m: m["fabrics"]["*"]["links"]["all_gather"].update(piece=0),
+        "found fabrics.*.links.all_gather.piece = 0; expected a number more than 0",
+    ),
     "zero": (lambda m: m.update(memory_bandwidth=0), "found memory_bandwidth = 0; expected a number more than 0"),
     "not a number": (
         lambda m: m["flops"].update(float32=math.nan),

@@ -153,16 +153,21 @@ def test_pieces_have_enough_rows() -> None:
 
 
 def test_collectives_are_no_larger_than_the_pieces_that_were_measured() -> None:
-    def considered(piece: int | None, chunks: tuple[int, ...]) -> dict[str, list[int]]:
-        fabric = dataclasses.replace(machine().fabric("*"), piece=piece)
-        found = forecast_gather(machine(fabrics={"*": fabric}), "tp", 2, 4000, 1.0, rows=1000, chunks=chunks)
+    forecasts = {Kind.ALL_GATHER: forecast_gather, Kind.ALL_TO_ALL: forecast_scatter}
+
+    def considered(cut: Kind, carrier: Kind, chunks: tuple[int, ...]) -> dict[str, list[int]]:
+        links = machine().fabric("*").links
+        fabric = Fabric({**links, cut: dataclasses.replace(links[cut], piece=1000)})
+        found = forecasts[carrier](machine(fabrics={"*": fabric}), "tp", 2, 4000, 1.0, rows=1000, chunks=chunks)
         return {
             form: sorted(one.chunks for one in found.considered if one.form == form) for form in ("chunked", "ring")
         }
 
-    assert considered(1000, (1, 2, 4, 8)) == {"chunked": [4, 8], "ring": [1, 2, 4, 8]}
-    assert considered(None, (1, 2, 4, 8)) == {"chunked": [1, 2, 4, 8], "ring": [1, 2, 4, 8]}
-    assert considered(1000, (1, 2)) == {"chunked": [1, 2], "ring": [1, 2]}  # nothing smaller was asked for
+    every = (1, 2, 4, 8)
+    for carrier in forecasts:
+        assert considered(carrier, carrier, every) == {"chunked": [4, 8], "ring": [*every]}
+        assert considered(Kind.ALL_REDUCE, carrier, every) == {"chunked": [*every], "ring": [*every]}
+        assert considered(carrier, carrier, (1, 2)) == {"chunked": [1, 2], "ring": [1, 2]}  # none smaller asked for
 
 
 def test_considered_are_all_asked_for_the_fastest_first() -> None:
