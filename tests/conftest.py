@@ -16,7 +16,7 @@ def ranks() -> Iterator[Callable[[int], Ranks]]:
     pools: dict[int, Ranks] = {}
 
     def get(count: int) -> Ranks:
-        return pools.setdefault(count, Ranks(count, timeout=120.0))
+        return pools.setdefault(count, Ranks(count, timeout=120.0, start="forkserver"))
 
     yield get
     for pool in pools.values():

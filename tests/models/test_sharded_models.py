@@ -10,7 +10,8 @@ from tests.models import zoo
 from tests.models.sharded import minimum, shard_on_ranks
 
 CHOSEN = [
-    ("qwen3", "dynamic, decomposed", 4),  # whose heads and sequences are one dim, split in an open number of blocks
+    # Its heads and sequences are one dim, split in an open number of blocks.
+    pytest.param("qwen3", "dynamic, decomposed", 4, marks=pytest.mark.models),
     ("gpt2", "dynamic", 2),
     ("mixtral", "static", 2),
     ("mamba2", "static", 2),

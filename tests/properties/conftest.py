@@ -9,7 +9,7 @@ _COMMON = {
     "print_blob": True,
     "suppress_health_check": [HealthCheck.too_slow, HealthCheck.data_too_large],
 }
-settings.register_profile("ci", max_examples=150, derandomize=True, database=None, **_COMMON)
+settings.register_profile("ci", max_examples=100, derandomize=True, database=None, **_COMMON)
 settings.register_profile("fuzz", max_examples=20_000, **_COMMON)
 
 

@@ -32,7 +32,7 @@ NUMBERS = st.lists(st.integers(0, 999), min_size=24, max_size=120)
 
 
 @pytest.mark.ranks
-@settings(max_examples=300 * TIMES)
+@settings(max_examples=120 * TIMES)
 @given(numbers=NUMBERS)
 def test_on_two_ranks(ranks: Any, numbers: list[int]) -> None:
     check(ranks(2), numbers, 2)

@@ -17,7 +17,7 @@ from tests.models.choice import some
 from tests.ranks.cases import CASES, Trained, batches, start, train_eager, trained
 from tests.ranks.test_training import differences
 
-NAME = "gpt with dropout"
+NAME = "lstm with noise"
 HALF = 5
 
 

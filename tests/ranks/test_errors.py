@@ -322,7 +322,7 @@ def train_until(last: str) -> str:
 @pytest.mark.ranks
 def test_a_rank_that_dies_is_named_with_the_collective() -> None:
     with (
-        cf.Ranks(2, timeout=60) as world,
+        cf.Ranks(2, timeout=60, start="forkserver") as world,
         pytest.raises(RankFailedError, match=r"rank 1 dead \(exit code 7\)") as caught,
     ):
         world.run(_die_and_report)
@@ -338,13 +338,16 @@ def _die_and_report() -> None:
 
 @pytest.mark.ranks
 def test_a_rank_that_raises_is_named() -> None:
-    with cf.Ranks(2, timeout=60) as world, pytest.raises(RankFailedError, match="ValueError: out of data on rank 1"):
+    with (
+        cf.Ranks(2, timeout=60, start="forkserver") as world,
+        pytest.raises(RankFailedError, match="ValueError: out of data on rank 1"),
+    ):
         world.run(train_until, "raises")
 
 
 @pytest.mark.ranks
 def test_a_rank_that_sleeps_ends_the_others_within_the_timeout() -> None:
-    with cf.Ranks(2, timeout=60) as world:
+    with cf.Ranks(2, timeout=60, start="forkserver") as world:
         first, second = world.run(train_until, "sleeps")
     assert second == "slept"
     seconds = int(first.removeprefix("after ").split()[0])
@@ -354,7 +357,7 @@ def test_a_rank_that_sleeps_ends_the_others_within_the_timeout() -> None:
 
 @pytest.mark.ranks
 def test_a_call_that_takes_too_long_ends_all_ranks() -> None:
-    with cf.Ranks(2, timeout=60) as world:
+    with cf.Ranks(2, timeout=60, start="forkserver") as world:
         with pytest.raises(RankFailedError, match="rank 0 still running after 3 s"):
             world.run(time.sleep, 30, timeout=3)
         assert world.run(os.path.basename, "a/b") == ["b", "b"]
@@ -380,7 +383,9 @@ JOBS["one never opens"] = _one_never_opens
 
 @pytest.mark.ranks
 def test_a_rank_that_never_compiles_is_named() -> None:
-    with cf.Ranks(2, timeout=60) as world:  # not the pool: these ranks have lost count of each other
+    with cf.Ranks(
+        2, timeout=60, start="forkserver"
+    ) as world:  # not the pool: these ranks have lost count of each other
         first, second = world.run(on_ranks, "one never opens")
     assert first.startswith("RankFailedError: found rank 1 did not come to compare programs within 2 s")
     assert second == "no error"

@@ -242,7 +242,9 @@ def without_rank_1(forms: list[str]) -> list[str]:
 
 @pytest.mark.ranks
 def test_a_rank_that_takes_no_part_ends_the_others_within_the_timeout() -> None:
-    with cf.Ranks(4, timeout=300) as world:  # not the pool: these ranks have lost count of each other
+    with cf.Ranks(
+        4, timeout=300, start="forkserver"
+    ) as world:  # not the pool: these ranks have lost count of each other
         seen = world.run(without_rank_1, ["chunked", "ring"])
     assert seen[1] == ["absent"] * 4
     for rank in (0, 2, 3):
@@ -258,5 +260,8 @@ def raise_on_rank_1(form: str) -> None:
 
 @pytest.mark.ranks
 def test_a_rank_that_raises_before_is_named() -> None:
-    with cf.Ranks(2, timeout=120) as world, pytest.raises(RankFailedError, match="ValueError: out of data on rank 1"):
+    with (
+        cf.Ranks(2, timeout=120, start="forkserver") as world,
+        pytest.raises(RankFailedError, match="ValueError: out of data on rank 1"),
+    ):
         world.run(raise_on_rank_1, "ring")

@@ -16,16 +16,17 @@ from tests.models.choice import some
 from tests.ranks.cases import batches, start, train_crossfade_on_ranks, train_eager
 from tests.ranks.test_training import differences
 
-NAME = "gpt with dropout"
+NAME = "tied weights"
 
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("machine", some(["ethernet-1gbit", "h100-nvlink-node"], often=["ethernet-1gbit"]))
 @pytest.mark.parametrize("mode", ["replicate", "zero1", "zero2", "zero3"])
-def test_planned_training_equals_one_device(ranks: Any, mode: str, machine: str) -> None:
+@pytest.mark.parametrize("name", some([NAME, "gpt with dropout"], often=[NAME]))
+def test_planned_training_equals_one_device(ranks: Any, name: str, mode: str, machine: str) -> None:
     options = {"data_parallel": mode, "machine": machine}
-    for trained in ranks(2).run(train_crossfade_on_ranks, NAME, 2, options):
-        assert differences(train_eager(NAME), trained, 2e-5, 2e-6) == []
+    for trained in ranks(2).run(train_crossfade_on_ranks, name, 2, options):
+        assert differences(train_eager(name), trained, 2e-5, 2e-6) == []
 
 
 def plan(mode: str, machine: Any, **options: Any) -> cf.Step:
