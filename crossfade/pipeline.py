@@ -142,7 +142,7 @@ def micro_pipeline(
     >>> from crossfade.cost.presets import preset
     >>> micro_pipeline(preset("ethernet-1gbit"))
     compute-before-gathering
-    scatter-between-blocks(machine=Machine('ethernet-1gbit',b35b5a9d))
+    scatter-between-blocks(machine=Machine('ethernet-1gbit',...))
     pipeline-gathers
     pipeline-scatters
     """
