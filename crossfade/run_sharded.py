@@ -39,7 +39,7 @@ def run_folder(folder: Path, inputs: Path, output: Path | None = None, *, timeou
     """
     account = read_account(folder)
     if "TORCHELASTIC_RUN_ID" not in os.environ:
-        with Ranks(account.ranks, timeout=timeout, start="forkserver") as ranks:
+        with Ranks(account.ranks, timeout=timeout) as ranks:
             return ranks.run(_run, str(folder), str(inputs), str(output or ""))[0]
     dist.init_process_group("gloo")
     try:

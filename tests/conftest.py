@@ -12,11 +12,16 @@ from crossfade import Ranks
 
 @pytest.fixture(scope="session")
 def ranks() -> Iterator[Callable[[int], Ranks]]:
-    """A pool of rank processes for each count; a call that hangs is ended after 120 s with all its children."""
+    """A pool of rank processes for each count; a call that hangs is ended after 120 s with all its children.
+
+    Pairs start afresh: only then does every rank hash in its own way, which shows what depends on it.
+    """
     pools: dict[int, Ranks] = {}
 
     def get(count: int) -> Ranks:
-        return pools.setdefault(count, Ranks(count, timeout=120.0, start="forkserver"))
+        if count not in pools:
+            pools[count] = Ranks(count, timeout=120.0, start="spawn" if count == 2 else "forkserver")
+        return pools[count]
 
     yield get
     for pool in pools.values():

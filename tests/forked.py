@@ -10,12 +10,13 @@ import sys
 import time
 from pathlib import Path
 
+from crossfade.run.ranks import PRELOADED
+
 _SERVER = multiprocessing.get_context("forkserver")
-_SERVER.set_forkserver_preload(["crossfade", "torch._dynamo"])  # as the pool of ranks has it, whose server this is
 
 
 def run_script(path: Path, ranks: int, output: Path, timeout: float) -> list[int | None]:
-    """The exit codes of a script on so many ranks of one world, None of one that had to be killed at the timeout.
+    """Exit codes of a script on so many ranks of one world; None of those killed, at the timeout or since one failed.
 
     What the ranks print goes to files in the folder `output`, by number.
     """
@@ -23,16 +24,18 @@ def run_script(path: Path, ranks: int, output: Path, timeout: float) -> list[int
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     world = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(ranks)}
-    processes = [
-        _SERVER.Process(target=_be_rank, args=(path, {**world, "RANK": str(rank)}, output / str(rank)), daemon=True)
-        for rank in range(ranks)
-    ]
-    for process in processes:
-        process.start()
+    _SERVER.set_forkserver_preload(PRELOADED)
+    processes = []
+    for rank in range(ranks):
+        variables = {**world, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+        processes.append(_SERVER.Process(target=_be_rank, args=(path, variables, output / str(rank)), daemon=True))
+        processes[-1].start()
     deadline = time.monotonic() + timeout
-    for process in processes:
-        process.join(max(0.0, deadline - time.monotonic()))
-    codes = [process.exitcode for process in processes]
+    while time.monotonic() < deadline:
+        codes = [process.exitcode for process in processes]
+        if None not in codes or any(codes):
+            break
+        time.sleep(0.05)
     for process in processes:
         process.kill()
         process.join()

@@ -37,7 +37,7 @@ class Link:
     `bandwidth` counts what one rank sends, as a perfect algorithm would: a collective among many ranks is told by the
     same number as one between two, and a backend that sends more than it need not shows as a lower bandwidth. `piece`
     is the number of bytes beyond which one collective is slower than several of that size in flight together; None if
-    it never is.
+    it never is, or was not measured.
     """
 
     latency: float
@@ -235,7 +235,9 @@ def _record(kind: Any, plain: Any, where: str) -> dict[str, Any]:
     wanted = {one.name: one for one in dataclasses.fields(kind) if one.init}
     for name in _mapping(plain, where):
         if name not in wanted:
-            raise MachineError(f"{where}.{name}", expected=f"only {', '.join(wanted)}", remedy="correct or remove it")
+            raise MachineError(
+                f"{where}.{name}", expected=f"only {', '.join(wanted)}", remedy="correct it, or calibrate anew"
+            )
     for name, one in wanted.items():
         if name not in plain and one.default is dataclasses.MISSING:
             raise MachineError(f"no {where}.{name}", expected="every field", remedy="add it, or calibrate anew")

@@ -127,9 +127,13 @@ class Exchange:
         return size / self.machine.memory_bandwidth + self.machine.overhead
 
     def fits(self, kind: Kind, chunks: int) -> bool:
-        """Whether a collective of one of so many pieces is one that its link carries at the speed that it has."""
-        piece = self.machine.fabric(self.axis).links[kind].piece
-        return piece is None or self.bytes / chunks <= piece
+        """Whether a collective of one of so many pieces is one that its link carries at the speed that it has.
+
+        All of them are all-to-alls on gloo, and gathers are gathers elsewhere: the smaller piece of the two counts.
+        """
+        links = self.machine.fabric(self.axis).links
+        pieces = [links[Kind.ALL_TO_ALL].piece] + ([links[kind].piece] if kind is Kind.ALL_GATHER else [])
+        return all(piece is None or self.bytes / chunks <= piece for piece in pieces)
 
     def most_chunks(self) -> int:
         """Into how many pieces a block may be cut."""
@@ -270,8 +274,7 @@ def _considered(work: Exchange, kind: Kind, forms: Sequence[str], chunks: Sequen
     would be larger than the pieces in which the machine's links were measured, if there are smaller ones."""
     most = work.most_chunks()
     fitting = [count for count in chunks if count <= most]
-    carried_by = Kind.ALL_GATHER if kind is Kind.ALL_GATHER else Kind.ALL_TO_ALL
-    small = [count for count in fitting if work.fits(carried_by, count)] or fitting
+    small = [count for count in fitting if work.fits(kind, count)] or fitting
     counts = {"symmetric": [1], "chunked": small}
     found = [forecast(work, kind, form, count) for form in forms for count in counts.get(form, fitting)]
     return Forecasts(work.plain(kind), tuple(sorted(found, key=lambda one: one.seconds)))

@@ -114,7 +114,7 @@ def _ethernet_10gbit() -> Machine:
         1.0,
         f"gloo over 10 Gbit/s: the wire would carry {10 * GBIT * _TCP_SHARE / GB:.2f} GB/s, but gloo takes 90 ms of a "
         "core for each 60 MB (measured at 1 Gbit/s), so that one core a rank carries 0.67 GB/s: assumed to be the "
-        "limit, and to take half of a core that also computes; ratios of kinds and latency as measured at 1 Gbit/s",
+        "limit, and to take half of a core that also computes; ratios of kinds, latency and pieces as at 1 Gbit/s",
     )
 
 

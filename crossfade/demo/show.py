@@ -25,7 +25,7 @@ DDP_BUCKETS_MB = (1.0, 4.0)
 def run(*, ranks: int, steps: int, size: str, folder: Path, console: Console) -> Report:
     """Train the same small GPT in every way, print the table, and write the report into `folder`."""
     console.print(f"Training a small GPT ({size}) on {ranks} local ranks, {steps} steps of each contender in turn.")
-    with Ranks(ranks, timeout=600, start="forkserver") as world:
+    with Ranks(ranks, timeout=600) as world:
         measured, report = world.run(work, size, steps)[0]
     report = report.with_table(times_table(measured)).with_table(losses_table(measured))
     report.show(console)

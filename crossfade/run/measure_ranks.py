@@ -15,7 +15,7 @@ from crossfade.run.ranks import Ranks
 def measure_ranks(name: str, count: int, seconds: float) -> Machine | None:
     """Measure; under torchrun the result is the first rank's, None on the others."""
     if "TORCHELASTIC_RUN_ID" not in os.environ:
-        with Ranks(count, timeout=60.0 + 10 * seconds, start="forkserver") as ranks:
+        with Ranks(count, timeout=60.0 + 10 * seconds) as ranks:
             return Machine.from_json(ranks.run(_measured, name, seconds)[0])
     torch.set_num_threads(1)
     dist.init_process_group("gloo")

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from crossfade.errors import CrossfadeError, RankFailedError
 
-_IMPORTED = ["crossfade", "torch._dynamo"]
+PRELOADED = ["crossfade", "torch._dynamo"]
 """What a fork server imports: torch's tracing brings in the compiler's front end."""
 _GRACE_SECONDS = 3.0
 """How long the other ranks may take to say what they saw, after one failed, before they are ended."""
@@ -28,7 +28,8 @@ class Ranks:
     `run(function, *args)` calls `function(*args)` on every rank and returns the results in rank order. If a rank
     raises, dies, or exceeds `timeout` seconds, all are ended and `RankFailedError` names it. `threads` is the number of
     torch threads of each rank. `start` is how processes start: `"spawn"`, each afresh, or `"forkserver"`, as copies of
-    one process that has imported torch and nothing else, which saves every rank the seconds that takes.
+    one process that has imported Crossfade, which saves every rank the seconds that takes. Copies hash alike, print to
+    where that process prints, and know of variables that are read at import what it knew; it ends with its last rank.
 
         >>> with Ranks(2) as ranks:
         ...     ranks.run(os.path.join, "a", "b")
@@ -44,6 +45,11 @@ class Ranks:
         backend: str = "gloo",
         start: Literal["spawn", "forkserver"] = "spawn",
     ) -> None:
+        possible = [one for one in multiprocessing.get_all_start_methods() if one != "fork"]
+        if start not in possible:
+            raise RankFailedError(
+                f"start={start!r}", expected=f"one of {', '.join(possible)} on this system", remedy="take one of them"
+            )
         self.count, self.threads, self.timeout, self.backend, self.start = count, threads, timeout, backend, start
         self._processes: list[Any] = []
         self._pipes: list[Connection] = []
@@ -78,7 +84,8 @@ class Ranks:
         if self._processes:
             return
         context: Any = multiprocessing.get_context(self.start)
-        context.set_forkserver_preload(_IMPORTED)
+        if self.start == "forkserver":
+            context.set_forkserver_preload(PRELOADED)
         # The store lives here, not on a rank: it must answer when any of them has died.
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         for rank in range(self.count):
@@ -157,6 +164,7 @@ def _serve(
     """The life of one rank process: meet the others, then run what is sent until told to stop."""
     os.environ.clear()  # of a fork server's, as they were when it started
     os.environ.update(variables)
+    torch.seed()  # copies of one process would draw alike
     torch.set_num_threads(threads)
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
     dist.init_process_group(backend, store=store, rank=rank, world_size=count)

@@ -87,6 +87,10 @@ REFUSED: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
         lambda m: m.update(speed=1),
         "found machine.speed; expected only name, fabrics, flops, memory_bandwidth, overhead, device, memory, source",
     ),
+    "a piece of all kinds": (
+        lambda m: m["fabrics"]["*"].update(piece=None),
+        "found fabrics.*.piece; expected only links, launch, slows_compute. Remedy: correct it, or calibrate anew.",
+    ),
     "unknown kind": (
         lambda m: m["fabrics"]["*"]["links"].update(scan={}),
         "found fabrics.*.links.scan; expected one of all_reduce, all_gather, reduce_scatter, all_to_all, broadcast",
