@@ -63,6 +63,14 @@ class Carriers:
         """The megabytes of an exchange's pieces along each axis that is `exchanged`; `groups` has the axes' sizes."""
         return tuple(self._piece_mb(axis, groups.get(axis, 0)) for axis in self.exchanged)
 
+    def gather_pieces(self, groups: Mapping[str, int]) -> tuple[float, ...]:
+        """The megabytes of a gather's pieces along each axis on gloo; infinite where no machine says less is faster."""
+        return tuple(self._gather_piece_mb(axis, groups.get(axis, 0)) for axis in self.on_gloo)
+
+    def _gather_piece_mb(self, axis: str, ranks: int) -> float:
+        piece = None if self.machine is None else self.machine.piece(Kind.ALL_GATHER, ranks, axis)
+        return math.inf if piece is None else piece / MB
+
     def _piece_mb(self, axis: str, ranks: int) -> float:
         """As small as latency allows; infinite where larger ones are no slower."""
         if self.machine is None:

@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -184,20 +185,25 @@ def _cap(kind: Kind, cap: float) -> float | tuple[float, float]:
     return (cap / 4, cap) if kind is Kind.ALL_GATHER else cap
 
 
-def lowering(carriers: Carriers, groups: Mapping[str, int]) -> list[Pass]:
+def lowering(carriers: Carriers, groups: Mapping[str, int], memory_limit: int | None = None) -> list[Pass]:
     """Passes that say things as each group's backend does them best; after bucketing, so that each bucket is one thing.
 
-    `groups` has the sizes of the program's groups.
+    `groups` has the sizes of the program's groups. Within a memory limit gathers stay whole: to put one together needs
+    its memory twice.
 
     >>> [one.spelling for one in lowering(Carriers({"dp": "gloo", "tp": "nccl"}, None), {"dp": 2, "tp": 2})]
     ['lower-averages', 'lower-reduce-scatters', 'lower-all-gathers']
     """
     gloo, exchanged = carriers.on_gloo, carriers.exchanged
     passes: list[Pass] = [LowerAverages(gloo)] if gloo else []
-    pieces = carriers.pieces(groups)
-    piece_mb = pieces[0] if len(set(pieces)) == 1 else pieces
-    passes += [LowerReduceScatters(exchanged, piece_mb)] if exchanged else []
-    return passes + ([LowerAllGathers(gloo)] if gloo else [])
+    passes += [LowerReduceScatters(exchanged, _shortest(carriers.pieces(groups)))] if exchanged else []
+    gathered = math.inf if memory_limit is not None or not gloo else _shortest(carriers.gather_pieces(groups))
+    return passes + ([LowerAllGathers(gloo, gathered)] if gloo else [])
+
+
+def _shortest(pieces: tuple[float, ...]) -> float | tuple[float, ...]:
+    """One number where all are alike."""
+    return pieces[0] if len(set(pieces)) == 1 else pieces
 
 
 def optimization(

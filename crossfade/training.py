@@ -356,9 +356,8 @@ class _StepCompiler:
         seconds = time.perf_counter() - start
         scheduled, measured = self._communicating(before, members)
         grouping = [GroupSmallOperators()] if self.memory_limit is None else []  # what is grouped lives longer
-        program = run_passes(
-            scheduled, [*lowering(self._carriers(), scheduled.groups), PackInPlace(), UpdateInPlace(), *grouping]
-        )
+        lowered = lowering(self._carriers(), scheduled.groups, self.memory_limit)
+        program = run_passes(scheduled, [*lowered, PackInPlace(), UpdateInPlace(), *grouping])
         timeline = self._predicted(program, measured) if measured is not None else None
 
         facts = self._facts(seconds, layout) | copy_kernel(program)

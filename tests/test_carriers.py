@@ -54,6 +54,13 @@ def test_what_is_no_slower_in_one_travels_in_one() -> None:
     assert pieces(Carriers({"dp": "gloo"}, dataclasses.replace(ETHERNET, fabrics={"*": fabric})), 8) == math.inf
 
 
+def test_gathers_on_gloo_are_cut_where_a_machine_says_so() -> None:
+    assert Carriers({"dp": "gloo", "tp": "nccl"}, ETHERNET).gather_pieces({"dp": 2}) == (2.0,)
+    assert Carriers({"dp": "gloo"}, ETHERNET).gather_pieces({"dp": 64})[0] > 4  # latency among many asks for more
+    assert Carriers({"dp": "gloo"}, preset("loopback-gloo")).gather_pieces({"dp": 2}) == (math.inf,)
+    assert Carriers({"dp": "gloo"}, None).gather_pieces({"dp": 2}) == (math.inf,)
+
+
 @pytest.mark.parametrize(
     ("backend", "machine", "exchanged"),
     [

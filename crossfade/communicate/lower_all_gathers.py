@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import operator
 from dataclasses import dataclass
 from typing import Any
@@ -9,11 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from crossfade.communicate.pieces import Megabytes, check_pieces, number_of_pieces
 from crossfade.graph import collectives
 from crossfade.graph.collectives import Collective, Kind
 from crossfade.graph.passes import Numerics, Outcome, Pass, PassResult, Verdict
 from crossfade.graph.program import Program
-from crossfade.graph.splice import insert_call, splice
+from crossfade.graph.splice import Replacements, insert_call, splice
 
 
 @dataclass(frozen=True)
@@ -23,6 +25,10 @@ class LowerAllGathers(Pass):
     Gloo's all-gathers of lists corrupt memory now and then, and torch gathers single tensors as lists of one, unless it
     is told where to: processes abort within some thousand small calls while other groups communicate too (seen on torch
     2.13; it has been doubted since pytorch/pytorch#65231). Complex numbers can be gathered as lists only.
+
+    Over a network large gathers are slower than small ones started together: what is larger than `piece_mb` travels in
+    equal pieces of less, and is put together where it is first waited for; give one number for all groups, or one for
+    each.
 
     Before:
         a: f32[2] = input("a")
@@ -50,22 +56,40 @@ class LowerAllGathers(Pass):
     numerics = Numerics.BITWISE
 
     groups: tuple[str, ...] = ("dp",)
+    piece_mb: Megabytes = math.inf
+
+    def __post_init__(self) -> None:
+        check_pieces(self.name, self.groups, self.piece_mb)
 
     def run(self, program: Program) -> PassResult:
         """Lower each all-gather of the groups named."""
         verdicts = []
-        for one in collectives.find(program.graph):
-            if one.kind is not Kind.ALL_GATHER:
+        replaced = Replacements(program)
+        for node in list(program.graph.nodes):
+            one = collectives.view(node)  # only now: its input may be another one's result, replaced before
+            if one is None or one.kind is not Kind.ALL_GATHER:
                 continue
             if (reason := self._reason_against(one)) is not None:
                 verdicts.append(Verdict.of(one.node, Outcome.LEFT, reason, bytes=one.bytes))
                 continue
             reason = "its group's backend is safe only with memory that it is given"
-            detail = _detail(one) if one.coalesced else ""
+            detail = self._lower(program, one, replaced)
             verdicts.append(Verdict.of(one.node, Outcome.REPLACED, reason, detail=detail, bytes=one.bytes))
-            (_take_apart if one.coalesced else _lower)(program, one)
+        replaced.finish()
         lowered = sum(verdict.outcome is Outcome.REPLACED for verdict in verdicts)
         return PassResult(bool(lowered), {"lowered": lowered, "left": len(verdicts) - lowered}, tuple(verdicts))
+
+    def _lower(self, program: Program, one: Collective, replaced: Replacements) -> str:
+        """Lower one, and say into what if that is more than one."""
+        if one.coalesced:
+            detail = _detail(one)
+            _take_apart(program, one)
+            return detail
+        count = number_of_pieces(one, self.groups, self.piece_mb)
+        if count == 1 or not one.waits:
+            _tell_where(program, one)
+            return ""
+        return f"{_cut(program, one, count, replaced)} pieces"
 
     def _reason_against(self, one: Collective) -> str | None:
         if one.group not in self.groups:
@@ -77,11 +101,31 @@ class LowerAllGathers(Pass):
         return None
 
 
-def _lower(program: Program, one: Collective) -> None:
+def _tell_where(program: Program, one: Collective) -> None:
     """Gather into new memory; the node stays what it was called, for those who look it up in the plan's verdicts."""
     memory, source = _prepared(program, one, one.inputs[0])
     one.node.target = collectives.GATHER_INTO
     one.node.args, one.node.kwargs = (source, one.group_size, one.group), {"out": memory}
+
+
+def _cut(program: Program, one: Collective, count: int, replaced: Replacements) -> int:
+    """Start pieces where the start stood, put them together where its first wait stood; return how many there are."""
+    ranks, shape = one.group_size, list(one.node.meta["val"].shape)
+    assert ranks is not None  # every all-gather says it
+
+    def cut(value: Tensor) -> tuple[Tensor, ...]:
+        return value.contiguous().view(value.numel()).chunk(count)
+
+    def put_together(*started: Tensor) -> Tensor:
+        return torch.cat([collectives.wait(piece).view(ranks, -1) for piece in started], 1).view(shape)
+
+    pieces = splice(program, cut, one.inputs[0], before=one.node, like=one.node)
+    started = [_started(program, one, piece) for piece in pieces]
+    result = splice(program, put_together, *started, before=min(one.waits), like=one.node)
+    for wait in one.waits:
+        replaced.replace(wait, result)
+    replaced.drop(one.node)
+    return len(started)
 
 
 def _take_apart(program: Program, one: Collective) -> None:

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from crossfade.communicate.bucket_plan import MB
-from crossfade.errors import PassError
+from crossfade.communicate.pieces import Megabytes, check_pieces, number_of_pieces
 from crossfade.graph import collectives
 from crossfade.graph.collectives import Collective, Kind
 from crossfade.graph.passes import Numerics, Outcome, Pass, PassResult, Verdict
@@ -54,16 +52,10 @@ class LowerReduceScatters(Pass):
     numerics = Numerics.REASSOCIATES
 
     groups: tuple[str, ...] = ("dp",)
-    piece_mb: float | tuple[float, ...] = PIECE_MB
+    piece_mb: Megabytes = PIECE_MB
 
     def __post_init__(self) -> None:
-        given = self.piece_mb if isinstance(self.piece_mb, tuple) else (self.piece_mb,) * len(self.groups)
-        if len(given) != len(self.groups) or not all(piece > 0 for piece in given):
-            raise PassError(
-                f"{self.name}(piece_mb={self.piece_mb}) for {len(self.groups)} groups",
-                expected="numbers larger than 0, one for all groups or one for each",
-                remedy="pass megabytes a piece",
-            )
+        check_pieces(self.name, self.groups, self.piece_mb)
 
     def run(self, program: Program) -> PassResult:
         """Lower each reduce-scatter of the groups named."""
@@ -76,7 +68,7 @@ class LowerReduceScatters(Pass):
             if (reason := self._reason_against(one)) is not None:
                 verdicts.append(Verdict.of(one.node, Outcome.LEFT, reason, bytes=one.bytes))
                 continue
-            count = _lower(program, one, self._pieces(one), replaced)
+            count = _lower(program, one, number_of_pieces(one, self.groups, self.piece_mb), replaced)
             reason, detail = "exchanged, then reduced where it arrives", f"{count} pieces of all-to-all"
             verdicts.append(Verdict.of(one.node, Outcome.REPLACED, reason, detail=detail, bytes=one.bytes))
         replaced.finish()
@@ -96,13 +88,6 @@ class LowerReduceScatters(Pass):
         if sum(isinstance(size, torch.SymInt) for size in value.shape) > 1:
             return "more than one of its sizes is not known before it runs"
         return None
-
-    def _pieces(self, one: Collective) -> int:
-        """In how many pieces to exchange; what has no known size travels at once."""
-        if isinstance(one.node.meta["val"].numel(), torch.SymInt):
-            return 1
-        piece = self.piece_mb[self.groups.index(one.group)] if isinstance(self.piece_mb, tuple) else self.piece_mb
-        return max(1, math.ceil(one.bytes / (piece * MB)))
 
 
 def _ranks(one: Collective) -> int:

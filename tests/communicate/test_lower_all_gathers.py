@@ -10,7 +10,9 @@ import pytest
 import torch
 from on_ranks import differences
 
+from crossfade.communicate.bucket_plan import MB
 from crossfade.communicate.lower_all_gathers import LowerAllGathers
+from crossfade.errors import PassError
 from crossfade.graph import collectives
 from crossfade.graph.passes import run_passes
 from crossfade.graph.program import Program
@@ -37,6 +39,39 @@ SINGLE = """
     w: f32[6, 2] = c10d.wait_tensor(g)
     return output("w", w), output("y", y)
     """
+
+
+LARGE = """
+    x: f32[3] = input("x")
+    g: f32[6] = c10d.all_gather_into_tensor(x, 2, "dp")
+    y: f32[3] = aten.exp(x)
+    w: f32[6] = c10d.wait_tensor(g)
+    v: f32[6] = c10d.wait_tensor(g)
+    z: f32[6] = aten.neg(v)
+    return output("w", w), output("y", y), output("z", z)
+    """
+
+CUT = """
+    x: f32[3] = input("x")
+    view: f32[3] = aten.view(x, [3])
+    split: (f32[2], f32[1]) = aten.split.Tensor(view, 2)
+    getitem: f32[2] = split[0]
+    getitem_1: f32[1] = split[1]
+    empty: f32[4] = aten.empty.memory_format([4], dtype=f32, device=device("cpu"))
+    all_gather_into_tensor_out: f32[4] = c10d.all_gather_into_tensor_out(getitem, 2, "dp", out=empty)
+    empty_1: f32[2] = aten.empty.memory_format([2], dtype=f32, device=device("cpu"))
+    all_gather_into_tensor_out_1: f32[2] = c10d.all_gather_into_tensor_out(getitem_1, 2, "dp", out=empty_1)
+    y: f32[3] = aten.exp(x)
+    wait_tensor: f32[4] = c10d.wait_tensor(all_gather_into_tensor_out)
+    view_1: f32[2, 2] = aten.view(wait_tensor, [2, -1])
+    wait_tensor_1: f32[2] = c10d.wait_tensor(all_gather_into_tensor_out_1)
+    view_2: f32[2, 1] = aten.view(wait_tensor_1, [2, -1])
+    cat: f32[2, 3] = aten.cat([view_1, view_2], 1)
+    view_3: f32[6] = aten.view(cat, [6])
+    z: f32[6] = aten.neg(view_3)
+    return output("w", view_3), output("y", y), output("z", z)
+    """
+"""16 of 24 bytes in a piece."""
 
 
 def lowered(lines: str, *groups: str) -> Program:
@@ -103,6 +138,21 @@ def test_what_is_packed_for_a_gather_keeps_its_memory() -> None:
     assert done.history[-1].counts["buffers"] == 1
 
 
+def test_what_is_large_travels_in_pieces_and_is_put_together_where_it_is_waited_for() -> None:
+    done = run_passes(parse(textwrap.dedent(LARGE), groups={"dp": 2}), [LowerAllGathers(piece_mb=16 / MB)])
+    verify(done, recompute=True)
+    (verdict,) = verdicts(done)
+    assert verdict.endswith(": 2 pieces")
+    assert str(done) == textwrap.dedent(CUT).strip()
+
+
+def test_pieces_say_what_they_cannot_be() -> None:
+    with pytest.raises(
+        PassError, match=r"lower-all-gathers\(piece_mb=0\) for 1 groups; expected numbers larger than 0"
+    ):
+        LowerAllGathers(piece_mb=0)
+
+
 @pytest.mark.ranks
 @pytest.mark.parametrize(
     "lines", [BOTH if torch.__version__ >= "2.12" else BOTH.replace("aten.t(x)", "aten.view(x, [2, 3])"), SINGLE]
@@ -110,3 +160,20 @@ def test_what_is_packed_for_a_gather_keeps_its_memory() -> None:
 def test_the_same_arrives(ranks: Any, lines: str) -> None:
     compare = functools.partial(differences, whole_numbers=False)
     assert ranks(2).run(compare, textwrap.dedent(lines), LowerAllGathers()) == [[0.0, 0.0]] * 2
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("bytes_a_piece", [8, 16, 20, 24])
+def test_the_same_arrives_in_pieces(ranks: Any, bytes_a_piece: int) -> None:
+    """Of a gather, and of one of what that gathered."""
+    lines = """
+    x: f32[2, 3] = input("x")
+    g: f32[4, 3] = c10d.all_gather_into_tensor(x, 2, "dp")
+    w: f32[4, 3] = c10d.wait_tensor(g)
+    h: f32[8, 3] = c10d.all_gather_into_tensor(w, 2, "dp")
+    v: f32[8, 3] = c10d.wait_tensor(h)
+    return output("w", w), output("v", v)
+    """
+    compare = functools.partial(differences, whole_numbers=False)
+    lowering = LowerAllGathers(piece_mb=bytes_a_piece / MB)
+    assert ranks(2).run(compare, textwrap.dedent(lines), lowering) == [[0.0, 0.0]] * 2
