@@ -9,13 +9,14 @@ from collections import Counter
 import pytest
 
 from crossfade.carriers import Carriers
+from crossfade.communicate.lower_all_gathers import LowerAllGathers
 from crossfade.communicate.lower_reduce_scatters import PIECE_MB
 from crossfade.cost.machine import Machine
 from crossfade.cost.presets import preset
 from crossfade.graph import collectives
 from crossfade.graph.collectives import Kind
 from crossfade.graph.text import parse
-from crossfade.pipeline import optimization, optimize
+from crossfade.pipeline import lowering, optimization, optimize
 from crossfade.schedule.overlap_communication import OverlapCommunication
 
 ETHERNET = preset("ethernet-10gbit")
@@ -59,6 +60,12 @@ def test_gathers_on_gloo_are_cut_where_a_machine_says_so() -> None:
     assert Carriers({"dp": "gloo"}, ETHERNET).gather_pieces({"dp": 64})[0] > 4  # latency among many asks for more
     assert Carriers({"dp": "gloo"}, preset("loopback-gloo")).gather_pieces({"dp": 2}) == (math.inf,)
     assert Carriers({"dp": "gloo"}, None).gather_pieces({"dp": 2}) == (math.inf,)
+
+
+def test_within_a_memory_limit_gathers_stay_whole() -> None:
+    carriers = Carriers({"dp": "gloo"}, ETHERNET)
+    cut, whole = (lowering(carriers, {"dp": 2}, limit)[-1] for limit in (None, 10**9))
+    assert (cut, whole) == (LowerAllGathers(("dp",), 2.0), LowerAllGathers(("dp",)))
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 import torch.distributed as dist
 from exchange_programs import Choices, Sampler, inputs_for, sampled_passes
 
+from crossfade.communicate.bucket_plan import MB
 from crossfade.communicate.lower_all_gathers import LowerAllGathers
 from crossfade.graph import collectives
 from crossfade.graph.passes import run_passes
@@ -49,12 +51,12 @@ def run_alone_and_together(numbers: list[int], ranks: int) -> dict[str, Any]:
     passes = sampled_passes(choices, used, positions)
     program = Sampler(choices, used, positions).program()
     given = inputs_for(program, dist.get_rank())
-    safe = LowerAllGathers(tuple(used))
-    expected = Executable(run_passes(program, [safe]), names)([value.clone() for value in given])
+    whole, cut = (LowerAllGathers(tuple(used), piece) for piece in (math.inf, (16 << choices.below(6)) / MB))
+    expected = Executable(run_passes(program, [whole]), names)([value.clone() for value in given])
     seen: dict[str, Any] = {}
     for variant in [*([one] for one in passes), passes]:
         label = " ".join(one.name for one in variant)
-        done = run_passes(program, [*variant, safe], keep_text=False)
+        done = run_passes(program, [*variant, cut], keep_text=False)
         seen[label] = launches(done)
         if not any(record.changed for record in done.history[: len(variant)]):
             continue
