@@ -20,8 +20,9 @@ $(READY): pyproject.toml
 demo: $(READY) ## train a small GPT on two local ranks; a table and an HTML report
 	$(BIN)/crossfade demo
 
+# Three workers keep two cores busy: tests on ranks wait a lot.
 test: $(READY) ## all tests, on real rank processes (GPU tests are skipped without CUDA)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m 'not models and not timed'
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder -m 'not models and not timed'
 	$(BIN)/python -m pytest tests/cost tests/run tests/ranks -m 'timed and not models'
 
 lint: $(READY) ## formatting, lint and types

@@ -33,7 +33,7 @@ TIMED = {"test_calibrate", "test_estimate", "test_measure", "test_emulated", "te
 
 
 LONG = {"properties", "ranks", "models", "test_cli", "test_cli_shard", "test_package"}
-"""Folders and files that take minutes: they come first, so that both workers end at the same time."""
+"""Folders and files that take minutes: they come first, so that all workers end at about the same time."""
 
 
 @pytest.hookimpl(tryfirst=True)
