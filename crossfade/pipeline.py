@@ -196,12 +196,12 @@ def lowering(carriers: Carriers, groups: Mapping[str, int], memory_limit: int | 
     """
     gloo, exchanged = carriers.on_gloo, carriers.exchanged
     passes: list[Pass] = [LowerAverages(gloo)] if gloo else []
-    passes += [LowerReduceScatters(exchanged, _shortest(carriers.pieces(groups)))] if exchanged else []
-    gathered = math.inf if memory_limit is not None or not gloo else _shortest(carriers.gather_pieces(groups))
+    passes += [LowerReduceScatters(exchanged, _one_if_alike(carriers.pieces(groups)))] if exchanged else []
+    gathered = math.inf if memory_limit is not None or not gloo else _one_if_alike(carriers.gather_pieces(groups))
     return passes + ([LowerAllGathers(gloo, gathered)] if gloo else [])
 
 
-def _shortest(pieces: tuple[float, ...]) -> float | tuple[float, ...]:
+def _one_if_alike(pieces: tuple[float, ...]) -> float | tuple[float, ...]:
     """One number where all are alike."""
     return pieces[0] if len(set(pieces)) == 1 else pieces
 

@@ -472,7 +472,9 @@ class _StepCompiler:
         axes += [self.tensor.axis] if self.tensor else []
         sizes = " x ".join(f"{axis.name}={axis.size}" for axis in axes if axis is not None)
         split = {"split by the plan": self.tensor.said()} if self.tensor else {}
-        return split | {
+        spared = "no gather in pieces, no small operators grouped: both need more"
+        limited = {"memory limit": f"{self.memory_limit:,} bytes; {spared}"} if self.memory_limit is not None else {}
+        return {**split, **limited} | {
             "mesh": f"{sizes} over {axes[-1].backend}" if axes and axes[-1] else "one device",
             "data parallel": self.mode,
             "planned for": self.machine.name if self.machine else "no machine in particular",

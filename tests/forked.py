@@ -5,11 +5,11 @@ from __future__ import annotations
 import multiprocessing
 import os
 import runpy
-import socket
 import sys
 import time
 from pathlib import Path
 
+from crossfade.run.launch import free_port
 from crossfade.run.ranks import PRELOADED
 
 _SERVER = multiprocessing.get_context("forkserver")
@@ -20,10 +20,7 @@ def run_script(path: Path, ranks: int, output: Path, timeout: float) -> list[int
 
     What the ranks print goes to files in the folder `output`, by number.
     """
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    world = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(ranks)}
+    world = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(ranks)}
     _SERVER.set_forkserver_preload(PRELOADED)
     processes = []
     for rank in range(ranks):

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from crossfade.communicate.pieces import Megabytes, check_pieces, number_of_pieces
+from crossfade.communicate.pieces import Megabytes, check_pieces, finish_at_its_wait, number_of_pieces, ranks_of
 from crossfade.graph import collectives
 from crossfade.graph.collectives import Collective, Kind
 from crossfade.graph.passes import Numerics, Outcome, Pass, PassResult, Verdict
@@ -86,10 +86,10 @@ class LowerAllGathers(Pass):
             _take_apart(program, one)
             return detail
         count = number_of_pieces(one, self.groups, self.piece_mb)
-        if count == 1 or not one.waits:
-            _tell_where(program, one)
-            return ""
-        return f"{_cut(program, one, count, replaced)} pieces"
+        if count > 1:
+            return f"{_cut(program, one, count, replaced)} pieces"
+        _tell_where(program, one)
+        return ""
 
     def _reason_against(self, one: Collective) -> str | None:
         if one.group not in self.groups:
@@ -110,8 +110,7 @@ def _tell_where(program: Program, one: Collective) -> None:
 
 def _cut(program: Program, one: Collective, count: int, replaced: Replacements) -> int:
     """Start pieces where the start stood, put them together where its first wait stood; return how many there are."""
-    ranks, shape = one.group_size, list(one.node.meta["val"].shape)
-    assert ranks is not None  # every all-gather says it
+    ranks, shape = ranks_of(one), list(one.node.meta["val"].shape)
 
     def cut(value: Tensor) -> tuple[Tensor, ...]:
         return value.contiguous().view(value.numel()).chunk(count)
@@ -121,10 +120,7 @@ def _cut(program: Program, one: Collective, count: int, replaced: Replacements) 
 
     pieces = splice(program, cut, one.inputs[0], before=one.node, like=one.node)
     started = [_started(program, one, piece) for piece in pieces]
-    result = splice(program, put_together, *started, before=min(one.waits), like=one.node)
-    for wait in one.waits:
-        replaced.replace(wait, result)
-    replaced.drop(one.node)
+    finish_at_its_wait(program, one, started, put_together, replaced)
     return len(started)
 
 

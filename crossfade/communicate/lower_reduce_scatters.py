@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from crossfade.communicate.pieces import Megabytes, check_pieces, number_of_pieces
+from crossfade.communicate.pieces import Megabytes, check_pieces, finish_at_its_wait, number_of_pieces, ranks_of
 from crossfade.graph import collectives
 from crossfade.graph.collectives import Collective, Kind
 from crossfade.graph.passes import Numerics, Outcome, Pass, PassResult, Verdict
@@ -90,11 +90,6 @@ class LowerReduceScatters(Pass):
         return None
 
 
-def _ranks(one: Collective) -> int:
-    assert one.group_size is not None  # every reduce-scatter says it
-    return one.group_size
-
-
 def _summed(parts: Tensor) -> Tensor:
     return _of_two(parts) if _is_pair(parts) else parts.sum(0, dtype=parts.dtype)
 
@@ -126,7 +121,7 @@ _LOCAL: dict[str | None, Callable[[Tensor], Tensor]] = {
 
 def _lower(program: Program, one: Collective, count: int, replaced: Replacements) -> int:
     """Start the pieces where the start stood, reduce where its first wait stood; return how many there are."""
-    ranks, reduce = _ranks(one), _LOCAL[one.reduce_op]
+    ranks, reduce = ranks_of(one), _LOCAL[one.reduce_op]
     shape = _known_sizes(one.node.meta["val"])
 
     def start(value: Tensor) -> list[Tensor]:
@@ -139,10 +134,7 @@ def _lower(program: Program, one: Collective, count: int, replaced: Replacements
         return (torch.cat(parts) if len(parts) > 1 else parts[0]).view(shape)
 
     started = splice(program, start, one.inputs[0], before=one.node, like=one.node)
-    result = splice(program, finish, *started, before=min(one.waits), like=one.node)
-    for wait in one.waits:
-        replaced.replace(wait, result)
-    replaced.drop(one.node)
+    finish_at_its_wait(program, one, started, finish, replaced)
     return len(started)
 
 

@@ -1,17 +1,37 @@
-"""Collectives in pieces: how large they may be along each group, and into how many one is cut."""
+"""Collectives in pieces: how large they may be along each group, into how many one is cut, and where they end."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
 
 import torch
+from torch import Tensor, fx
 
 from crossfade.communicate.bucket_plan import MB
 from crossfade.errors import PassError
 from crossfade.graph.collectives import Collective
+from crossfade.graph.program import Program
+from crossfade.graph.splice import Replacements, splice
 
 Megabytes = float | tuple[float, ...]
 """The most of a piece: for all groups of a pass, or for each."""
+
+
+def ranks_of(one: Collective) -> int:
+    """The ranks of a gather's or scatter's group."""
+    assert one.group_size is not None  # every one of them says it
+    return one.group_size
+
+
+def finish_at_its_wait(
+    program: Program, one: Collective, started: Sequence[fx.Node], finish: Callable[..., Tensor], replaced: Replacements
+) -> None:
+    """Let pieces that were started take a collective's place: `finish` waits for them where its first wait stood."""
+    result = splice(program, finish, *started, before=min(one.waits), like=one.node)
+    for wait in one.waits:
+        replaced.replace(wait, result)
+    replaced.drop(one.node)
 
 
 def check_pieces(name: str, groups: tuple[str, ...], piece_mb: Megabytes) -> None:

@@ -44,6 +44,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _PIECE_BYTES = MB
 _PIECES = (MB, 2 * MB, 4 * MB, 8 * MB)
 _CUT = (Kind.ALL_REDUCE, Kind.ALL_GATHER, Kind.ALL_TO_ALL)
+"""Kinds that programs start in pieces, or in buckets as large as a piece."""
 _NEARLY = 1.08
 _MOST_IN_FLIGHT = 256 * MB
 _LEAST_REPEATS, _MOST_REPEATS = 3, 50

@@ -21,7 +21,7 @@ def launch(script: Sequence[str], *, ranks: int, grace: float = 5.0) -> None:
     others have `grace` seconds to end by themselves, with their own errors, before they are killed.
     """
     threads = os.environ.get("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // ranks)))
-    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port()), "WORLD_SIZE": str(ranks)}
+    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(ranks)}
     shared["OMP_NUM_THREADS"] = threads
     processes = [_start(script, {**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}) for rank in range(ranks)]
     try:
@@ -61,7 +61,7 @@ def _wait_all(processes: Sequence[subprocess.Popen[bytes]], grace: float) -> Non
         time.sleep(_POLL_SECONDS)
 
 
-def _free_port() -> int:
+def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])

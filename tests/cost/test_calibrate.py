@@ -57,7 +57,7 @@ def test_ranks_agree_on_a_machine_of_possible_numbers(ranks: Callable[[int], Ran
 
 
 def pieces_of_a_slow_gather() -> list[int | None]:
-    """The pieces found where a gather of one input takes twice the bytes' time, and other kinds always the bytes'."""
+    """The pieces found where gathers in fewer than four take twice their bytes' time, and other kinds never do."""
 
     def once(_: object, kind: Kind, inputs: list[torch.Tensor]) -> float:
         slower = 2 if kind is Kind.ALL_GATHER and len(inputs) < 4 else 1

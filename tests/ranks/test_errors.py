@@ -383,9 +383,7 @@ JOBS["one never opens"] = _one_never_opens
 
 @pytest.mark.ranks
 def test_a_rank_that_never_compiles_is_named() -> None:
-    with cf.Ranks(
-        2, timeout=60, start="forkserver"
-    ) as world:  # not the pool: these ranks have lost count of each other
+    with cf.Ranks(2, timeout=60, start="forkserver") as world:  # not the pool: these have lost count of each other
         first, second = world.run(on_ranks, "one never opens")
     assert first.startswith("RankFailedError: found rank 1 did not come to compare programs within 2 s")
     assert second == "no error"

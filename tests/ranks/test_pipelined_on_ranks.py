@@ -242,9 +242,7 @@ def without_rank_1(forms: list[str]) -> list[str]:
 
 @pytest.mark.ranks
 def test_a_rank_that_takes_no_part_ends_the_others_within_the_timeout() -> None:
-    with cf.Ranks(
-        4, timeout=300, start="forkserver"
-    ) as world:  # not the pool: these ranks have lost count of each other
+    with cf.Ranks(4, timeout=300, start="forkserver") as world:  # not the pool: these have lost count of each other
         seen = world.run(without_rank_1, ["chunked", "ring"])
     assert seen[1] == ["absent"] * 4
     for rank in (0, 2, 3):

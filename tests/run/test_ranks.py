@@ -8,11 +8,16 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from crossfade import Ranks
+from crossfade import CrossfadeError, Ranks
 
 
 def seen(variable: str) -> tuple[int, int, int, str | None]:
     return dist.get_rank(), dist.get_world_size(), torch.get_num_threads(), os.environ.get(variable)
+
+
+def test_other_ways_to_start_are_refused() -> None:
+    with pytest.raises(CrossfadeError, match=r"start='frok'; expected one of spawn, forkserver on this system"):
+        Ranks(2, start="frok")  # type: ignore[arg-type]
 
 
 @pytest.mark.ranks
