@@ -20,6 +20,9 @@ from crossfade.schedule.problem import NONE, Flight, Problem
 
 SAFETY = 0.25
 """How much longer, or less, than predicted a collective may travel and still be counted on: links are not clocks."""
+STOCK = 1 / 32
+"""Which share of all that a link carries may be queued on it ahead of need, so that it does not fall idle when a rank
+is late: that much of what gathers make is held longer than hiding them takes."""
 _SETTLED = 1.0
 """How much longer it may travel until nothing is risked by waiting for it only to let go of memory."""
 _LOOK_AHEAD = 16
@@ -71,6 +74,7 @@ class Placing:
         self._ready_at = self._places_of_readiness()
         self._needed_at = self._places_of_need()
         self._latest = self._latest_starts()
+        self._stock = self._stocks()
         self._hungry: list[list[tuple[float, int]]] = [[] for _ in problem.links]
         self._eager: list[list[tuple[float, int]]] = [[] for _ in problem.links]
         self._chained: list[tuple[float, int]] = []
@@ -152,6 +156,13 @@ class Placing:
             arrive_by = min(link_until[flight.link], self._progress[self._needed_at[start]])
             latest[start] = link_until[flight.link] = arrive_by - flight.travel * (1 + SAFETY)
         return latest
+
+    def _stocks(self) -> list[float]:
+        """For each link, the seconds of travel to keep queued on it."""
+        stocks = [0.0] * len(self.problem.links)
+        for flight in self.problem.flights.values():
+            stocks[flight.link] += STOCK * flight.travel
+        return stocks
 
     def _eager_by_readiness(self) -> list[list[tuple[int, int]]]:
         coming: list[list[tuple[int, int]]] = [[] for _ in self.problem.links]
@@ -288,10 +299,11 @@ class Placing:
         return reduction
 
     def _idles_soon(self, start: int, lane_free: float) -> bool:
-        """Whether a gather's link is idle when the lane is free again, or may be if what travels is early."""
+        """Whether a gather's link is idle when the lane is free again, or may be if what travels is early or the lane
+        of another rank late."""
         flight = self.problem.flights[start]
         idle_in = self.free[flight.link] - lane_free
-        return idle_in <= 0 or idle_in < SAFETY * flight.travel
+        return idle_in <= 0 or idle_in < max(SAFETY * flight.travel, self._stock[flight.link])
 
     def _first(self, waiting: list[tuple[float, int]]) -> int | None:
         while waiting and self._emitted[waiting[0][1]]:
