@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from crossfade import Ranks
-from crossfade.cost.calibrate import MB, calibrate, fitted, rows
+from crossfade.cost.calibrate import MB, best_piece, calibrate, fitted, rows
 from crossfade.cost.machine import Link, Machine
 from crossfade.errors import MachineError
 from crossfade.graph import collectives
@@ -73,6 +73,18 @@ def test_each_kind_has_its_own_piece(ranks: Callable[[int], Ranks]) -> None:
 
 
 @pytest.mark.models
+@pytest.mark.parametrize(
+    ("whole", "piece"),
+    [
+        ([36, 36, 37, 37, 36, 37, 36], 8),
+        ([35, 35, 35, 35, 68, 68, 68], 1),  # as fast at the median, but not to be relied on
+        ([36, 36, 37, 37, 36, 37, 500], 8),  # one stall says nothing
+    ],
+)
+def test_a_piece_is_as_good_as_its_slower_rounds(whole: list[float], piece: int) -> None:
+    assert best_piece({1: [36, 37, 36, 38, 36, 35, 36], 8: whole}) == piece
+
+
 def test_it_predicts_what_is_measured_right_then(ranks: Callable[[int], Ranks]) -> None:
     """Other work on the same cores makes one all-reduce thrice as slow as the next: one of three tries must fit."""
     ratios = []
