@@ -1,8 +1,8 @@
 """Where launches and waits stand in a given order of computation.
 
 - What grows memory (gathers) is launched just early enough to be hidden: at the latest start that lets it, and all that
-  is needed after it on the same link, arrive in time; behind what travels, so that the link does not fall idle if that
-  arrives sooner than predicted.
+  is needed after it on the same link, arrive in time; behind what travels, and a stock of others, so that the link does
+  not fall idle if that arrives sooner than predicted or a rank is late.
 - Everything else is launched when it is ready, unless it would keep the link from something more urgent.
 - Waits stand before the first use; those that let go of memory once their collective has surely arrived, or sooner
   where a limit asks for it.

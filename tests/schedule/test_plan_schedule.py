@@ -85,6 +85,26 @@ def test_O1_a_gather_queues_behind_one_that_may_arrive_a_little_sooner_than_pred
     assert body.startswith("g1 g2 g3 w1 a1")
 
 
+def gathered_layers(number: int) -> tuple[str, dict[str, float]]:
+    """Layers one after another, each with a parameter that travels longer than the layer computes."""
+    lines = [f'p{i}: f32[64] = parameter("p{i}")' for i in range(number)] + ['a: f32[128] = input("a")']
+    for i in range(number):
+        before = f"a{i - 1}" if i else "a"
+        lines += [
+            f'g{i}: f32[128] = c10d.all_gather_into_tensor(p{i}, 2, "dp")',
+            f"w{i}: f32[128] = c10d.wait_tensor(g{i})",
+            f"a{i}: f32[128] = aten.mul.Tensor({before}, w{i})",
+        ]
+    lines.append(f'return output("a", a{number - 1})')
+    return "\n".join(lines), {name: cost for i in range(number) for name, cost in ((f"g{i}", 2.0), (f"a{i}", 1.0))}
+
+
+def test_O1_of_many_gathers_on_a_slow_link_a_thirty_second_is_queued_in_case_a_rank_is_late() -> None:
+    schedule, body = scheduled(*gathered_layers(96))
+    assert body.startswith("g0 g1 g2 g3 g4 w0 a0 g5 w1 a1 g6 w2 a2")  # behind the one that travels, three and no more
+    assert schedule.seconds == 96 * 2 + 1
+
+
 def test_O2_a_memory_limit_keeps_gathers_back() -> None:
     schedule, body = scheduled(ZERO3, ZERO3_SECONDS, memory_limit=2047)
     assert body == "g1 g2 w1 a1 w2 a2 g3 w3 a3 h2 v2 b2 h1 v1 b1"
