@@ -8,7 +8,9 @@
 
 Times are medians, of the slowest rank. `limit` is the larger of compute alone and of one all-reduce of all gradients
 in pieces of 1 MB, both measured in the same run: what perfect overlap would give. In turns with others a step finds
-little of its own in the caches; `steady` steps follow their own kind, and are what `predicted` is to be compared with.
+little of its own in the caches; `steady` steps follow their own kind, and are what predictions are to be compared with.
+`predicted` is what was planned with, minutes before; `beside` it is predicted anew between the steady steps, by
+operators measured then, since the speed of a machine that others use changes by a third within minutes.
 """
 
 from __future__ import annotations
@@ -28,11 +30,17 @@ from rich.table import Table
 from benchmarks import peers, two_ranks
 from benchmarks.figures import save
 from benchmarks.two_ranks import seconds_of, slowest
+from crossfade.carriers import Carriers
+from crossfade.cost.calibrate import calibrate
+from crossfade.cost.machine import Machine
+from crossfade.cost.measure import measure
 from crossfade.cost.presets import preset
 from crossfade.cost.timeline import Timeline
 from crossfade.demo.contenders import Contender, compute_alone, crossfade, ddp, race
 from crossfade.demo.model import SIZES, Size, batches, build
+from crossfade.overlap import predicted
 from crossfade.run import emulated
+from crossfade.run.codegen import native
 from crossfade.run.step import Step
 
 MODES = ("replicate", "zero1", "zero2", "zero3")
@@ -65,10 +73,13 @@ def _on_emulated_fabric(given: dict[str, Any]) -> dict[str, Any]:
 def work(size: str, steps: int, contenders: str, compiled: str, network: str) -> dict[str, Any]:
     """What each rank does: race, and measure the two limits."""
     chosen = SIZES[size]
-    entered = [compute_alone(chosen), *_chosen(chosen, contenders, compiled, network)]
+    emulates = network.startswith("emulated:")
+    machine = preset(network.split(":")[2]) if emulates else calibrate("calibrated", {"dp": dist.group.WORLD})
+    entered = [compute_alone(chosen), *_chosen(chosen, contenders, compiled, machine)]
     measured = race(entered, chosen, steps=steps)
     compiled_steps = {one.name: one.compiled for one in entered if one.compiled is not None}
     batch = batches(chosen, dist.get_world_size(), 1)[0]
+    steady, beside = _steady(compiled_steps, batch, machine)
     return {
         "times": {one.name: one.median for one in measured},
         "losses": {one.name: one.losses[-1] for one in measured},
@@ -79,20 +90,31 @@ def work(size: str, steps: int, contenders: str, compiled: str, network: str) ->
         "predicted": {
             name: step.report.predicted.seconds for name, step in compiled_steps.items() if step.report.predicted
         },
-        "steady": _steady(compiled_steps, batch),
+        "steady": steady,
+        "beside": beside,
         "profiled": {name: _summary(step.profile(*batch)) for name, step in compiled_steps.items()},
         "ranks": dist.get_world_size(),
     }
 
 
-def _steady(steps: dict[str, Step], batch: tuple[torch.Tensor, ...]) -> dict[str, float]:
-    """Median seconds of steps that follow their own kind, as in training: what a prediction is of.
+def _steady(
+    steps: dict[str, Step], batch: tuple[torch.Tensor, ...], machine: Machine
+) -> tuple[dict[str, float], dict[str, float]]:
+    """Median seconds of steps that follow their own kind, as in training, and of predictions made beside them.
 
-    They run by fours, the first not counted, of each in turn, since a machine's speed changes within seconds.
+    Steps run by fours, the first not counted, of each in turn, since a machine's speed changes within seconds.
     """
+    here = Carriers({"dp": dist.get_backend()}, machine).run_on(machine)
     seconds: dict[str, list[float]] = {name: [] for name in steps}
+    beside: dict[str, list[float]] = {name: [] for name, step in steps.items() if step.report.predicted}
     for name, step in [*steps.items()] * 4:
+        if name in beside:
+            beside[name].append(predicted(step.program, here, measure(step.program, binding=native)).seconds)
         seconds[name] += [slowest(seconds_of(partial(step, *batch))) for _ in range(4)][1:]
+    return _medians(seconds), _medians(beside)
+
+
+def _medians(seconds: dict[str, list[float]]) -> dict[str, float]:
     return {name: statistics.median(found) for name, found in seconds.items()}
 
 
@@ -100,7 +122,7 @@ def _summary(timeline: Timeline) -> dict[str, float]:
     return {"seconds": timeline.seconds, "busy": timeline.busy, "exposed": timeline.exposed}
 
 
-def _chosen(size: Size, words: str, compiled: str, network: str) -> list[Contender]:
+def _chosen(size: Size, words: str, compiled: str, machine: Machine) -> list[Contender]:
     """The contenders whose names have one of the words; made one by one, since each holds a model."""
     makers: dict[str, Callable[[], Contender]] = {
         "torch ddp default": lambda: ddp(size),
@@ -114,7 +136,6 @@ def _chosen(size: Size, words: str, compiled: str, network: str) -> list[Contend
             "torch compiled ddp": lambda: peers.compiled_ddp(size, 2),
             "torch compiled simple fsdp": lambda: peers.simple_fsdp(size),
         }
-    machine = preset(network.split(":")[2]) if network.startswith("emulated:") else "calibrate"
     makers["crossfade unplanned"] = lambda: crossfade(size, "Crossfade replicate, no machine")
     for mode in MODES:
         makers[f"crossfade {mode}"] = lambda mode=mode: crossfade(
@@ -136,6 +157,10 @@ def _communication(elements: int) -> float:
     return statistics.median(seconds)
 
 
+def _against(predicted: float | None, steady: float | None) -> str:
+    return f"{predicted * 1e3:.1f} ({predicted / steady:.2f}x)" if predicted and steady else ""
+
+
 def finish(figures: dict[str, Any], options: argparse.Namespace) -> None:
     """Print the table and keep the figures if asked."""
     times: dict[str, float] = figures["times"]
@@ -148,19 +173,20 @@ def finish(figures: dict[str, Any], options: argparse.Namespace) -> None:
         "x limit",
         "speed against torch's best",
         "steady ms",
-        "predicted ms",
-        "profiled ms: exposed",
+        "predicted",
+        "beside",
+        "profiled: exposed",
     )
     table = Table(*columns, title=title)
     for name, seconds in [*times.items(), ("one all-reduce of all gradients", figures["communication"])]:
-        predicted, profiled, steady = (figures[key].get(name) for key in ("predicted", "profiled", "steady"))
+        steady, profiled = figures["steady"].get(name), figures["profiled"].get(name)
         table.add_row(
             name,
             f"{seconds * 1e3:.1f}",
             f"{seconds / limit:.2f}",
             f"{best / seconds:.2f}",
             f"{steady * 1e3:.1f}" if steady else "",
-            f"{predicted * 1e3:.1f} ({predicted / steady:.2f}x)" if predicted and steady else "",
+            *(_against(figures[key].get(name), steady) for key in ("predicted", "beside")),
             f"{profiled['seconds'] * 1e3:.1f}: {profiled['exposed'] * 1e3:.1f}" if profiled else "",
         )
     Console(width=140).print(table)

@@ -18,11 +18,12 @@ class OverlapCommunication(Pass):
     """Put all nodes in the order that is predicted to be fastest on a machine: launches as early and waits as late as
     pays, first what others wait for, and independent computation where communication would stand exposed.
 
-    What is gathered is launched just early enough to be hidden. With `memory_limit`, live bytes beside inputs and
-    constants stay within it, or the pass refuses and says how much it needs. Data, random numbers, writes to memory
-    and the meaning of the program stay; collectives of one group may change places, in the same way on every rank
-    that has the same program, machine and measured times. `machine` should be the one the program runs on: measured,
-    or a preset. `measured` has the seconds of single nodes by key (`crossfade.cost.keys`), as pairs.
+    What is gathered is launched just early enough to be hidden, with a little in stock on the link. With
+    `memory_limit`, live bytes beside inputs and constants stay within it, or the pass refuses and says how much it
+    needs. Data, random numbers, writes to memory and the meaning of the program stay; collectives of one group may
+    change places, in the same way on every rank that has the same program, machine and measured times. `machine` should
+    be the one the program runs on: measured, or a preset. `measured` has the seconds of single nodes by key
+    (`crossfade.cost.keys`), as pairs.
 
     Before:
         x: f32[512, 512] = input("x")
