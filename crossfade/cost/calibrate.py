@@ -47,7 +47,7 @@ _CUT = (Kind.ALL_REDUCE, Kind.ALL_GATHER, Kind.ALL_TO_ALL)
 """Kinds that programs start in pieces, or in buckets as large as a piece."""
 _NEARLY = 1.08
 _MOST_IN_FLIGHT = 256 * MB
-_LEAST_REPEATS, _MOST_REPEATS = 3, 50
+_LEAST_REPEATS, _MOST_REPEATS = 5, 50
 _LEAST_ROUNDS = 7
 _PRODUCT_SECONDS = 5e-3
 
@@ -312,7 +312,7 @@ class _Axis:
 
     def _travel(self, kind: Kind, inputs: list[Tensor], seconds: float) -> float:
         """Median seconds until all pieces have arrived, on the slowest rank."""
-        once = max(self.calibration.ranks.slowest(self._once(kind, inputs) for _ in range(2)))
+        once = min(self.calibration.ranks.slowest(self._once(kind, inputs) for _ in range(2)))  # a stall is not usual
         repeats = _repeats(seconds, once)
         return statistics.median(self.calibration.ranks.slowest(self._once(kind, inputs) for _ in range(repeats)))
 
