@@ -72,7 +72,6 @@ def test_each_kind_has_its_own_piece(ranks: Callable[[int], Ranks]) -> None:
     assert ranks(2).run(pieces_of_a_slow_gather) == [[None, 2 * MB, None]] * 2
 
 
-@pytest.mark.models
 @pytest.mark.parametrize(
     ("whole", "piece"),
     [
@@ -85,6 +84,7 @@ def test_a_piece_is_as_good_as_its_slower_rounds(whole: list[float], piece: int)
     assert best_piece({1: [36, 37, 36, 38, 36, 35, 36], 8: whole}) == piece
 
 
+@pytest.mark.models
 def test_it_predicts_what_is_measured_right_then(ranks: Callable[[int], Ranks]) -> None:
     """Other work on the same cores makes one all-reduce thrice as slow as the next: one of three tries must fit."""
     ratios = []
