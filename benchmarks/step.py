@@ -10,7 +10,7 @@ Times are medians, of the slowest rank. `limit` is the larger of compute alone a
 in pieces of 1 MB, both measured in the same run: what perfect overlap would give. In turns with others a step finds
 little of its own in the caches; `steady` steps follow their own kind, and are what predictions are to be compared with.
 `predicted` is what was planned with, minutes before; `beside` it is predicted anew between the steady steps, by
-operators measured then, since the speed of a machine that others use changes by a third within minutes.
+operators measured then, since the speed of a machine that others use changes within minutes.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ from crossfade.schedule.problem import NONE, Flight, Problem
 
 SAFETY = 0.25
 """How much longer, or less, than predicted a collective may travel and still be counted on: links are not clocks."""
-STOCK = 1 / 32
+_STOCK = 1 / 32
 """Which share of all that a link carries may be queued on it ahead of need, so that it does not fall idle when a rank
 is late: that much of what gathers make is held longer than hiding them takes."""
 _SETTLED = 1.0
@@ -161,7 +161,7 @@ class Placing:
         """For each link, the seconds of travel to keep queued on it."""
         stocks = [0.0] * len(self.problem.links)
         for flight in self.problem.flights.values():
-            stocks[flight.link] += STOCK * flight.travel
+            stocks[flight.link] += _STOCK * flight.travel
         return stocks
 
     def _eager_by_readiness(self) -> list[list[tuple[int, int]]]:
@@ -289,32 +289,35 @@ class Placing:
         would_idle = self.free[link] <= lane_free
         done = self._progress[place]
         due = gather is not None and self._latest[gather] < self._progress[place + 1]  # after the next node is too late
-        if gather is not None and due and self._idles_soon(gather, lane_free) and self._fits(gather, place):
-            return gather
+        if gather is not None and due:
+            idles = self._idles_soon(gather, lane_free)
+            in_stock = self.free[link] - lane_free < self._stock[link]
+            if (idles or in_stock) and self._fits(gather, place, is_late=idles):
+                return gather
         if reduction is None or not (would_idle or not self._in_the_way(reduction, place)):
             return None
         through = done + max(0.0, self.free[link] - self.now) + self.problem.flights[reduction].travel
-        if gather is not None and self._latest[gather] < through and self._fits(gather, place):
+        if gather is not None and self._latest[gather] < through and self._fits(gather, place, is_late=True):
             return gather
         return reduction
 
     def _idles_soon(self, start: int, lane_free: float) -> bool:
-        """Whether a gather's link is idle when the lane is free again, or may be if what travels is early or the lane
-        of another rank late."""
+        """Whether a gather's link is idle when the lane is free again, or may be if what travels is early."""
         flight = self.problem.flights[start]
         idle_in = self.free[flight.link] - lane_free
-        return idle_in <= 0 or idle_in < max(SAFETY * flight.travel, self._stock[flight.link])
+        return idle_in <= 0 or idle_in < SAFETY * flight.travel
 
     def _first(self, waiting: list[tuple[float, int]]) -> int | None:
         while waiting and self._emitted[waiting[0][1]]:
             heapq.heappop(waiting)
         return waiting[0][1] if waiting else None
 
-    def _fits(self, start: int, place: int) -> bool:
-        """Whether memory allows a gather this early; then it is taken into account."""
+    def _fits(self, start: int, place: int, *, is_late: bool) -> bool:
+        """Whether memory allows a gather this early; then it is taken into account, else it is held back if late."""
         if self.headroom is None or self.headroom.take(place, self._needed_at[start], self.problem.flights[start].made):
             return True
-        self.held_back.add(start)
+        if is_late:
+            self.held_back.add(start)
         return False
 
     def _in_the_way(self, start: int, place: int) -> bool:

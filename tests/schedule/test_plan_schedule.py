@@ -105,6 +105,15 @@ def test_O1_of_many_gathers_on_a_slow_link_a_thirty_second_is_queued_in_case_a_r
     assert schedule.seconds == 96 * 2 + 1
 
 
+def test_O2_a_limit_that_forgoes_the_stock_but_no_time_is_not_blamed() -> None:
+    enough, _ = scheduled(*gathered_layers(96), memory_limit=2048)
+    assert (enough.seconds, enough.peak) == (96 * 2 + 1, 2048)
+    assert MEMORY not in reasons(enough).values()
+    less, _ = scheduled(*gathered_layers(96), memory_limit=1536)
+    assert less.seconds > enough.seconds
+    assert list(reasons(less).values()).count(MEMORY) == 94
+
+
 def test_O2_a_memory_limit_keeps_gathers_back() -> None:
     schedule, body = scheduled(ZERO3, ZERO3_SECONDS, memory_limit=2047)
     assert body == "g1 g2 w1 a1 w2 a2 g3 w3 a3 h2 v2 b2 h1 v1 b1"
