@@ -34,6 +34,7 @@ PLANNED = frozenset(
         "phi",
         "starcoder2",
         "granite",
+        "granite_swa",
         "gpt_neox",
         "mixtral",
     )
@@ -74,11 +75,13 @@ class Row:
 
 
 _COUNTED = {
-    **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3", "starcoder2", "granite"), 5),
+    **dict.fromkeys(
+        ("llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3", "starcoder2", "granite", "granite_swa"), 5
+    ),
     **dict.fromkeys(("phi3", "gpt2", "opt", "bloom", "stablelm", "mixtral", "qwen2_moe", "deepseek_v3", "gpt_oss"), 5),
     **dict.fromkeys(("phi", "gptj", "falcon"), 3),
     **dict.fromkeys(("olmo2", "olmoe"), 9),
-    "mamba2": 5,
+    "mamba2": 3,
     "gpt_neox": 2,
 }
 

@@ -201,6 +201,7 @@ ARCHITECTURES: tuple[Architecture, ...] = (
     _decoder("starcoder2", "Starcoder2", _GROUPED, "plain MLP with biases"),
     _decoder("olmo2", "Olmo2", _EVEN, "norms after the blocks"),
     _decoder("granite", "Granite", _GROUPED, "scaled residuals, embedding and logits"),
+    _spelled_out(_decoder("granite_swa", "GraniteSWA", _GROUPED, "sinks split with their heads", sliding_window=8)),
     replace(_decoder("gpt2", "GPT2", _OLD_GPT, "Conv1D weights, fused qkv, tied head"), model="GPT2LMHeadModel"),
     _spelled_out(_decoder("gptj", "GPTJ", _OLD_GPT, "interleaved rotary, attention and MLP in parallel", rotary_dim=8)),
     _decoder("gpt_neox", "GPTNeoX", _SIZES, "fused qkv interleaved by head, parallel residual"),

@@ -249,6 +249,11 @@ def test_an_exact_module_beats_a_glob_over_parameters(exported: ExportedProgram)
     assert split(exported, entries, "layers.1.up.weight")[0] is None
 
 
+def test_a_module_that_runs_on_its_parts_says_nothing_of_them(exported: ExportedProgram) -> None:
+    entries = {"layers.0.up": "local_params", "layers.*.up.*": "colwise"}
+    assert split(exported, entries, "layers.0.up.weight")[0] == split(exported, entries, "layers.0.up.bias")[0] == 0
+
+
 def test_globs_may_overlap_when_they_agree(exported: ExportedProgram) -> None:
     assert split(exported, {"layers.*.up": "colwise", "**.up": ColwiseParallel}, "layers.0.up.weight")[0] == 0
 

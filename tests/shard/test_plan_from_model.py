@@ -64,6 +64,7 @@ WITH_PLAN = {
     "starcoder2": 21,
     "olmo2": 16,
     "granite": 16,
+    "granite_swa": 17,
     "gpt_neox": 13,
     "mixtral": 14,
     "olmoe": 14,

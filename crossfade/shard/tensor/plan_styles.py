@@ -104,6 +104,7 @@ STRINGS: Mapping[str, Style] = {
     "moe_tp_experts": _REDUCED,
     "all_reduce": _REDUCED,
     "gather": _REDUCED,
+    "local_params": Style("boundary"),
     "replicate": _REPLICATE,
     "replicated_with_grad_allreduce": _REPLICATE,
     "mla_kv_a_proj": _REPLICATE,
@@ -112,7 +113,7 @@ STRINGS: Mapping[str, Style] = {
 }
 """The strings of the transformers library. What a style only does to gradients or to local copies of global values
 (`replicated_with_grad_allreduce`, `mla_kv_a_proj`, `moe_identity_expert`, `ep_router`) needs no word here: the program
-means what it meant on one device."""
+means what it meant on one device. `local_params` lets a module run on its parts: it says nothing of what is split."""
 
 REFUSED: Mapping[str, str] = {
     "ep_dispatch_experts": "it sends tokens to their experts by all-to-all; a plan only says what is split",
