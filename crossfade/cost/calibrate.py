@@ -13,6 +13,9 @@ What is measured, each time on all ranks at once and counted by the slowest:
 - Overhead: an addition of eight elements, with fresh memory for its result; on a GPU, behind other work.
 - What travelling costs computation: matrix products, alone and while collectives travel.
 
+A link on which the same collective takes now this long and now that, see `varied`, is told of in a warning and in the
+machine's `source`: predictions for it can be no better than it keeps its pace.
+
 Nothing here can hang: a rank that stays away lets the others' collectives fail at the timeout of their group.
 """
 
@@ -21,10 +24,11 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
+import logging
 import statistics
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -50,6 +54,10 @@ _MOST_IN_FLIGHT = 256 * MB
 _LEAST_REPEATS, _MOST_REPEATS = 5, 50
 _LEAST_ROUNDS = 7
 _PRODUCT_SECONDS = 5e-3
+_UNSTEADY = 1.5
+"""By which factor the middle half of the times of one collective may vary before users are warned."""
+
+log = logging.getLogger("crossfade")
 
 
 def calibrate(
@@ -83,7 +91,7 @@ def calibrate(
     for axis, group in axes.items():
         _check(axis, group, device, sizes)
     share = seconds / (len(axes) + 1)
-    return _Calibration(name, device, tuple(sizes), share, _Ranks.of(world)).machine(axes)
+    return _Calibration(name, device, tuple(sorted(sizes)), share, _Ranks.of(world)).machine(axes)
 
 
 def rows(machine: Machine) -> list[tuple[str, str, str, str]]:
@@ -155,11 +163,20 @@ class _Ranks:
         dist.all_reduce(values, dist.ReduceOp.MAX, group=self.group)
         return values.tolist()
 
+    @property
+    def first(self) -> int:
+        """The group's first rank, by its number in the world."""
+        return dist.get_process_group_ranks(self.group)[0]
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this is the group's first rank."""
+        return dist.get_rank() == self.first
+
     def word_of_the_first(self, text: str) -> str:
         """What the group's first rank says."""
-        first = dist.get_process_group_ranks(self.group)[0]
         said = [text]
-        dist.broadcast_object_list(said, src=first, group=self.group)
+        dist.broadcast_object_list(said, src=self.first, group=self.group)
         return said[0]
 
 
@@ -170,11 +187,13 @@ class _Calibration:
     sizes: tuple[int, ...]
     seconds: float
     ranks: _Ranks
+    unsteady: list[str] = field(default_factory=list)
+    """Which links did not keep their pace, and how far they varied."""
 
     def machine(self, axes: Mapping[str, Any]) -> Machine:
         found = Machine(
             self.name,
-            {axis: self._fabric(group) for axis, group in axes.items()},
+            {axis: self._fabric(axis, group) for axis, group in axes.items()},
             flops={str(dtype).removeprefix("torch."): self._flops(dtype) for dtype in DTYPES},
             memory_bandwidth=self._memory_bandwidth(),
             overhead=self._overhead(),
@@ -182,6 +201,12 @@ class _Calibration:
             memory=torch.cuda.get_device_properties(self.device).total_memory if self.device == "cuda" else None,
             source=self._source(axes),
         )
+        if self.unsteady and self.ranks.is_first:
+            log.warning(
+                "found times of the same collective that vary while calibrating: %s; predictions for this machine may "
+                "be as far off. Remedy: calibrate again when nothing else runs, or for longer.",
+                ", ".join(self.unsteady),
+            )
         return Machine.from_json(self.ranks.word_of_the_first(found.to_json()))
 
     def _source(self, axes: Mapping[str, Any]) -> str:
@@ -190,7 +215,8 @@ class _Calibration:
         ]
         threads = [f"{torch.get_num_threads()} threads a rank"] if self.device == "cpu" else []
         when = f"measured by crossfade calibrate on {time.strftime('%Y-%m-%d')}, torch {torch.__version__}"
-        return "; ".join([when, *groups, *threads])
+        unsteady = [f"times varied: {', '.join(self.unsteady)}"] if self.unsteady else []
+        return "; ".join([when, *groups, *threads, *unsteady])
 
     def _flops(self, dtype: torch.dtype) -> float:
         """Operations a second of a matrix product that takes some milliseconds."""
@@ -260,8 +286,8 @@ class _Calibration:
         if self.device == "cuda":
             torch.cuda.current_stream().synchronize()
 
-    def _fabric(self, group: Any) -> Fabric:
-        axis = _Axis(self, group)
+    def _fabric(self, name: str, group: Any) -> Fabric:
+        axis = _Axis(self, name, group)
         links = {kind: axis.link(kind) for kind in Kind}
         slows = axis.slows_compute(links[Kind.ALL_REDUCE])
         return Fabric(links, launch=axis.launch(), slows_compute=slows)
@@ -272,6 +298,7 @@ class _Axis:
     """The collectives of one group, timed."""
 
     calibration: _Calibration
+    name: str
     group: Any
 
     @property
@@ -284,7 +311,10 @@ class _Axis:
         for wanted in self.calibration.sizes:
             inputs = self._inputs(kind, wanted)
             size = sum(self._larger_side(kind, one) for one in inputs)
-            points.append((len(inputs), bytes_sent(kind, size, self.ranks), self._travel(kind, inputs, share)))
+            took = self._travel(kind, inputs, share)
+            points.append((len(inputs), bytes_sent(kind, size, self.ranks), statistics.median(took)))
+        if (factor := varied(took)) > _UNSTEADY:  # by the last size, on which bandwidth rests
+            self.calibration.unsteady.append(f"{kind} on {self.name} by {factor:.1f}x")
         hops = (self.ranks - 1).bit_length()  # the steps that Link counts a latency for
         found = fitted([(hops * count, sent, seconds) for count, sent, seconds in points])
         return dataclasses.replace(found, piece=self._piece(kind)) if kind in _CUT else found
@@ -310,11 +340,11 @@ class _Axis:
     def _larger_side(self, kind: Kind, value: Tensor) -> int:
         return value.nbytes * (self.ranks if kind is Kind.ALL_GATHER else 1)
 
-    def _travel(self, kind: Kind, inputs: list[Tensor], seconds: float) -> float:
-        """Median seconds until all pieces have arrived, on the slowest rank."""
+    def _travel(self, kind: Kind, inputs: list[Tensor], seconds: float) -> list[float]:
+        """Seconds until all pieces have arrived, on the slowest rank, in each of some rounds."""
         once = min(self.calibration.ranks.slowest(self._once(kind, inputs) for _ in range(2)))  # a stall is not usual
         repeats = _repeats(seconds, once)
-        return statistics.median(self.calibration.ranks.slowest(self._once(kind, inputs) for _ in range(repeats)))
+        return self.calibration.ranks.slowest(self._once(kind, inputs) for _ in range(repeats))
 
     def _once(self, kind: Kind, inputs: list[Tensor]) -> float:
         dist.barrier(self.group)
@@ -380,6 +410,16 @@ class _Axis:
 def _repeats(seconds: float, once: float) -> int:
     """How often to repeat what takes `once` on the slowest rank, which all ranks know: the same number on all."""
     return max(_LEAST_REPEATS, min(_MOST_REPEATS, int(seconds / max(once, 1e-9))))
+
+
+def varied(seconds: Sequence[float]) -> float:
+    """By which factor the middle half of some times varies: a stall now and then is nothing, every other round is.
+
+    >>> varied([1.0, 1.1, 1.0, 1.2, 9.0]), varied([1.0, 2.0, 1.0, 2.0, 2.0])
+    (1.2, 2.0)
+    """
+    low, _, high = statistics.quantiles(seconds, n=4, method="inclusive")
+    return high / low
 
 
 def best_piece(seconds: Mapping[int, Sequence[float]]) -> int:
