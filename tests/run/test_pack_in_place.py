@@ -81,8 +81,7 @@ PACKED = {
         view: f32[2, 2] = aten.view(slice_1, [2, 2])
         copy_: f32[2, 2] = aten.copy_(view, mm)
         slice_2: f32[2] = aten.slice.Tensor(bucket_0, 0, 4, 6)
-        view_1: f32[2] = aten.view(slice_2, [2])
-        copy__1: f32[2] = aten.copy_(view_1, y)
+        copy__1: f32[2] = aten.copy_(slice_2, y)
         s: f32[6] = c10d.all_reduce(bucket_0, "sum", "dp")
         """,
         {"buffers": 1, "written_directly": 0, "copied_in": 2},
@@ -100,8 +99,7 @@ PACKED = {
         a: f32[2] = aten.neg(x)
         b: f32[2] = aten.add_.Tensor(a, 1)
         slice_1: f32[2] = aten.slice.Tensor(bucket_0, 0, 0, 2)
-        view: f32[2] = aten.view(slice_1, [2])
-        copy_: f32[2] = aten.copy_(view, a)
+        copy_: f32[2] = aten.copy_(slice_1, a)
         s: f32[2] = c10d.all_reduce(bucket_0, "sum", "dp")
         """,
         {"buffers": 1, "written_directly": 0, "copied_in": 1},
@@ -117,8 +115,7 @@ PACKED = {
         + END.format(n=2),
         """
         slice_1: f32[2] = aten.slice.Tensor(bucket_0, 0, 0, 2)
-        view: f32[2] = aten.view(slice_1, [2])
-        a: f32[2] = aten.mul.out(x, 3, out=view)
+        a: f32[2] = aten.mul.out(x, 3, out=slice_1)
         cat: f32[2] = aten.div.Tensor(bucket_0, 2)
         s: f32[2] = c10d.all_reduce(cat, "sum", "dp")
         """,
