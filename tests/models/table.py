@@ -7,6 +7,7 @@ import datetime
 import platform
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
+from importlib.metadata import version
 from itertools import groupby
 from multiprocessing import get_context
 from pathlib import Path
@@ -109,8 +110,9 @@ def page(rows: Sequence[Row]) -> str:
     ran = sum(not row.refused for row in rows)
     head = (
         "# Architectures split over ranks\n\n"
-        f"Written by `make models` on {today}, torch {torch.__version__}, {platform.machine()}, gloo ranks on one "
-        "machine. Tiny random configurations of the transformers library (`tests/models/zoo.py`), each exported in "
+        f"Written by `make models` on {today}, torch {torch.__version__}, transformers "
+        f"{version('transformers')}, {platform.machine()}, gloo ranks on one machine. "
+        "Tiny random configurations of that library (`tests/models/zoo.py`), each exported in "
         "four forms (static and dynamic sizes, raw and decomposed), saved, loaded by each rank and run.\n\n"
         "- **difference**: the largest between a rank's results and one device's, relative to the largest value.\n"
         "- **weights split**: those whose part is smaller than the whole, of those that the plan names.\n"
