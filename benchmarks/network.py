@@ -15,6 +15,8 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from crossfade.run.launch import KEEPS_MEMORY
+
 _NAMES = ("crossfade1", "crossfade2")
 _PROBE = f"crossfade-probe-{os.getpid()}"
 _LINKS = ("cfveth1", "cfveth2")
@@ -43,7 +45,8 @@ class Hosts:
         command = ["ip", "netns", "exec", _NAMES[node], sys.executable, "-m", "torch.distributed.run", "--nnodes=2"]
         command += [f"--node-rank={node}", "--nproc-per-node=1", f"--master-addr={_ADDRESSES[0]}"]
         command += [f"--master-port={port}", "-m", module, *arguments]
-        environment = {**os.environ, "GLOO_SOCKET_IFNAME": _LINKS[node], "OMP_NUM_THREADS": "1"}
+        own = {"GLOO_SOCKET_IFNAME": _LINKS[node], "OMP_NUM_THREADS": "1"}
+        environment = {**KEEPS_MEMORY, **os.environ, **own}  # for all contenders alike
         return subprocess.Popen(command, env=environment)
 
 

@@ -15,6 +15,7 @@ import torch
 
 from crossfade import cli
 from crossfade.cost.machine import Machine
+from crossfade.run.launch import launch
 
 PROGRAM = """
 a: f32[2] = input("a")
@@ -115,6 +116,21 @@ def test_simplify_runs_what_it_is_told(tmp_path: Path) -> None:
     assert wrong.returncode == 1
     assert "did you mean remove-noops" in " ".join(wrong.stderr.split())
     assert "Traceback" not in wrong.stderr
+
+
+def test_launch_lets_steps_keep_their_memory_unless_told_otherwise(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script = tmp_path / "said.py"
+    script.write_text("import os, sys; open(sys.argv[1], 'w').write(os.environ['MIMALLOC_PURGE_DELAY'])")
+    said = []
+    monkeypatch.delenv("MIMALLOC_PURGE_DELAY", raising=False)
+    for given in (None, "7"):
+        if given is not None:
+            monkeypatch.setenv("MIMALLOC_PURGE_DELAY", given)
+        launch([str(script), str(tmp_path / "said")], ranks=1)
+        said.append((tmp_path / "said").read_text())
+    assert said == ["10000", "7"]
 
 
 def test_launch_names_the_rank_that_failed(tmp_path: Path) -> None:

@@ -12,13 +12,19 @@ from collections.abc import Sequence
 from crossfade.errors import RankFailedError
 
 _POLL_SECONDS = 0.05
+KEEPS_MEMORY = {"MIMALLOC_PURGE_DELAY": "10000"}
+"""Variables for processes that train: what a step frees is kept for the next, for some seconds.
+
+Where torch allocates by mimalloc (aarch64), memory goes back to the system after 10 ms and is faulted in anew at each
+step, 4 KB at a time."""
 
 
 def launch(script: Sequence[str], *, ranks: int, grace: float = 5.0) -> None:
     """Run `python SCRIPT ARGS...` on `ranks` processes of one world; raise naming the rank that failed first.
 
-    Scripts find their rank in the variables that `torch.distributed.init_process_group` reads. When a rank fails the
-    others have `grace` seconds to end by themselves, with their own errors, before they are killed.
+    Scripts find their rank in the variables that `torch.distributed.init_process_group` reads. Threads are shared out
+    and memory is kept (`KEEPS_MEMORY`), unless the environment says otherwise. When a rank fails the others have
+    `grace` seconds to end by themselves, with their own errors, before they are killed.
     """
     threads = os.environ.get("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // ranks)))
     shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(ranks)}
@@ -40,7 +46,7 @@ def launch(script: Sequence[str], *, ranks: int, grace: float = 5.0) -> None:
 
 
 def _start(script: Sequence[str], variables: dict[str, str]) -> subprocess.Popen[bytes]:
-    return subprocess.Popen([sys.executable, *script], env={**os.environ, **variables})
+    return subprocess.Popen([sys.executable, *script], env={**KEEPS_MEMORY, **os.environ, **variables})
 
 
 def _first_failure(processes: Sequence[subprocess.Popen[bytes]]) -> int | None:
