@@ -224,7 +224,8 @@ def launch(
 ) -> None:
     """Start a script on several local ranks; when one fails, end all and name it.
 
-    The script calls torch.distributed.init_process_group("gloo") as under torchrun, which works as well.
+    The script calls torch.distributed.init_process_group("gloo") as under torchrun, which works as well. Cores are
+    shared out (OMP_NUM_THREADS), and memory is kept from step to step (MIMALLOC_PURGE_DELAY), unless these are set.
     """
     from crossfade.run.launch import launch as start
 

@@ -15,7 +15,6 @@ import torch
 
 from crossfade import cli
 from crossfade.cost.machine import Machine
-from crossfade.run.launch import launch
 
 PROGRAM = """
 a: f32[2] = input("a")
@@ -128,7 +127,7 @@ def test_launch_lets_steps_keep_their_memory_unless_told_otherwise(
     for given in (None, "7"):
         if given is not None:
             monkeypatch.setenv("MIMALLOC_PURGE_DELAY", given)
-        launch([str(script), str(tmp_path / "said")], ranks=1)
+        crossfade_alone("launch", "--ranks", "1", str(script), str(tmp_path / "said"), timeout=240)
         said.append((tmp_path / "said").read_text())
     assert said == ["10000", "7"]
 

@@ -147,6 +147,8 @@ def _copy_into(program: Program, source: fx.Node, bucket: fx.Node, start: int, e
 
 def _place(program: Program, bucket: fx.Node, start: int, end: int, like: fx.Node, *, before: fx.Node) -> fx.Node:
     shape = like.meta["val"].shape
-    if len(shape) == 1:
-        return splice(program, lambda b: b[start:end], bucket, before=before, like=like)
-    return splice(program, lambda b: b[start:end].view(shape), bucket, before=before, like=like)
+
+    def part(whole: torch.Tensor) -> torch.Tensor:
+        return whole[start:end] if len(shape) == 1 else whole[start:end].view(shape)
+
+    return splice(program, part, bucket, before=before, like=like)
