@@ -3,7 +3,8 @@
 - What grows memory (gathers) is launched just early enough to be hidden: at the latest start that lets it, and all that
   is needed after it on the same link, arrive in time; behind what travels, and a stock of others, so that the link does
   not fall idle if that arrives sooner than predicted or a rank is late.
-- Everything else is launched when it is ready, unless it would keep the link from something more urgent.
+- Everything else is launched when it is ready, unless it would keep the link from something more urgent; gathers that
+  only go to the results too, since these are held to the end anyway, if memory is not limited.
 - Waits stand before the first use; those that let go of memory once their collective has surely arrived, or sooner
   where a limit asks for it.
 """
@@ -167,7 +168,7 @@ class Placing:
     def _eager_by_readiness(self) -> list[list[tuple[int, int]]]:
         coming: list[list[tuple[int, int]]] = [[] for _ in self.problem.links]
         for start, flight in self.problem.flights.items():
-            if not flight.grows:
+            if not self._is_held(flight):
                 coming[flight.link].append((self._ready_at[start], start))
         return [sorted(one) for one in coming]
 
@@ -196,6 +197,14 @@ class Placing:
                     seen.add(one)
                     pending.append(one)
         return found
+
+    def _is_held(self, flight: Flight) -> bool:
+        """Whether a flight makes memory that something in the lane has yet to use: not launched before that pays.
+
+        What only goes to the program's results is held to the end, whenever it is launched; where memory is limited,
+        as late as that.
+        """
+        return flight.grows and (self.limit is not None or self._needed_at[flight.start] < len(self.lane))
 
     # walking it
 
@@ -271,7 +280,7 @@ class Placing:
             heapq.heappush(self._chained, (at, start))
             return
         flight = self.problem.flights[start]
-        if not flight.grows:
+        if not self._is_held(flight):
             heapq.heappush(self._eager[flight.link], (-self.tails[start], start))
         elif self.prefetch:
             heapq.heappush(self._hungry[flight.link], (self._latest[start], start))

@@ -136,6 +136,30 @@ def test_O1_a_gather_that_is_needed_soon_goes_before_a_scatter_that_is_not() -> 
     assert reasons(schedule) == {"h2": AT_ONCE, "h1": HIDDEN, "r2": HIDDEN, "r1": NOTHING_LEFT}
 
 
+UPDATED = """
+x: f32[4] = input("x")
+a: f32[4] = aten.neg(x)
+s1: f32[2] = c10d.reduce_scatter_tensor(a, "sum", 2, "dp")
+r1: f32[2] = c10d.wait_tensor(s1)
+u1: f32[2] = aten.exp(r1)
+b: f32[4] = aten.sin(a)
+s2: f32[2] = c10d.reduce_scatter_tensor(b, "sum", 2, "dp")
+r2: f32[2] = c10d.wait_tensor(s2)
+c: f32[4] = aten.cos(b)
+g1: f32[4] = c10d.all_gather_into_tensor(u1, 2, "dp")
+w1: f32[4] = c10d.wait_tensor(g1)
+return output("w1", w1), output("r2", r2), output("c", c)
+"""
+
+
+def test_O1_what_is_gathered_for_the_results_is_gathered_before_others_need_the_link() -> None:
+    """Of updates like zero1's, the first: when it can be, not when it still just could if nothing else travelled."""
+    travel, computation = {"s1": 1, "g1": 3, "s2": 6}, {"a": 1, "u1": 1, "b": 5, "c": 6}
+    schedule, body = scheduled(UPDATED, travel | computation)
+    assert body == "a s1 r1 u1 g1 b s2 c r2 w1"
+    assert seconds(schedule) == (23, 14)
+
+
 def test_O1_tensor_parallel_sums_travel_under_the_weights_gradients() -> None:
     schedule, body = scheduled(TP, TP_SECONDS)
     assert body == "d2 s2 gw2 f2 d1 s1 gw1 f1"
