@@ -47,6 +47,7 @@ from crossfade.pipeline import (
 from crossfade.report.report import Report
 from crossfade.run.checkpoint import checksum, checksums, random_state
 from crossfade.run.codegen import native
+from crossfade.run.collect_small_operators import CollectSmallOperators
 from crossfade.run.group_small_operators import GroupSmallOperators
 from crossfade.run.members import Members
 from crossfade.run.mesh import (
@@ -355,9 +356,8 @@ class _StepCompiler:
         before = run_passes(program, [*gathering, *simplification()])
         seconds = time.perf_counter() - start
         scheduled, measured = self._communicating(before, members)
-        grouping = [GroupSmallOperators()] if self.memory_limit is None else []  # what is grouped lives longer
         lowered = lowering(self._carriers(), scheduled.groups, self.memory_limit)
-        program = run_passes(scheduled, [*lowered, PackInPlace(), UpdateInPlace(), *grouping])
+        program = run_passes(scheduled, [*lowered, PackInPlace(), UpdateInPlace(), *self._grouping()])
         timeline = self._predicted(program, measured) if measured is not None else None
 
         facts = self._facts(seconds, layout) | copy_kernel(program)
@@ -365,6 +365,13 @@ class _StepCompiler:
         report = report.with_timelines(predicted=timeline, memory=live_by_name(program)) if timeline else report
         stepped = {out.name for out in before.outputs if out.kind is OutputKind.UPDATE}
         return Built(program, layout, report, self.state_keys(stepped))
+
+    def _grouping(self) -> list[Pass]:
+        """Passes that call small operators less often; none within a memory limit: what is grouped lives longer."""
+        if self.memory_limit is not None:
+            return []
+        collecting = [CollectSmallOperators()] if self._device() == "cuda" else []
+        return [*collecting, GroupSmallOperators()]
 
     def _split_over(self, names: Mapping[torch.Tensor, str]) -> dict[str, str]:
         """The parameters of which this rank has a part, with the axis that the parts are spread over."""

@@ -5,7 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 
+import crossfade as cf
 from tests.ranks.cases import train_crossfade, train_crossfade_on_ranks, train_eager
 from tests.ranks.test_training import differences
 
@@ -16,6 +18,27 @@ pytestmark = pytest.mark.gpu
 @pytest.mark.parametrize("name", CASES)
 def test_one_gpu_equals_eager(name: str) -> None:
     assert differences(train_eager(name, device="cuda"), train_crossfade(name, device="cuda"), 1e-5, 1e-6) == []
+
+
+@pytest.mark.parametrize("optimizer", [torch.optim.Adam, torch.optim.AdamW])
+def test_updates_in_few_calls_are_those_of_single_ones_to_the_last_bit(optimizer: type[torch.optim.Optimizer]) -> None:
+    def model() -> torch.nn.Sequential:
+        torch.manual_seed(0)
+        return torch.nn.Sequential(*(torch.nn.Linear(48, 48) for _ in range(12))).cuda()
+
+    ours, theirs = model(), model()
+    options: dict[str, Any] = {"lr": 0.01, "foreach": False}
+    mine, other = (optimizer(one.parameters(), **options) for one in (ours, theirs))
+    step = cf.compile_step(ours, torch.nn.functional.mse_loss, mine)
+    for _ in range(4):
+        x, y = torch.randn(8, 48, device="cuda"), torch.randn(8, 48, device="cuda")
+        step(x, y)
+        other.zero_grad()
+        torch.nn.functional.mse_loss(theirs(x), y).backward()
+        other.step()
+    assert str(step.program).count("aten._foreach_addcdiv_") <= 2
+    for one, expected in zip(ours.parameters(), theirs.parameters(), strict=True):
+        assert torch.equal(one, expected)
 
 
 @pytest.mark.ranks
