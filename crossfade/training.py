@@ -13,7 +13,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from crossfade.capture.accumulate import accumulate as run_on_micro_batches
-from crossfade.capture.baked_in import ambient, baked_in
+from crossfade.capture.baked_in import BakedIn, ambient
 from crossfade.capture.batch import BatchIs, BatchLayout, batch_key
 from crossfade.capture.optimizer import append_optimizer, check_optimizer, initial_state, options_key, parameter_names
 from crossfade.capture.training import LossFunction, capture_forward_backward, check_model, loss_of, resized
@@ -160,7 +160,7 @@ def compile_step(
         )
     shards = _sharded(model, optimizer, axes, mode, members) if axes is not None and members is not None else None
     compiler = _StepCompiler(
-        model, tuple(model.modules()), loss_fn, optimizer, axes, mode, shards, batch, accumulate, clip_grad_norm,
+        model, BakedIn(model.modules()), loss_fn, optimizer, axes, mode, shards, batch, accumulate, clip_grad_norm,
         semantics, loss_is, None if passes is None else tuple(passes), planned_for, memory_limit, tensor,
     )  # fmt: skip
     return Step(
@@ -285,7 +285,7 @@ class _StepCompiler:
     """The settings of one `compile_step`, and the way from a batch to a program."""
 
     model: nn.Module
-    modules: tuple[nn.Module, ...]
+    baked_in: BakedIn
     loss_fn: LossFunction | None
     optimizer: Optimizer
     axes: DataParallel | None
@@ -303,8 +303,7 @@ class _StepCompiler:
 
     def key(self, batch: tuple[Any, ...]) -> Any:
         """What a captured program depends on."""
-        modules = tuple(baked_in(module) for module in self.modules)
-        return batch_key(batch), modules, options_key(self.optimizer), ambient()
+        return batch_key(batch), self.baked_in.number(), options_key(self.optimizer), ambient()
 
     def build(self, batch: tuple[Any, ...], members: Members | None) -> Built:
         """Capture and compile for one shape of batch, and agree on the result with the other ranks."""

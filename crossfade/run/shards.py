@@ -45,7 +45,7 @@ class Shards:
         if parameters:
             self._split({p: name for p, name in self._names.items() if p.dim()})
             self._names = {parameter: name for name, parameter in model.named_parameters()}
-        self._places = {name: _place(model, name) for name in self._names.values()}
+        self._places = {name: place_of(model, name) for name in self._names.values()}
         for stepped in list(optimizer.state):
             for key in list(optimizer.state[stepped]):
                 self.state(self._names[stepped], key)
@@ -209,7 +209,7 @@ def is_distributed(tensor: Tensor) -> bool:
     return isinstance(tensor, DTensor)
 
 
-def _place(model: nn.Module, name: str) -> tuple[dict[str, Any], str]:
-    """Where a model keeps a parameter."""
+def place_of(model: nn.Module, name: str) -> tuple[dict[str, Any], str]:
+    """Where a model keeps a parameter: its module's registry, and the name there."""
     owner, _, attribute = name.rpartition(".")
     return model.get_submodule(owner)._parameters, attribute

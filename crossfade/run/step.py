@@ -7,6 +7,7 @@ import logging
 import time
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -18,9 +19,10 @@ from crossfade.cost.timeline import Timeline
 from crossfade.graph.private import group_named, mark_optimizer_stepped
 from crossfade.graph.program import InputKind, OutputKind, Program
 from crossfade.run import checkpoint
+from crossfade.run.bound import Bound, Found
 from crossfade.run.executable import Executable
 from crossfade.run.members import Members
-from crossfade.run.shards import Shards
+from crossfade.run.shards import Shards, place_of
 from crossfade.run.stopwatch import Stopwatch
 
 log = logging.getLogger("crossfade")
@@ -77,7 +79,8 @@ class Built:
 class _Ready:
     built: Built
     executable: Executable
-    bind: list[Callable[[dict[str, Tensor]], Any]]
+    bound: Bound
+    batch_names: list[str]
     state_keys: list[tuple[str, nn.Parameter, Collection[str]]]
 
 
@@ -166,12 +169,13 @@ class Step:
 
     def _taken(self, ready: _Ready, batch: tuple[Any, ...]) -> dict[str, Tensor]:
         """This rank's part of a batch, by the names of the program's inputs."""
-        names = [item.name for item in ready.built.program.inputs if item.kind is InputKind.INPUT]
-        return dict(zip(names, ready.built.layout.take(batch, self._part_of_batch), strict=True))
+        return dict(zip(ready.batch_names, ready.built.layout.take(batch, self._part_of_batch), strict=True))
 
     def _train(self, ready: _Ready, executable: Executable, values: dict[str, Tensor]) -> Tensor:
-        self._create_state(ready.state_keys)
-        results = self._run(executable, [get(values) for get in ready.bind])
+        if not ready.bound.is_current():
+            self._create_state(ready.state_keys)
+            ready.bound.look_up()
+        results = self._run(executable, ready.bound.values(values))
         mark_optimizer_stepped(self.optimizer)
         self.steps += 1
         self.outputs = {
@@ -258,7 +262,8 @@ class Step:
                 self._ready.pop(next(iter(self._ready)))
             keys = [(name, self.model.get_parameter(name), one) for name, one in built.state_keys.items()]
             key = self._key(batch)  # as the model is now: a plan may have split its buffers
-            self._ready[key] = _Ready(built, executable, self._binders(built.program), keys)
+            names = [item.name for item in built.program.inputs if item.kind is InputKind.INPUT]
+            self._ready[key] = _Ready(built, executable, self._bound(built.program), names, keys)
             self.captures += 1
             if self.captures in (5, 20, 100):
                 log.warning("captured %d programs so far: %s", self.captures, _WHY_SO_MANY)
@@ -300,48 +305,66 @@ class Step:
         keys = self._state_keys()
         self._create_state([(name, self.model.get_parameter(name), one) for name, one in keys.items()])
 
-    def _binders(self, program: Program) -> list[Callable[[dict[str, Tensor]], Any]]:
-        """For each input, how to find its value at call time: users may load checkpoints or change rates meanwhile."""
-        return [
-            self._workspace(item.name, node) if item.kind is InputKind.WORKSPACE else self._binder(item.kind, item.name)
-            for item, node in program.named_inputs()
-        ]
+    def _bound(self, program: Program) -> Bound:
+        """How to find each input's value: users may load checkpoints or change rates between steps."""
+        lasting: dict[int, Callable[[], Found]] = {}
+        fresh: dict[int, Callable[[dict[str, Any]], Any]] = {}
+        for place, (item, node) in enumerate(program.named_inputs()):
+            if item.kind is InputKind.INPUT:
+                fresh[place] = partial(_taken_out, item.name)
+            elif item.kind is InputKind.SCALAR and not item.name.startswith("rank"):
+                fresh[place] = partial(self._rate, int(item.name.rsplit(".", 1)[1]))
+            else:
+                lasting[place] = self._finder(item.kind, item.name, node)
+        return Bound(lasting, fresh)
 
-    def _binder(self, kind: InputKind, name: str) -> Callable[[dict[str, Tensor]], Any]:
-        model, optimizer, shards = self.model, self.optimizer, self._shards
+    def _rate(self, group: int, batch: dict[str, Any]) -> float:
+        return float(self.optimizer.param_groups[group]["lr"])
+
+    def _finder(self, kind: InputKind, name: str, node: fx.Node) -> Callable[[], Found]:
         match kind:
-            case InputKind.INPUT:
-                return lambda batch: batch.pop(name)
-            case InputKind.PARAMETER if shards is not None and shards.has(name):
-                return lambda batch: shards.parameter(name)
-            case InputKind.OPTIMIZER_STATE if shards is not None:
-                parameter_name, key = name.rsplit(":", 1)
-                return lambda batch: shards.state(parameter_name, key)
+            case InputKind.WORKSPACE:
+                return lambda: Found(self._workspace(name, node))
             case InputKind.OPTIMIZER_STATE:
-                parameter_name, key = name.rsplit(":", 1)
-                parameter = model.get_parameter(parameter_name)
-                return lambda batch: optimizer.state[parameter][key]
-            case InputKind.SCALAR if name == "rank":
-                rank = self._part_of_batch
-                return lambda batch: rank
-            case InputKind.SCALAR if name.startswith("rank.") and shards is not None:
-                return lambda batch: shards.rank
+                return partial(self._found_state, *name.rsplit(":", 1))
             case InputKind.SCALAR:
-                group = int(name.rsplit(".", 1)[1])
-                return lambda batch: float(optimizer.param_groups[group]["lr"])
-        owner, _, attribute = name.rpartition(".")
-        module = model.get_submodule(owner)
-        registry: Any = module._parameters if kind is InputKind.PARAMETER else module._buffers
-        return lambda batch: registry[attribute]
+                of_shards = name.startswith("rank.") and self._shards is not None
+                return lambda: Found(self._shards.rank if of_shards and self._shards else self._part_of_batch)
+            case InputKind.PARAMETER:
+                registry, attribute = place_of(self.model, name)
+            case _:
+                owner, _, attribute = name.rpartition(".")
+                registry = self.model.get_submodule(owner)._buffers
+        return partial(self._found_tensor, kind, name, registry, attribute)
 
-    def _workspace(self, name: str, node: fx.Node) -> Callable[[dict[str, Tensor]], Any]:
+    def _found_tensor(self, kind: InputKind, name: str, registry: dict[str, Any], attribute: str) -> Found:
+        """A parameter, or what this rank keeps of it; or a buffer."""
+        seen, shards = registry[attribute], self._shards
+        split = kind is InputKind.PARAMETER and shards is not None and shards.has(name)
+        return Found(shards.parameter(name) if split and shards else seen, ((registry, attribute, seen),))
+
+    def _found_state(self, name: str, key: str) -> Found:
+        """An entry of the optimizer's state, or what this rank keeps of it."""
+        value = self._shards.state(name, key) if self._shards is not None else None
+        registry, attribute = place_of(self.model, name)
+        parameter, states = registry[attribute], self.optimizer.state
+        entries = states[parameter]
+        relied_on = (
+            (registry, attribute, parameter),
+            (vars(self.optimizer), "state", states),
+            (states, parameter, entries),
+            (entries, key, entries[key]),
+        )
+        return Found(entries[key] if self._shards is None else value, relied_on)
+
+    def _workspace(self, name: str, node: fx.Node) -> Tensor:
         """Memory that lives as long as the step, shared by its programs, made at the first call."""
         like = node.meta["val"]
         key = name, like.shape, like.dtype, like.device
+        if key not in self._workspaces:
+            self._workspaces[key] = torch.empty(like.shape, dtype=like.dtype, device=like.device)
+        return self._workspaces[key]
 
-        def get(batch: dict[str, Tensor]) -> Tensor:
-            if key not in self._workspaces:
-                self._workspaces[key] = torch.empty(like.shape, dtype=like.dtype, device=like.device)
-            return self._workspaces[key]
 
-        return get
+def _taken_out(name: str, batch: dict[str, Any]) -> Any:
+    return batch.pop(name)

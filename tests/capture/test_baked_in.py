@@ -1,0 +1,72 @@
+"""What a program was captured with is seen to have changed, whatever it is, and only then."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from crossfade import compile_step
+from crossfade.capture.baked_in import BakedIn
+
+X, Y = torch.arange(12.0).reshape(4, 3) / 12, torch.ones(4, 2)
+
+
+def model_of() -> nn.Sequential:
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.ReLU(), nn.Linear(4, 2))
+    model[1].mode = None  # type: ignore[assignment]
+    return model
+
+
+ANEW = {
+    "a number": lambda model: setattr(model[1], "momentum", 0.5),
+    "a word that was none": lambda model: setattr(model[1], "mode", "fast"),
+    "a word where there was nothing": lambda model: setattr(model[0], "extra", "word"),
+    "a switch": lambda model: model.eval(),
+    "a parameter that is not trained": lambda model: model[0].bias.requires_grad_(False),
+}
+
+
+@pytest.mark.parametrize("change", ANEW.values(), ids=ANEW)
+def test_what_is_baked_in_is_captured_anew(change: Any) -> None:
+    model = model_of()
+    step = compile_step(model, nn.functional.mse_loss, torch.optim.AdamW(model.parameters()))
+    for _ in range(2):
+        step(X, Y)
+    change(model)
+    before = step.captures
+    step.prepare(X, Y)
+    step.prepare(X, Y)
+    assert (before, step.captures) == (1, 2)
+
+
+SEEN = ANEW | {
+    "a dtype": lambda model: model.double(),
+    "a parameter where there was none": lambda model: setattr(model[2], "scale", nn.Parameter(torch.ones(4))),
+    "another parameter": lambda model: setattr(model[0], "weight", nn.Parameter(torch.ones(4, 3))),
+    "no parameter any more": lambda model: setattr(model[0], "bias", None),
+    "a buffer of another shape": lambda model: setattr(model[1], "running_mean", torch.ones(5)),
+}
+
+
+@pytest.mark.parametrize("change", SEEN.values(), ids=SEEN)
+def test_a_change_gives_another_number(change: Any) -> None:
+    model = model_of()
+    baked_in = BakedIn(model.modules())
+    before = baked_in.number()
+    change(model)
+    assert baked_in.number() != before
+    assert baked_in.number() == baked_in.number()
+
+
+def test_the_same_again_gives_the_same_number() -> None:
+    model = model_of()
+    baked_in = BakedIn(model.modules())
+    before = baked_in.number()
+    model.eval()
+    assert baked_in.number() != before
+    model.train()
+    model[1].running_mean = torch.ones(4)  # values are no part of it
+    assert baked_in.number() == before
