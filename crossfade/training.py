@@ -6,7 +6,7 @@ import contextlib
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, get_args
+from typing import Any
 
 import torch
 from torch import nn
@@ -18,16 +18,14 @@ from crossfade.capture.batch import BatchIs, BatchLayout, batch_key
 from crossfade.capture.optimizer import append_optimizer, check_optimizer, initial_state, options_key, parameter_names
 from crossfade.capture.training import LossFunction, capture_forward_backward, check_model, loss_of, resized
 from crossfade.carriers import Carriers
-from crossfade.cost.calibrate import calibrate
 from crossfade.cost.machine import Machine
 from crossfade.cost.measure import measure, measured_as_run
 from crossfade.cost.presets import preset
 from crossfade.cost.timeline import Timeline
-from crossfade.errors import CrossfadeError, MeshError, ModelError, NotYetError
+from crossfade.errors import CrossfadeError
 from crossfade.graph.effects import is_random
 from crossfade.graph.memory import live_by_name
 from crossfade.graph.passes import Pass, fingerprint, run_passes
-from crossfade.graph.private import group_named
 from crossfade.graph.program import OutputKind, Program
 from crossfade.overlap import plan_overlap, predicted
 from crossfade.pipeline import (
@@ -51,20 +49,28 @@ from crossfade.run.collect_small_operators import CollectSmallOperators
 from crossfade.run.group_small_operators import GroupSmallOperators
 from crossfade.run.members import Members
 from crossfade.run.mesh import (
-    COPY_AXIS,
-    SPLIT_AXIS,
     DataParallel,
     MeshLike,
     backend_on,
     data_parallel_axes,
 )
 from crossfade.run.pack_in_place import PackInPlace
-from crossfade.run.shards import Shards, is_distributed
+from crossfade.run.shards import Shards
 from crossfade.run.step import Built, Step
 from crossfade.run.update_in_place import UpdateInPlace
 from crossfade.shard.batch_dims import mark_batch_dims, needs_batch_dims
 from crossfade.shard.tensor.plan import Plan
+from crossfade.simplify.spell_out_slow_operators import SpellOutSlowOperators, slow_operators
 from crossfade.tensor_training import TensorParallel, check_not_split
+from crossfade.training_setup import (
+    check_numbers,
+    check_options,
+    check_tensor_parallel,
+    check_wholeness,
+    machine_for,
+    open_groups,
+    shards_of,
+)
 
 
 def compile_step(
@@ -113,8 +119,9 @@ def compile_step(
         loss_is: whether the loss is a mean over samples or a sum: how parts of a batch are put together.
         machine: what communication and computation cost, for planning: a `Machine`, a preset's name, or `"calibrate"`
             to measure it now, which takes some seconds. The sizes of buckets, what is gathered how early, and the
-            order of everything follow from it. None plans without, with buckets of fixed sizes; for the modes that
-            gather parameters, a preset is taken.
+            order of everything follow from it, and on a CPU which operators are written as their parts
+            (`spell-out-slow-operators`: the last bits differ). None plans without, with buckets of fixed sizes; for
+            the modes that gather parameters, a preset is taken.
         memory_limit: bytes that may be alive beside inputs, parameters and optimizer state; with a machine only. The
             optimizer's small operators are then called one by one.
         passes: communication passes to use instead of `crossfade.pipeline.communication()`.
@@ -129,16 +136,16 @@ def compile_step(
         >>> losses[-1] < losses[0]
         True
     """
-    _check_options(data_parallel=(data_parallel, DataParallelMode))
-    _check_options(batch=(batch, BatchIs), semantics=(semantics, Semantics), loss_is=(loss_is, LossIs))
-    _check_numbers(accumulate, clip_grad_norm, timeout)
+    check_options(data_parallel=(data_parallel, DataParallelMode))
+    check_options(batch=(batch, BatchIs), semantics=(semantics, Semantics), loss_is=(loss_is, LossIs))
+    check_numbers(accumulate, clip_grad_norm, timeout)
     names = parameter_names(model)
     check_model(model)
     check_optimizer(optimizer, names)
     check_not_split(model)
     tensor: TensorParallel | None = None
     if tensor_parallel is not None:
-        _check_tensor_parallel(data_parallel)
+        check_tensor_parallel(data_parallel)
 
         def loss(call: Callable[..., Any], batch: tuple[Any, ...]) -> torch.Tensor:
             return loss_of(call, loss_fn, batch)
@@ -146,19 +153,19 @@ def compile_step(
         tensor, mesh = TensorParallel.of(tensor_parallel, mesh, model, optimizer, loss, timeout)
     axes = data_parallel_axes(mesh)
     mode: DataParallelMode = data_parallel if axes is not None else "replicate"
-    _check_wholeness(model, mode)
-    members, groups = _open(axes, mode, timeout) if axes is not None else (None, {})
+    check_wholeness(model, mode)
+    members, groups = open_groups(axes, mode, timeout) if axes is not None else (None, {})
     machine = preset(machine) if isinstance(machine, str) and machine != "calibrate" else machine
     everyone = tensor.everyone if tensor else (members, groups.get(axes.whole.name) if axes else None)
     groups |= {tensor.axis.name: tensor.group} if tensor else {}
-    planned_for = _machine(machine, mode, axes, groups, everyone[1], model) if passes is None else None
+    planned_for = machine_for(machine, mode, axes, groups, everyone[1], model) if passes is None else None
     if memory_limit is not None and (passes is not None or (machine is None and planned_for is None)):
         raise CrossfadeError(
             f"memory_limit={memory_limit} without a machine to plan for",
             expected="machine= too, and no passes of one's own",
             remedy='pass machine="calibrate", or the name of a preset',
         )
-    shards = _sharded(model, optimizer, axes, mode, members) if axes is not None and members is not None else None
+    shards = shards_of(model, optimizer, axes, mode, members) if axes is not None and members is not None else None
     compiler = _StepCompiler(
         model, BakedIn(model.modules()), loss_fn, optimizer, axes, mode, shards, batch, accumulate, clip_grad_norm,
         semantics, loss_is, None if passes is None else tuple(passes), planned_for, memory_limit, tensor,
@@ -169,98 +176,6 @@ def compile_step(
         compiler.state_keys, shares_random_numbers=axes is None or semantics == "global",
         part_of_batch=members.rank if members else 0, tensor=tensor, everyone=everyone[1],
     )  # fmt: skip
-
-
-def _check_tensor_parallel(mode: DataParallelMode) -> None:
-    if mode != "replicate":
-        raise NotYetError(
-            f"data_parallel={mode!r} together with tensor_parallel",
-            expected='data_parallel="replicate" over the other axis',
-            remedy="leave out one of the two",
-        )
-
-
-def _check_wholeness(model: nn.Module, mode: DataParallelMode) -> None:
-    """Refuse to train as whole what an earlier step has split."""
-    split = [name for name, parameter in model.named_parameters() if is_distributed(parameter)]
-    if split and mode not in ("zero2", "zero3"):
-        raise ModelError(
-            f"parameter {split[0]} as a DTensor",
-            expected=f"whole parameters for data_parallel={mode!r}",
-            remedy="build the model anew and load a checkpoint into it (step.save, step.load), or pass zero2 or zero3",
-        )
-
-
-def _machine(
-    given: Machine | str | None,
-    mode: DataParallelMode,
-    axes: DataParallel | None,
-    groups: Mapping[str, str],
-    everyone: str | None,
-    model: nn.Module,
-) -> Machine | None:
-    """The machine to plan for; measured on the ranks if asked for, the nearest preset where a plan is needed."""
-    device = next(model.parameters()).device.type
-    named = {axis: group_named(group) for axis, group in groups.items()}
-    several = {axis: group for axis, group in named.items() if group.size() > 1}
-    if given == "calibrate" and several and everyone is not None:
-        return calibrate("calibrated", several, device=device, world=group_named(everyone))
-    if given is None and axes is not None and mode in ("zero2", "zero3"):
-        return preset("loopback-gloo" if backend_on(device, axes.whole.backend) == "gloo" else "h100-nvlink-node")
-    return given if isinstance(given, Machine) else None
-
-
-def _open(axes: DataParallel, mode: DataParallelMode, timeout: float) -> tuple[Members, dict[str, str]]:
-    """Process groups of our own for each axis that the mode communicates along, by the axis's name."""
-    members, group = axes.whole.open(timeout)
-    groups = {axes.whole.name: group}
-    if mode != "replicate" and axes.copies is not None:
-        groups |= {axis.name: axis.open(timeout)[1] for axis in (axes.split, axes.copies)}
-    return members, groups
-
-
-def _sharded(
-    model: nn.Module, optimizer: Optimizer, axes: DataParallel, mode: DataParallelMode, members: Members
-) -> Shards | None:
-    """The parts that this rank keeps, each of its own model: so all ranks must have built the same one."""
-    if mode == "replicate":
-        return None
-    device = next(model.parameters()).device.type
-    if axes.split.name == COPY_AXIS or axes.split.size == 1:
-        raise MeshError(
-            f"data_parallel={mode!r} on a mesh that splits nothing",
-            expected=f"an axis {SPLIT_AXIS} of at least 2 ranks, or one axis dp",
-            remedy='give it ranks, or pass data_parallel="replicate"',
-        )
-    if device == "cuda" and backend_on(device, axes.split.backend) == "gloo":
-        raise NotYetError(
-            f"data_parallel={mode!r} on CUDA over gloo",
-            expected="a backend that gathers CUDA tensors: gloo's all-gather crashes on them",
-            remedy='initialise the process group with nccl, or pass data_parallel="replicate"',
-        )
-    lines = checksums(model, optimizer)
-    members.agree(" ".join(lines), "\n".join(lines))
-    return Shards(model, optimizer, axes.device_mesh(device), parameters=mode != "zero1")
-
-
-def _check_options(**given: tuple[str, Any]) -> None:
-    for name, (value, kind) in given.items():
-        if value not in get_args(kind):
-            expected = " or ".join(repr(one) for one in get_args(kind))
-            raise CrossfadeError(f"{name}={value!r}", expected=expected, remedy="pass one of those")
-
-
-def _check_numbers(accumulate: int, clip_grad_norm: float | None, timeout: float) -> None:
-    if accumulate < 1:
-        raise CrossfadeError(
-            f"accumulate={accumulate}", expected="at least 1", remedy="pass the number of micro-batches"
-        )
-    if clip_grad_norm is not None and not clip_grad_norm > 0:
-        raise CrossfadeError(
-            f"clip_grad_norm={clip_grad_norm}", expected="more than 0", remedy="pass None for no clipping"
-        )
-    if not timeout > 0:
-        raise CrossfadeError(f"timeout={timeout}", expected="seconds, more than 0", remedy="pass how long to wait")
 
 
 def _agree(members: Members, program: Program, common: Sequence[str]) -> None:
@@ -388,6 +303,7 @@ class _StepCompiler:
         machine = self._carriers().planned_for(self.machine)
         here = self._measured(before)  # on all ranks at once, as they compute in a step
         measured = everyone.share(lambda: here)
+        before = self._spelled_out(before, measured)
         if self.tensor is not None:
             alike, axis = self.tensor.alike(before), self.tensor.axis.name
             passes = micro_pipeline(machine, self._carriers().backends, alike=alike, groups=(axis,), measured=measured)
@@ -396,7 +312,22 @@ class _StepCompiler:
 
     def _measured(self, program: Program) -> dict[str, float]:
         """The seconds of the program's operators on the CPU; on other devices they are told by arithmetic."""
-        return measured_as_run(program, [UpdateInPlace()], binding=native) if self._device() == "cpu" else {}
+        if self._device() != "cpu":
+            return {}
+        found = measured_as_run(program, [UpdateInPlace()], binding=native)
+        if not self._may_spell_out(program):
+            return found
+        parts = run_passes(program, [SpellOutSlowOperators()])
+        return measured_as_run(parts, [UpdateInPlace()], binding=native, known=found) | found
+
+    def _may_spell_out(self, program: Program) -> bool:
+        """Whether operators may be written as their parts, which hold more memory."""
+        return self.memory_limit is None and bool(slow_operators(program))
+
+    def _spelled_out(self, program: Program, measured: Mapping[str, float]) -> Program:
+        if not self._may_spell_out(program):
+            return program
+        return run_passes(program, [SpellOutSlowOperators(tuple(sorted(measured.items())))])
 
     def _predicted(self, program: Program, measured: dict[str, float]) -> Timeline:
         """What the final program should do, by what this rank takes for its operators."""

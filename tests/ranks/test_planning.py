@@ -7,9 +7,14 @@ from collections import Counter
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
+from torch import nn
 
 import crossfade as cf
+import crossfade.training
+from crossfade.cost.estimate import computes
+from crossfade.cost.keys import Keys
 from crossfade.errors import CrossfadeError, MemoryLimitError
 from crossfade.graph import collectives
 from tests.models.choice import some
@@ -48,6 +53,43 @@ def test_ranks_agree_on_what_they_measured(ranks: Any) -> None:
     (first, seconds), (second, _) = ranks(2).run(calibrated)
     assert first == second
     assert 0 < seconds < 10
+
+
+def with_gelu(slow: bool, limit: int | None) -> tuple[bool, torch.Tensor, torch.Tensor]:
+    """Whether gelu's gradient is written as its parts; a trained weight, and the same trained by one device."""
+
+    def as_if(program: Any, lowering: Any, **options: Any) -> dict[str, float]:
+        """Each operator takes a microsecond; that gradient a hundred, or as long as the others."""
+        keys = Keys()
+        found = {keys.of(node): 1e-6 for node in program.graph.nodes if computes(node)}
+        return {key: 1e-4 if slow and "gelu_backward" in key else one for key, one in found.items()}
+
+    def model() -> nn.Sequential:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8))
+
+    ours, theirs = model(), model()
+    x, y = torch.randn(4, 8), torch.randn(4, 8)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(crossfade.training, "measured_as_run", as_if)
+        mine = torch.optim.SGD(ours.parameters(), lr=0.1)
+        options = {"machine": "ethernet-1gbit", "memory_limit": limit, "timeout": 20}
+        step = cf.compile_step(ours, nn.functional.mse_loss, mine, {"dp": 2}, **options)
+        step(x, y)
+    other = torch.optim.SGD(theirs.parameters(), lr=0.1)
+    nn.functional.mse_loss(theirs(x), y).backward()
+    other.step()
+    return "gelu_backward" not in str(step.program), ours[0].weight.detach(), theirs[0].weight.detach()
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(("slow", "limit"), [(True, None), (False, None), (True, 10**6)])
+def test_an_operator_slower_than_its_parts_is_spelled_out_unless_memory_is_limited(
+    ranks: Any, slow: bool, limit: int | None
+) -> None:
+    for spelled_out, found, expected in ranks(2).run(with_gelu, slow, limit):
+        assert spelled_out == (slow and limit is None)
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
 
 
 def refusal(limit: int) -> str:

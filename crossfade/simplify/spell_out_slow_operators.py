@@ -1,0 +1,138 @@
+"""Operators that take longer than their parts: what a library has no good kernel for on some processor."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from crossfade.cost.keys import Keys
+from crossfade.graph.operators import arguments
+from crossfade.graph.passes import Numerics, Outcome, Pass, PassResult, Verdict
+from crossfade.graph.program import Program
+from crossfade.graph.splice import splice
+
+_WORTH_IT = 0.5
+"""Parts must take at most this share of the operator's time: so much that no noise decides what bits a run has."""
+_PRECISE = (torch.float32, torch.float64)
+
+
+@dataclass(frozen=True)
+class SpellOutSlowOperators(Pass):
+    """Write an operator as its parts where these were measured to take half of its time or less.
+
+    Torch's exact gradient of gelu takes three times as long on an aarch64 CPU as the pointwise operators that it
+    consists of. `measured` has the seconds of operators by key (`crossfade.cost.keys`), as pairs; what is not in it
+    stays. None spells everything out that the pass knows: a program to measure the parts in. Only what is computed in
+    single or double precision anyway.
+
+    Before:
+        g: f32[8] = input("g")
+        x: f32[8] = input("x")
+        gelu_backward: f32[8] = aten.gelu_backward(g, x)
+        return output("y", gelu_backward)
+
+    After:
+        g: f32[8] = input("g")
+        x: f32[8] = input("x")
+        mul: f32[8] = aten.mul.Tensor(x, 0.7071067811865476)
+        erf: f32[8] = aten.erf(mul)
+        add: f32[8] = aten.add.Tensor(erf, 1.0)
+        mul_1: f32[8] = aten.mul.Tensor(add, 0.5)
+        mul_2: f32[8] = aten.mul.Tensor(x, x)
+        mul_3: f32[8] = aten.mul.Tensor(mul_2, -0.5)
+        exp: f32[8] = aten.exp(mul_3)
+        mul_4: f32[8] = aten.mul.Tensor(exp, 0.3989422804014327)
+        mul_5: f32[8] = aten.mul.Tensor(mul_4, x)
+        add_1: f32[8] = aten.add.Tensor(mul_5, mul_1)
+        mul_6: f32[8] = aten.mul.Tensor(add_1, g)
+        return output("y", mul_6)
+    """
+
+    name = "spell-out-slow-operators"
+    numerics = Numerics.REASSOCIATES
+
+    measured: tuple[tuple[str, float], ...] | None = None
+
+    def run(self, program: Program) -> PassResult:
+        """Try each candidate: put its parts before it, and keep one of the two."""
+        keys, seconds = Keys(), None if self.measured is None else dict(self.measured)
+        verdicts: list[Verdict] = []
+        for node in slow_operators(program):
+            parts = _Parts(program, node)
+            against, detail = parts.judged(keys, seconds)
+            outcome = Outcome.LEFT if against else Outcome.REPLACED
+            verdicts.append(Verdict.of(node, outcome, against or _WHY, detail=detail))
+            parts.take_back() if against else parts.replace()
+        count = sum(one.outcome is Outcome.REPLACED for one in verdicts)
+        return PassResult(bool(count), {"spelled out": count}, tuple(verdicts))
+
+
+_WHY = "its parts are faster on this machine"
+
+
+def slow_operators(program: Program) -> list[fx.Node]:
+    """The operators of a program that may take longer than their parts.
+
+    >>> from crossfade.graph.text import parse
+    >>> slow_operators(parse('''
+    ... x: f32[8] = input("x")
+    ... y: f32[8] = aten.gelu_backward(x, x)
+    ... return output("y", y)
+    ... '''))
+    [y]
+    """
+    found = [node for target in _PARTS for node in program.graph.find_nodes(op="call_function", target=target)]
+    return [node for node in found if node.meta["val"].dtype in _PRECISE and _PARTS[node.target](node) is not None]
+
+
+class _Parts:
+    """What an operator consists of, put before it for a try."""
+
+    def __init__(self, program: Program, node: fx.Node) -> None:
+        self.program, self.node = program, node
+        above = node.prev
+        function, inputs = _PARTS[node.target](node)
+        self.result = splice(program, function, *inputs, before=node, like=node)
+        self.nodes: list[fx.Node] = []
+        while (above := above.next) is not node:
+            self.nodes.append(above)
+
+    def judged(self, keys: Keys, seconds: Mapping[str, float] | None) -> tuple[str, str]:
+        """Why not, if so; and the numbers."""
+        if seconds is None:
+            return "", f"{len(self.nodes)} parts"
+        whole, parts = seconds.get(keys.of(self.node)), [seconds.get(keys.of(one)) for one in self.nodes]
+        known = [one for one in parts if one is not None]
+        if whole is None or len(known) < len(parts):
+            return "it or its parts were not measured", ""
+        detail = f"{1e6 * whole:.1f} -> {1e6 * sum(known):.1f} us"
+        return "" if sum(known) <= _WORTH_IT * whole else "its parts are not faster on this machine", detail
+
+    def replace(self) -> None:
+        self.node.replace_all_uses_with(self.result)
+        self.program.graph.erase_node(self.node)
+
+    def take_back(self) -> None:
+        for one in reversed(self.nodes):
+            self.program.graph.erase_node(one)
+
+
+def _exact_gelu_backward(node: fx.Node) -> tuple[Callable[..., Tensor], tuple[Any, ...]] | None:
+    given = arguments(node)
+    return (_gelu_gradient, (given["grad_output"], given["self"])) if given["approximate"] == "none" else None
+
+
+def _gelu_gradient(gradient: Tensor, x: Tensor) -> Tensor:
+    """The normal distribution, and its density times x; written so that most of it can go in place."""
+    below = ((x * math.sqrt(0.5)).erf() + 1.0) * 0.5
+    density = (x * x * -0.5).exp() * (1 / math.sqrt(2 * math.pi))
+    return (density * x + below) * gradient
+
+
+_PARTS: dict[Any, Callable[[fx.Node], Any]] = {torch.ops.aten.gelu_backward.default: _exact_gelu_backward}
+"""How an operator is spelled out: a function and its inputs, or None of a form that is not known."""

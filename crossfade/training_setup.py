@@ -1,0 +1,115 @@
+"""What `compile_step` checks and opens before anything is captured: options, process groups, a machine, parts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, get_args
+
+from torch import nn
+from torch.optim import Optimizer
+
+from crossfade.cost.calibrate import calibrate
+from crossfade.cost.machine import Machine
+from crossfade.cost.presets import preset
+from crossfade.errors import CrossfadeError, MeshError, ModelError, NotYetError
+from crossfade.graph.private import group_named
+from crossfade.pipeline import DataParallelMode
+from crossfade.run.checkpoint import checksums
+from crossfade.run.members import Members
+from crossfade.run.mesh import COPY_AXIS, SPLIT_AXIS, DataParallel, backend_on
+from crossfade.run.shards import Shards, is_distributed
+
+
+def check_tensor_parallel(mode: DataParallelMode) -> None:
+    """Refuse what is not possible together with a plan."""
+    if mode != "replicate":
+        raise NotYetError(
+            f"data_parallel={mode!r} together with tensor_parallel",
+            expected='data_parallel="replicate" over the other axis',
+            remedy="leave out one of the two",
+        )
+
+
+def check_wholeness(model: nn.Module, mode: DataParallelMode) -> None:
+    """Refuse to train as whole what an earlier step has split."""
+    split = [name for name, parameter in model.named_parameters() if is_distributed(parameter)]
+    if split and mode not in ("zero2", "zero3"):
+        raise ModelError(
+            f"parameter {split[0]} as a DTensor",
+            expected=f"whole parameters for data_parallel={mode!r}",
+            remedy="build the model anew and load a checkpoint into it (step.save, step.load), or pass zero2 or zero3",
+        )
+
+
+def machine_for(
+    given: Machine | str | None,
+    mode: DataParallelMode,
+    axes: DataParallel | None,
+    groups: Mapping[str, str],
+    everyone: str | None,
+    model: nn.Module,
+) -> Machine | None:
+    """The machine to plan for; measured on the ranks if asked for, the nearest preset where a plan is needed."""
+    device = next(model.parameters()).device.type
+    named = {axis: group_named(group) for axis, group in groups.items()}
+    several = {axis: group for axis, group in named.items() if group.size() > 1}
+    if given == "calibrate" and several and everyone is not None:
+        return calibrate("calibrated", several, device=device, world=group_named(everyone))
+    if given is None and axes is not None and mode in ("zero2", "zero3"):
+        return preset("loopback-gloo" if backend_on(device, axes.whole.backend) == "gloo" else "h100-nvlink-node")
+    return given if isinstance(given, Machine) else None
+
+
+def open_groups(axes: DataParallel, mode: DataParallelMode, timeout: float) -> tuple[Members, dict[str, str]]:
+    """Process groups of our own for each axis that the mode communicates along, by the axis's name."""
+    members, group = axes.whole.open(timeout)
+    groups = {axes.whole.name: group}
+    if mode != "replicate" and axes.copies is not None:
+        groups |= {axis.name: axis.open(timeout)[1] for axis in (axes.split, axes.copies)}
+    return members, groups
+
+
+def shards_of(
+    model: nn.Module, optimizer: Optimizer, axes: DataParallel, mode: DataParallelMode, members: Members
+) -> Shards | None:
+    """The parts that this rank keeps, each of its own model: so all ranks must have built the same one."""
+    if mode == "replicate":
+        return None
+    device = next(model.parameters()).device.type
+    if axes.split.name == COPY_AXIS or axes.split.size == 1:
+        raise MeshError(
+            f"data_parallel={mode!r} on a mesh that splits nothing",
+            expected=f"an axis {SPLIT_AXIS} of at least 2 ranks, or one axis dp",
+            remedy='give it ranks, or pass data_parallel="replicate"',
+        )
+    if device == "cuda" and backend_on(device, axes.split.backend) == "gloo":
+        raise NotYetError(
+            f"data_parallel={mode!r} on CUDA over gloo",
+            expected="a backend that gathers CUDA tensors: gloo's all-gather crashes on them",
+            remedy='initialise the process group with nccl, or pass data_parallel="replicate"',
+        )
+    lines = checksums(model, optimizer)
+    members.agree(" ".join(lines), "\n".join(lines))
+    return Shards(model, optimizer, axes.device_mesh(device), parameters=mode != "zero1")
+
+
+def check_options(**given: tuple[str, Any]) -> None:
+    """Refuse words that an option does not know, each given with its type."""
+    for name, (value, kind) in given.items():
+        if value not in get_args(kind):
+            expected = " or ".join(repr(one) for one in get_args(kind))
+            raise CrossfadeError(f"{name}={value!r}", expected=expected, remedy="pass one of those")
+
+
+def check_numbers(accumulate: int, clip_grad_norm: float | None, timeout: float) -> None:
+    """Refuse numbers that make no sense."""
+    if accumulate < 1:
+        raise CrossfadeError(
+            f"accumulate={accumulate}", expected="at least 1", remedy="pass the number of micro-batches"
+        )
+    if clip_grad_norm is not None and not clip_grad_norm > 0:
+        raise CrossfadeError(
+            f"clip_grad_norm={clip_grad_norm}", expected="more than 0", remedy="pass None for no clipping"
+        )
+    if not timeout > 0:
+        raise CrossfadeError(f"timeout={timeout}", expected="seconds, more than 0", remedy="pass how long to wait")
