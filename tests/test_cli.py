@@ -129,7 +129,7 @@ def test_launch_lets_steps_keep_their_memory_unless_told_otherwise(
             monkeypatch.setenv("MIMALLOC_PURGE_DELAY", given)
         crossfade_alone("launch", "--ranks", "1", str(script), str(tmp_path / "said"), timeout=240)
         said.append((tmp_path / "said").read_text())
-    assert said == ["10000", "7"]
+    assert said == ["600000", "7"]
 
 
 def test_launch_names_the_rank_that_failed(tmp_path: Path) -> None:

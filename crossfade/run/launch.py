@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from crossfade.errors import RankFailedError
 
 _POLL_SECONDS = 0.05
-KEEPS_MEMORY = {"MIMALLOC_PURGE_DELAY": "10000"}
-"""Variables for processes that train: what a step frees is kept for the next, for some seconds.
+KEEPS_MEMORY = {"MIMALLOC_PURGE_DELAY": "600000"}
+"""Variables for processes that train: what a step frees is kept for the next, if that comes within ten minutes.
 
 Where torch allocates by mimalloc (aarch64), memory goes back to the system after 10 ms and is faulted in anew at each
 step, 4 KB at a time."""
