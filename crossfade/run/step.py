@@ -328,8 +328,9 @@ class Step:
             case InputKind.OPTIMIZER_STATE:
                 return partial(self._found_state, *name.rsplit(":", 1))
             case InputKind.SCALAR:
-                of_shards = name.startswith("rank.") and self._shards is not None
-                return lambda: Found(self._shards.rank if of_shards and self._shards else self._part_of_batch)
+                assert name == "rank" or self._shards is not None, f"{name} of a program without parts"
+                rank = self._part_of_batch if self._shards is None or name == "rank" else self._shards.rank
+                return lambda: Found(rank)
             case InputKind.PARAMETER:
                 registry, attribute = place_of(self.model, name)
             case _:
@@ -345,17 +346,17 @@ class Step:
 
     def _found_state(self, name: str, key: str) -> Found:
         """An entry of the optimizer's state, or what this rank keeps of it."""
-        value = self._shards.state(name, key) if self._shards is not None else None
         registry, attribute = place_of(self.model, name)
         parameter, states = registry[attribute], self.optimizer.state
         entries = states[parameter]
+        value = self._shards.state(name, key) if self._shards is not None else entries[key]  # may take over the entry
         relied_on = (
             (registry, attribute, parameter),
             (vars(self.optimizer), "state", states),
             (states, parameter, entries),
             (entries, key, entries[key]),
         )
-        return Found(entries[key] if self._shards is None else value, relied_on)
+        return Found(value, relied_on)
 
     def _workspace(self, name: str, node: fx.Node) -> Tensor:
         """Memory that lives as long as the step, shared by its programs, made at the first call."""
