@@ -322,7 +322,7 @@ class _StepCompiler:
 
     def _may_spell_out(self, program: Program) -> bool:
         """Whether operators may be written as their parts, which hold more memory."""
-        return self.memory_limit is None and bool(slow_operators(program))
+        return self._device() == "cpu" and self.memory_limit is None and bool(slow_operators(program))
 
     def _spelled_out(self, program: Program, measured: Mapping[str, float]) -> Program:
         if not self._may_spell_out(program):

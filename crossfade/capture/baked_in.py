@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from itertools import chain
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import chain, count
 from operator import is_
 from typing import Any
 
@@ -11,6 +11,8 @@ import torch
 from torch import nn
 
 _PLAIN = (bool, int, float, str)
+_KEPT = 32
+"""States of the modules that are known again when they come back."""
 
 
 class BakedIn:
@@ -33,8 +35,9 @@ class BakedIn:
     def __init__(self, modules: Iterable[nn.Module]) -> None:
         self._modules = tuple(modules)
         self._numbers: dict[tuple[Any, ...], int] = {}
+        self._new = count()
         self._number = -1
-        self._registries: list[dict[str, Any]] = []
+        self._registries: list[Mapping[str, Any]] = []
         self._lengths: list[int] = []
         self._values: list[Any] = []
         self._parameters: list[tuple[nn.Parameter, bool, torch.dtype]] = []
@@ -44,23 +47,31 @@ class BakedIn:
         """A number for all of it: the same again whenever all is the same."""
         if self._number < 0 or not self._is_current():
             read = tuple(map(_read, self._modules))
-            self._number = self._numbers.setdefault(read, len(self._numbers))
+            if read not in self._numbers and len(self._numbers) == _KEPT:
+                del self._numbers[next(iter(self._numbers))]
+            self._number = self._numbers[read] if read in self._numbers else next(self._new)
+            self._numbers[read] = self._number
             self._remember()
         return self._number
 
     def _is_current(self) -> bool:
         return (
             list(map(len, self._registries)) == self._lengths
-            and all(map(is_, chain.from_iterable(map(dict.values, self._registries)), self._values))
+            and all(map(is_, self._standing(), self._values))
             and all(p.requires_grad is trained and p.dtype is dtype for p, trained, dtype in self._parameters)
             and all(b.shape == shape and b.dtype is dtype for b, shape, dtype in self._buffers)
         )
+
+    def _standing(self) -> Iterator[Any]:
+        """Everything that the modules have, and what it is called."""
+        names = [one.keys() for one in self._registries]
+        return chain.from_iterable(chain(names, [one.values() for one in self._registries]))
 
     def _remember(self) -> None:
         """Keep what stands where now: as long as these are the same objects, only tensors can have changed."""
         self._registries = [held for one in self._modules for held in (vars(one), one._parameters, one._buffers)]
         self._lengths = list(map(len, self._registries))
-        self._values = list(chain.from_iterable(map(dict.values, self._registries)))
+        self._values = list(self._standing())
         parameters = [p for module in self._modules for p in module._parameters.values() if p is not None]
         buffers = [b for module in self._modules for b in module._buffers.values() if b is not None]
         self._parameters = [(p, p.requires_grad, p.dtype) for p in parameters]

@@ -9,6 +9,11 @@ Watch = tuple[Mapping[Any, Any], Any, Any]
 """A mapping, a key, and what must still stand there."""
 
 
+def watch(mapping: Any, key: Any) -> Watch:
+    """Watch what stands in a mapping now; what a scripted module keeps is no dict, and is looked up at every step."""
+    return (mapping, key, mapping[key]) if isinstance(mapping, dict) else ({}, key, mapping)
+
+
 class Found(NamedTuple):
     """An input's value, and what it relies on."""
 
@@ -58,6 +63,10 @@ class Bound:
         self._watches = list({(id(mapping), key): (mapping, key, value) for mapping, key, value in every}.values())
         count = len(found) + len(self._fresh)
         self._values = [found[place].value if place in found else None for place in range(count)]
+
+    def forget(self) -> None:
+        """Let go of what was looked up."""
+        self._values, self._watches = None, []
 
     def values(self, batch: dict[str, Any]) -> list[Any]:
         """All inputs, those of the batch taken out of it."""

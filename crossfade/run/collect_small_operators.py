@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -68,10 +69,14 @@ class CollectSmallOperators(Pass):
 
 
 def _that_may_wait(program: Program) -> set[fx.Node]:
-    """Small operators, views and numbers that only others of them use, or nobody."""
+    """Small operators, views and numbers that only others of them use, or nobody.
+
+    Elements of a list are taken out where they stand: the list would keep the others alive.
+    """
     found: set[fx.Node] = set()
     for node in reversed(program.graph.nodes):
-        if (small_call(node) or is_light(node)) and found.issuperset(node.users):
+        small = (small_call(node) or is_light(node)) and node.target is not operator.getitem
+        if small and found.issuperset(node.users):
             found.add(node)
     return found
 
@@ -103,6 +108,8 @@ class _Held:
         """Whether a node must not run before what is held."""
         if node.op == "output" or collectives.is_collective(node) or collectives.is_wait(node):
             return bool(self.nodes)
+        if any(isinstance(one.meta.get("val"), (list, tuple)) for one in node.all_input_nodes):
+            return bool(self.nodes) and not only_looks(node.target)  # it reads memory of many
         read, written = self._touched(node)
         return self._overlap([*read, *written], self._written) or self._overlap(written, self._read)
 

@@ -19,7 +19,7 @@ from crossfade.cost.timeline import Timeline
 from crossfade.graph.private import group_named, mark_optimizer_stepped
 from crossfade.graph.program import InputKind, OutputKind, Program
 from crossfade.run import checkpoint
-from crossfade.run.bound import Bound, Found
+from crossfade.run.bound import Bound, Found, watch
 from crossfade.run.executable import Executable
 from crossfade.run.members import Members
 from crossfade.run.shards import Shards, place_of
@@ -173,6 +173,8 @@ class Step:
 
     def _train(self, ready: _Ready, executable: Executable, values: dict[str, Tensor]) -> Tensor:
         if not ready.bound.is_current():
+            for other in self._ready.values():  # they may hold what was replaced, and be called late or never
+                other.bound.forget()
             self._create_state(ready.state_keys)
             ready.bound.look_up()
         results = self._run(executable, ready.bound.values(values))
@@ -342,7 +344,7 @@ class Step:
         """A parameter, or what this rank keeps of it; or a buffer."""
         seen, shards = registry[attribute], self._shards
         split = kind is InputKind.PARAMETER and shards is not None and shards.has(name)
-        return Found(shards.parameter(name) if split and shards else seen, ((registry, attribute, seen),))
+        return Found(shards.parameter(name) if split and shards else seen, (watch(registry, attribute),))
 
     def _found_state(self, name: str, key: str) -> Found:
         """An entry of the optimizer's state, or what this rank keeps of it."""
@@ -351,10 +353,10 @@ class Step:
         entries = states[parameter]
         value = self._shards.state(name, key) if self._shards is not None else entries[key]  # may take over the entry
         relied_on = (
-            (registry, attribute, parameter),
-            (vars(self.optimizer), "state", states),
-            (states, parameter, entries),
-            (entries, key, entries[key]),
+            watch(registry, attribute),
+            watch(vars(self.optimizer), "state"),
+            watch(states, parameter),
+            watch(entries, key),
         )
         return Found(value, relied_on)
 

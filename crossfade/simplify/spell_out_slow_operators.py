@@ -18,7 +18,7 @@ from crossfade.graph.splice import splice
 
 _WORTH_IT = 0.5
 """Parts must take at most this share of the operator's time: so much that no noise decides what bits a run has."""
-_PRECISE = (torch.float32, torch.float64)
+_PRECISE = {torch.float32, torch.float64}
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,12 @@ def slow_operators(program: Program) -> list[fx.Node]:
     [y]
     """
     found = [node for target in _PARTS for node in program.graph.find_nodes(op="call_function", target=target)]
-    return [node for node in found if node.meta["val"].dtype in _PRECISE and _PARTS[node.target](node) is not None]
+    return [node for node in found if _is_precise(node) and _PARTS[node.target](node) is not None]
+
+
+def _is_precise(node: fx.Node) -> bool:
+    dtypes = {one.meta["val"].dtype for one in (node, *node.all_input_nodes)}
+    return len(dtypes) == 1 and dtypes <= _PRECISE
 
 
 class _Parts:
@@ -104,6 +109,8 @@ class _Parts:
 
     def judged(self, keys: Keys, seconds: Mapping[str, float] | None) -> tuple[str, str]:
         """Why not, if so; and the numbers."""
+        if self.result.meta["val"].stride() != self.node.meta["val"].stride():
+            return "its parts would lay the result out in another way", ""
         if seconds is None:
             return "", f"{len(self.nodes)} parts"
         whole, parts = seconds.get(keys.of(self.node)), [seconds.get(keys.of(one)) for one in self.nodes]

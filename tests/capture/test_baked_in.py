@@ -61,6 +61,36 @@ def test_a_change_gives_another_number(change: Any) -> None:
     assert baked_in.number() == baked_in.number()
 
 
+def test_a_switch_under_another_name_is_seen() -> None:
+    model = nn.ReLU()
+    model.causal = True
+    baked_in = BakedIn([model])
+    before = baked_in.number()
+    del model.causal
+    model.flash = True
+    assert baked_in.number() != before
+
+
+def test_scripted_modules_are_read_too() -> None:
+    model = nn.Sequential(torch.jit.script(nn.Linear(3, 4)), nn.Linear(4, 2))
+    step = compile_step(model, nn.functional.mse_loss, torch.optim.SGD(model.parameters(), lr=0.1))
+    step(X, Y)
+    step(X, Y)
+    assert step.captures == 1
+
+
+def test_of_many_states_the_oldest_are_forgotten() -> None:
+    model = nn.Dropout(0.0)
+    baked_in = BakedIn([model])
+    numbers = []
+    for number in range(100):
+        model.p = number / 100
+        numbers.append(baked_in.number())
+    assert len(set(numbers)) == 100 and len(baked_in._numbers) <= 32
+    model.p = 0.98
+    assert baked_in.number() == numbers[98]
+
+
 def test_the_same_again_gives_the_same_number() -> None:
     model = model_of()
     baked_in = BakedIn(model.modules())

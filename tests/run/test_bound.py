@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import pytest
@@ -61,6 +62,16 @@ def test_what_is_replaced_between_steps_is_what_the_next_one_uses(change: Any) -
     for one, expected in zip(ours.parameters(), theirs.parameters(), strict=True):
         assert torch.equal(mine.state[one]["exp_avg"], other.state[expected]["exp_avg"])
     assert step.captures == 1
+
+
+def test_a_program_that_is_not_called_any_more_does_not_hold_old_state() -> None:
+    step, model, optimizer = stepped()
+    for size in (4, 2, 4):  # a program for each
+        step(X[:size], Y[:size])
+    old = [weakref.ref(entries["exp_avg"]) for entries in optimizer.state.values()]
+    fresh_state(model, optimizer)
+    step(X, Y)
+    assert [one() for one in old] == [None] * len(old)
 
 
 def test_what_was_looked_up_is_not_again_unless_something_was_replaced() -> None:

@@ -76,6 +76,26 @@ def test_what_is_needed_or_returned_stays() -> None:
     assert order(body, 'output("y", y), output("n", n)') == "m n y"
 
 
+def test_elements_are_taken_out_where_they_stand_so_that_their_list_can_go() -> None:
+    body = """
+    b: (f32[1], f32[1]) = aten.split.Tensor(x, 1)
+    a: f32[1] = b[0]
+    m: f32[1] = aten.sqrt(a)
+    y: f32[2] = aten.exp(x)
+    """
+    assert order(body) == "b a y m"
+
+
+def test_what_reads_a_list_passes_nothing() -> None:
+    body = """
+    l: (f32[2], f32[2]) = aten._foreach_exp([p, q])
+    a: f32[2] = l[0]
+    m: f32[2] = aten.mul_.Tensor(a, 2.0)
+    y: f32[4] = aten.cat(l)
+    """
+    assert order(body) == "l a m y"
+
+
 def test_no_more_than_so_many_bytes_wait() -> None:
     body = """
     m: f32[2] = aten.mul_.Tensor(p, 2.0)

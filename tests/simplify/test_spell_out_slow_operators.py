@@ -67,6 +67,17 @@ def test_half_precision_is_left_to_the_operator_which_computes_it_in_single() ->
     assert slow_operators(parse(TEXT.replace("f32", "bf16"))) == []
 
 
+def test_inputs_of_two_dtypes_are_left_to_the_operator() -> None:
+    assert slow_operators(parse(TEXT.replace("x: f32", "x: bf16"))) == []
+
+
+def test_a_result_that_would_lie_otherwise_is_left_to_the_operator() -> None:
+    text = TEXT.replace("x: f32[6, 8]", "w: f32[8, 6]").replace('"x")', '"w")\nx: f32[6, 8] = aten.permute(w, [1, 0])')
+    done = run_passes(parse(text), [SpellOutSlowOperators()])
+    assert [one.reason for one in done.history[-1].verdicts] == ["its parts would lay the result out in another way"]
+    assert str(done) == text.strip()
+
+
 @pytest.mark.parametrize("dtype", ["f32", "f64"])
 def test_the_numbers_are_the_same(dtype: str) -> None:
     program = parse(TEXT.replace("f32", dtype))
