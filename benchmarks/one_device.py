@@ -21,6 +21,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.figures import save
 from crossfade import compile_step
+from crossfade.demo.contenders import eager_step
 from crossfade.demo.model import SIZES, Size, batches, build, next_token_loss
 
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -37,18 +38,9 @@ def stepping(name: str, size: Size, device: str) -> Callable[[], torch.Tensor]:
     model = build(size).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, **OPTIONS[name])
     tokens, targets = (part.to(device) for part in batches(size, 1, 1)[0])
-    if name == "Crossfade":
-        step = compile_step(model, next_token_loss, optimizer)
-        return lambda: step(tokens, targets)
-
-    def eager() -> torch.Tensor:
-        optimizer.zero_grad(set_to_none=True)
-        loss = next_token_loss(model(tokens), targets)
-        loss.backward()
-        optimizer.step()
-        return loss.detach()
-
-    return eager
+    ours = name == "Crossfade"
+    step = compile_step(model, next_token_loss, optimizer) if ours else eager_step(model, model, optimizer)
+    return lambda: step(tokens, targets)
 
 
 def race(size: Size, device: str, steps: int) -> dict[str, dict[str, float]]:

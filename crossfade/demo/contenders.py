@@ -106,9 +106,11 @@ def _optimizer(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=1e-3)
 
 
-def eager_step(forward: Callable[[Tensor], Tensor], model: nn.Module) -> TrainStep:
+def eager_step(
+    forward: Callable[[Tensor], Tensor], model: nn.Module, optimizer: torch.optim.Optimizer | None = None
+) -> TrainStep:
     """A step of plain eager torch: forward, backward, optimizer."""
-    optimizer = _optimizer(model)
+    optimizer = optimizer or _optimizer(model)
 
     def step(tokens: Tensor, targets: Tensor) -> Tensor:
         optimizer.zero_grad(set_to_none=True)
