@@ -3,7 +3,7 @@
     python -m benchmarks.one_device --size deep [--device cuda] [--save]
 
 Contenders take turns, step by step, so that a busy machine is fair to all; medians. On CUDA also how many kernels a
-step launches: that is what steps of small models take.
+step launches: calling them is most of what steps of small models take.
 """
 
 from __future__ import annotations

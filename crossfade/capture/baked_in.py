@@ -47,10 +47,10 @@ class BakedIn:
         """A number for all of it: the same again whenever all is the same."""
         if self._number < 0 or not self._is_current():
             read = tuple(map(_read, self._modules))
-            if read not in self._numbers and len(self._numbers) == _KEPT:
-                del self._numbers[next(iter(self._numbers))]
-            self._number = self._numbers[read] if read in self._numbers else next(self._new)
-            self._numbers[read] = self._number
+            known = self._numbers.pop(read, None)
+            self._number = self._numbers[read] = next(self._new) if known is None else known
+            if len(self._numbers) > _KEPT:
+                del self._numbers[next(iter(self._numbers))]  # what was longest not seen
             self._remember()
         return self._number
 

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor, fx
 
 from crossfade.graph import collectives
-from crossfade.graph.effects import alias_roots, memory_behind
+from crossfade.graph.effects import alias_roots, memory_behind, written_inputs
+from crossfade.graph.lasting import only_looks
 from crossfade.graph.operators import remembered
 from crossfade.graph.private import statically_equal
 from crossfade.graph.program import Program
@@ -101,6 +102,12 @@ class Memory:
         started = collectives.view(user)
         ends = (user, *(started.waits if started else ()))
         return max(self.position.get(node, NEVER) for node in ends)  # what was added since stands at the end
+
+    def touched(self, node: fx.Node) -> tuple[set[Region], set[Region]]:
+        """The regions that an operator reads, and those that it writes; a view touches none."""
+        written = {self.region[one] for one in written_inputs(node)}
+        read = set() if only_looks(node.target) else {self.region[one] for one in node.all_input_nodes}
+        return read - written, written
 
     def merge(self, node: fx.Node, into: Region) -> None:
         """Note that `node`'s own memory is now the region `into`, whose values so far are read no more."""

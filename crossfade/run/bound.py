@@ -28,7 +28,7 @@ class Bound:
     replaced takes a fraction of looking everything up.
 
         >>> model = {"w": 1}
-        >>> lasting = {0: lambda: Found(model["w"] + 1, ((model, "w", model["w"]),))}
+        >>> lasting = {0: lambda: Found(model["w"] + 1, (watch(model, "w"),))}
         >>> bound = Bound(lasting, {1: lambda batch: batch["x"]})
         >>> bound.is_current()
         False
@@ -59,8 +59,8 @@ class Bound:
     def look_up(self) -> None:
         """Find all that lasts."""
         found = {place: find() for place, find in self._lasting.items()}
-        every = [watch for one in found.values() for watch in one.watches]
-        self._watches = list({(id(mapping), key): (mapping, key, value) for mapping, key, value in every}.values())
+        relied_on = {(id(one[0]), one[1]): one for value in found.values() for one in value.watches}
+        self._watches = list(relied_on.values())
         count = len(found) + len(self._fresh)
         self._values = [found[place].value if place in found else None for place in range(count)]
 

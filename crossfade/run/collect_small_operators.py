@@ -9,9 +9,7 @@ from dataclasses import dataclass
 from torch import fx
 
 from crossfade.graph import collectives
-from crossfade.graph.effects import written_inputs
 from crossfade.graph.in_place import Memory, Region
-from crossfade.graph.lasting import only_looks
 from crossfade.graph.order import reorder
 from crossfade.graph.passes import Numerics, Pass, PassResult
 from crossfade.graph.program import Program, tensor_bytes
@@ -95,7 +93,7 @@ class _Held:
         self.nodes.append(node)
         self.bytes += size
         self.count += 1
-        for known, found in zip((self._read, self._written), self._touched(node), strict=True):
+        for known, found in zip((self._read, self._written), self.memory.touched(node), strict=True):
             for region in found:
                 known.setdefault(region.root, set()).add(region)
 
@@ -106,18 +104,14 @@ class _Held:
 
     def is_before(self, node: fx.Node) -> bool:
         """Whether a node must not run before what is held."""
-        if node.op == "output" or collectives.is_collective(node) or collectives.is_wait(node):
-            return bool(self.nodes)
+        if not self.nodes or is_light(node) or node.op in ("placeholder", "get_attr"):
+            return False
+        if not hasattr(node.target, "_schema") or collectives.is_collective(node) or collectives.is_wait(node):
+            return True  # of the output, and of what has no schema, it is not known what is read or written
         if any(isinstance(one.meta.get("val"), (list, tuple)) for one in node.all_input_nodes):
-            return bool(self.nodes) and not only_looks(node.target)  # it reads memory of many
-        read, written = self._touched(node)
-        return self._overlap([*read, *written], self._written) or self._overlap(written, self._read)
-
-    def _touched(self, node: fx.Node) -> tuple[list[Region], list[Region]]:
-        """The memory that a node reads, and that it writes."""
-        written = written_inputs(node)
-        read = [] if only_looks(node.target) else [one for one in node.all_input_nodes if one not in written]
-        return [self.memory.region[one] for one in read], [self.memory.region[one] for one in written]
+            return True  # it reads memory of many
+        read, written = self.memory.touched(node)
+        return self._overlap(read | written, self._written) or self._overlap(written, self._read)
 
     @staticmethod
     def _overlap(regions: Iterable[Region], known: dict[fx.Node, set[Region]]) -> bool:

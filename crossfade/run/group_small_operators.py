@@ -204,8 +204,7 @@ def _levels(window: Sequence[fx.Node], memory: Memory) -> dict[fx.Node, int]:
     levels: dict[fx.Node, int] = {}
     touched: dict[fx.Node, list[tuple[Region, bool, int]]] = {}
     for node in window:
-        written = {memory.region[one] for one in written_inputs(node)}
-        read = set() if only_looks(node.target) else {memory.region[one] for one in node.all_input_nodes} - written
+        read, written = memory.touched(node)
         above = [levels[one] for one in node.all_input_nodes if one in levels]
         for region in (*written, *read):
             above += [

@@ -62,7 +62,10 @@ class SpellOutSlowOperators(Pass):
         """Try each candidate: put its parts before it, and keep one of the two."""
         keys, seconds = Keys(), None if self.measured is None else dict(self.measured)
         verdicts: list[Verdict] = []
-        for node in slow_operators(program):
+        for node in _candidates(program):
+            if not _is_precise(node):
+                verdicts.append(Verdict.of(node, Outcome.LEFT, "it is not computed in single or double precision"))
+                continue
             parts = _Parts(program, node)
             against, detail = parts.judged(keys, seconds)
             outcome = Outcome.LEFT if against else Outcome.REPLACED
@@ -72,7 +75,7 @@ class SpellOutSlowOperators(Pass):
         return PassResult(bool(count), {"spelled out": count}, tuple(verdicts))
 
 
-_WHY = "its parts are faster on this machine"
+_WHY = "its parts take half of its time or less"
 
 
 def slow_operators(program: Program) -> list[fx.Node]:
@@ -86,8 +89,13 @@ def slow_operators(program: Program) -> list[fx.Node]:
     ... '''))
     [y]
     """
+    return [node for node in _candidates(program) if _is_precise(node)]
+
+
+def _candidates(program: Program) -> list[fx.Node]:
+    """The operators, in a form that is known, whatever they are computed in."""
     found = [node for target in _PARTS for node in program.graph.find_nodes(op="call_function", target=target)]
-    return [node for node in found if _is_precise(node) and _PARTS[node.target](node) is not None]
+    return [node for node in found if _PARTS[node.target](node) is not None]
 
 
 def _is_precise(node: fx.Node) -> bool:
@@ -118,7 +126,7 @@ class _Parts:
         if whole is None or len(known) < len(parts):
             return "it or its parts were not measured", ""
         detail = f"{1e6 * whole:.1f} -> {1e6 * sum(known):.1f} us"
-        return "" if sum(known) <= _WORTH_IT * whole else "its parts are not faster on this machine", detail
+        return "" if sum(known) <= _WORTH_IT * whole else "its parts would not save half of its time", detail
 
     def replace(self) -> None:
         self.node.replace_all_uses_with(self.result)

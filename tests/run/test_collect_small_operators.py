@@ -71,8 +71,8 @@ def test_what_is_needed_or_returned_stays() -> None:
     body = """
     m: f32[2] = aten.mul_.Tensor(p, 2.0)
     n: f32[2] = aten.mul_.Tensor(q, 2.0)
-    y: f32[2] = aten.mm(x, m)
-    """.replace("aten.mm(x, m)", "aten.maximum(x, m)")
+    y: f32[2] = aten.maximum(x, m)
+    """
     assert order(body, 'output("y", y), output("n", n)') == "m n y"
 
 
@@ -94,6 +94,14 @@ def test_what_reads_a_list_passes_nothing() -> None:
     y: f32[4] = aten.cat(l)
     """
     assert order(body) == "l a m y"
+
+
+def test_what_has_no_schema_passes_nothing() -> None:
+    lines = ["m: f32[2] = aten.mul_.Tensor(p, 2.0)", "y: f32[2] = aten.exp(x)", "n: f32[2] = aten.mul_.Tensor(q, 2.0)"]
+    program = parse(INPUTS + "\n".join("    " + line for line in lines) + '\n    return output("y", y)')
+    next(node for node in program.graph.nodes if node.name == "y").target = lambda x: x.exp()
+    CollectSmallOperators().run(program)
+    assert [node.name for node in program.graph.nodes if node.op == "call_function"] == ["m", "y", "n"]
 
 
 def test_no_more_than_so_many_bytes_wait() -> None:
