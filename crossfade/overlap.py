@@ -13,7 +13,7 @@ from crossfade.graph.collectives import Kind
 from crossfade.graph.passes import run_passes
 from crossfade.graph.program import Program
 from crossfade.pipeline import overlap
-from crossfade.schedule.bucket_sizes import SWEEP_LIMIT, choose_caps
+from crossfade.schedule.bucket_sizes import SWEEP_LIMIT, BucketSize, choose_sizes
 
 _SCALES = (1.0, 0.5, 2.0)
 """Bucket sizes to try, as shares of those that arithmetic gives."""
@@ -23,10 +23,10 @@ _SMALLEST = 1 / 16
 
 @dataclass(frozen=True)
 class Plan:
-    """The program with its buckets, in the order to run it; the buckets' sizes in MB, and what is predicted."""
+    """The program with its buckets, in the order to run it; the buckets' sizes, and what is predicted."""
 
     program: Program
-    caps: Mapping[Kind, float]
+    sizes: Mapping[Kind, BucketSize]
     timeline: Timeline
 
 
@@ -52,7 +52,7 @@ def plan_overlap(
         >>> plan.timeline.seconds < 0.01
         True
     """
-    caps = choose_caps(program, machine, measured)
+    sizes = choose_sizes(program, machine, measured)
     scales = _SCALES if len(program.graph.nodes) <= SWEEP_LIMIT else _SCALES[:1]
     plans: list[Plan] = []
     refusals: list[MemoryLimitError] = []
@@ -60,7 +60,7 @@ def plan_overlap(
         if plans and scale == _SMALLEST:
             break
         try:
-            plans.append(_planned(program, machine, measured, memory_limit, caps, scale))
+            plans.append(_planned(program, machine, measured, memory_limit, sizes, scale))
         except MemoryLimitError as refused:
             refusals.append(refused)
     if not plans:
@@ -73,10 +73,10 @@ def _planned(
     machine: Machine,
     measured: Mapping[str, float] | None,
     memory_limit: int | None,
-    caps: Mapping[Kind, float],
+    sizes: Mapping[Kind, BucketSize],
     scale: float,
 ) -> Plan:
-    scaled = {kind: cap * scale for kind, cap in caps.items()}
+    scaled = {kind: size.scaled(scale) for kind, size in sizes.items()}
     built = run_passes(program, overlap(machine, scaled, memory_limit, measured))
     return Plan(built, scaled, predicted(built, machine, measured))
 

@@ -41,6 +41,7 @@ from crossfade.graph.private import backend_of_group, tree_flatten, tree_unflatt
 from crossfade.graph.program import Program, from_graph_module
 from crossfade.report.report import Report
 from crossfade.run.mesh import DataParallel, backend_on
+from crossfade.schedule.bucket_sizes import BucketSize
 from crossfade.schedule.overlap_communication import OverlapCommunication
 from crossfade.shard.average_buffers import AverageBuffers
 from crossfade.shard.average_gradients import AverageGradients
@@ -164,18 +165,22 @@ def micro_pipeline(
 
 def overlap(
     machine: Machine,
-    caps: Mapping[Kind, float],
+    sizes: Mapping[Kind, BucketSize],
     memory_limit: int | None = None,
     measured: Mapping[str, float] | None = None,
 ) -> list[Pass]:
-    """Passes like `communication()`, with buckets of at most `caps` MB, in the order that pays on a machine."""
+    """Passes like `communication()`, with buckets of these sizes, in the order that pays on a machine."""
     fewer = [MergeDuplicateCollectives(), AddBeforeReducing(), ScatterSlicedReductions()]
     kinds: list[tuple[type[BucketPass], Kind]] = [
         (BucketAllGathers, Kind.ALL_GATHER),
         (BucketReduceScatters, Kind.REDUCE_SCATTER),
         (BucketAllReduces, Kind.ALL_REDUCE),
     ]
-    larger = [one(cap_mb=_cap(kind, caps[kind])) for one, kind in kinds if kind in caps]
+    larger = [
+        one(cap_mb=_cap(kind, sizes[kind].cap_mb), alone_mb=sizes[kind].alone_mb)
+        for one, kind in kinds
+        if kind in sizes
+    ]
     table = tuple(sorted((measured or {}).items()))
     return [*fewer, *larger, OverlapCommunication(machine, memory_limit, table)]
 
@@ -215,7 +220,7 @@ def optimization(
     size is not given, exchanges go in pieces as if there were no machine.
 
     >>> optimization({"dp": "gloo"}).without("reorder-for-locality", "bucket-all-gathers")[-2]
-    LowerReduceScatters(groups=('dp',), piece_mb=1.0)
+    LowerReduceScatters(groups=('dp',), piece_mb=2.0)
     """
     carriers = Carriers(backends or {}, machine)
     lowered = lowering(carriers, groups or {})

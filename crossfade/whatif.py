@@ -30,7 +30,7 @@ class Outlook:
 
     def row(self) -> tuple[str, ...]:
         """As the cells of a table."""
-        caps = ", ".join(f"{kind.replace('_', '-')} {cap:.2f} MB" for kind, cap in self.plan.caps.items())
+        caps = ", ".join(f"{kind.replace('_', '-')} {size.cap_mb:.2f} MB" for kind, size in self.plan.sizes.items())
         return (
             self.machine.name,
             f"{self.before.seconds * 1e3:.3f} ms",

@@ -6,6 +6,7 @@ buckets, and delays nothing that the pass must not delay. Else it opens the next
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
@@ -30,6 +31,7 @@ or, starting with its last member, uses, but no collective that depends on one; 
 All of it, like the packing, is decided by communicating nodes and what they depend on, which all ranks have in common,
 and not by where computation stands, which may differ."""
 
+_LARGE = "it is large enough to travel alone, and is not copied so"
 _ONLY = "it is the only one of its group, dtype and reduction"
 _CAP = "no neighbour of the same kind fits its bucket"
 _DEPENDS = "its neighbour depends on its result"
@@ -64,10 +66,12 @@ class BucketPlan:
 
 @dataclass(frozen=True)
 class Policy:
-    """What decides who shares a bucket: `cap` in bytes by a bucket's index in its key, and the passes' options."""
+    """What decides who shares a bucket: `cap` in bytes by a bucket's index in its key, from how many bytes one travels
+    `alone`, and the passes' options."""
 
     cap: Callable[[int], int]
     delay: Delay
+    alone: float = math.inf
     grouping: Grouping = "any"
     packing: Packing = "program"
     mixed_dtypes: bool = False
@@ -175,6 +179,8 @@ class _Planner:
             return "something other than a wait names its result"
         if self.policy.delay == "uses of the last" and self.next_collective[one.node] < len(self.order.nodes):
             return _AWAITED
+        if one.bytes >= self.policy.alone:
+            return _LARGE
         if one.node in self.strided:
             return "a view of it counts in strides, which differ in a bucket"
         return self.policy.against(one)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -53,6 +54,8 @@ class BucketPass(Pass):
     - `cap_mb`: the most megabytes in a bucket: a number, a tuple by the bucket's index (the last one repeated), or a
       function of the index.
     - `first_mb`: the cap of the first bucket, where `cap_mb` is a larger number.
+    - `alone_mb`: what has so many megabytes or more travels alone, since to copy it would take longer than a launch;
+      what comes after it may still join what came before.
     - `grouping`: what may travel together: `"any"` of one process group, dtype, reduction and device, or of these only
       what serves one `"module"`, the innermost numbered one such as `layers.3`.
     - `packing`: the order inside a bucket: as in the `"program"`, `"reversed"`, or `"largest-first"`.
@@ -68,6 +71,7 @@ class BucketPass(Pass):
 
     cap_mb: Cap = 2.0
     first_mb: float | None = None
+    alone_mb: float = math.inf
     grouping: Grouping = "any"
     packing: Packing = "program"
     mode: Mode = "auto"
@@ -86,6 +90,10 @@ class BucketPass(Pass):
                 f"{self.name}(cap_mb={self.cap_mb!r})",
                 expected="megabytes, more than 0, or a function of the bucket's index",
                 remedy="pass such",
+            )
+        if not self.alone_mb > 0:
+            raise PassError(
+                f"{self.name}(alone_mb={self.alone_mb!r})", expected="megabytes, more than 0", remedy="pass such"
             )
 
     def plan(self, program: Program) -> BucketPlan:
@@ -119,6 +127,7 @@ class BucketPass(Pass):
         policy = Policy(
             cap=self._cap,
             delay=self.delay,
+            alone=self.alone_mb * MB,
             grouping=self.grouping,
             packing=self.packing,
             mixed_dtypes=self.mixes_dtypes(),

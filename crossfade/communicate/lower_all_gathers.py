@@ -26,9 +26,9 @@ class LowerAllGathers(Pass):
     is told where to: processes abort within some thousand small calls while other groups communicate too (seen on torch
     2.13; it has been doubted since pytorch/pytorch#65231). Complex numbers can be gathered as lists only.
 
-    Over a network large gathers are slower than small ones started together: what is larger than `piece_mb` travels in
-    equal pieces of less, and is put together where it is first waited for; give one number for all groups, or one for
-    each.
+    Over a network large gathers are slower than small ones started together: what is larger than `piece_mb` by half
+    travels in equal pieces of about that, and is put together where it is first waited for; give one number for all
+    groups, or one for each.
 
     Before:
         a: f32[2] = input("a")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 
 import torch
@@ -46,8 +45,11 @@ def check_pieces(name: str, groups: tuple[str, ...], piece_mb: Megabytes) -> Non
 
 
 def number_of_pieces(one: Collective, groups: tuple[str, ...], piece_mb: Megabytes) -> int:
-    """Into how many pieces to cut a collective of one of the groups; what has no known size travels at once."""
+    """Into how many pieces of about the size asked for to cut a collective of one of the groups.
+
+    What has no known size travels at once; and what is a little larger than a piece too: to cut it means to copy it.
+    """
     if isinstance(one.node.meta["val"].numel(), torch.SymInt):
         return 1
     piece = piece_mb[groups.index(one.group)] if isinstance(piece_mb, tuple) else piece_mb
-    return max(1, math.ceil(one.bytes / (piece * MB)))
+    return max(1, round(one.bytes / (piece * MB)))

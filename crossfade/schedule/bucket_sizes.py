@@ -9,14 +9,15 @@ hide it under:
     tail    = latency + cap * seconds_a_byte
     exposed = max(queued, tail) + number * launch
 
-`choose_caps` takes the cap of the least `exposed`, among those whose latency is at most a fifth of their travel, and
-within the piece beyond which the backend becomes slower.
+`choose_sizes` takes the cap of the least `exposed`, among those whose latency is at most a fifth of their travel, and
+within the piece beyond which the backend becomes slower. What is large enough by itself, and takes longer to copy than
+to launch, shares no bucket.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from crossfade.cost.estimate import estimate
 from crossfade.cost.machine import Machine, bytes_worth_latency
@@ -31,6 +32,18 @@ LEAST_GATHERS = 8
 SWEEP_LIMIT = 20_000
 """Nodes up to which building a program for each cap takes seconds, not minutes."""
 _STEPS_PER_DOUBLING = 4
+
+
+@dataclass(frozen=True)
+class BucketSize:
+    """How large buckets of one kind of collective are, in MB: at most `cap_mb`, of members smaller than `alone_mb`."""
+
+    cap_mb: float
+    alone_mb: float
+
+    def scaled(self, by: float) -> BucketSize:
+        """Buckets so many times as large, of the same members."""
+        return replace(self, cap_mb=self.cap_mb * by)
 
 
 @dataclass(frozen=True)
@@ -70,9 +83,25 @@ class Load:
             caps.append(max(least, caps[-1] * 2 ** (-1 / _STEPS_PER_DOUBLING)))
         return min(caps, key=self.exposed)
 
+    def alone(self, memory_bandwidth: float) -> float:
+        """From how many bytes on one shares no bucket: latency is a small share of its travel, and to copy it, reading
+        and writing each byte, takes longer than a launch.
 
-def choose_caps(program: Program, machine: Machine, measured: Mapping[str, float] | None = None) -> dict[Kind, float]:
-    """The cap of buckets in MB for each kind of collective in a program; that of the group that travels longest.
+        A gather is copied on its way in, where it is this rank's part only, and out; others are given out as views.
+
+        >>> load = Load(Kind.ALL_GATHER, "dp", 100, 10**6, 1e-5, 1e-8, launch=1e-3, hides=2.0, ranks=2)
+        >>> [round(one.alone(3e9)) for one in (load, replace(load, kind=Kind.ALL_REDUCE), replace(load, latency=1e-2))]
+        [1000000, 1500000, 4000000]
+        """
+        copies = 1 + 1 / self.ranks if self.kind is Kind.ALL_GATHER else 1
+        not_worth_copying = self.launch * memory_bandwidth / (2 * copies)
+        return max(not_worth_copying, bytes_worth_latency(self.latency, self.seconds_a_byte))
+
+
+def choose_sizes(
+    program: Program, machine: Machine, measured: Mapping[str, float] | None = None
+) -> dict[Kind, BucketSize]:
+    """How large buckets should be for each kind of collective in a program: for the group that travels longest.
 
     It follows from the program's collectives, their order and costs: the same on all ranks.
 
@@ -85,15 +114,18 @@ def choose_caps(program: Program, machine: Machine, measured: Mapping[str, float
         ...     lines.append(f"w{i}: f32[65536] = c10d.wait_tensor(s{i})")
         >>> lines.append("return " + ", ".join(f'output("{i}", w{i})' for i in range(40)))
         >>> program = parse("\\n".join(lines), groups={"dp": 2})
-        >>> {kind.value: round(cap, 2) for kind, cap in choose_caps(program, preset("ethernet-1gbit")).items()}
-        {'all_reduce': ...}
+        >>> choose_sizes(program, preset("ethernet-1gbit"))
+        {<Kind.ALL_REDUCE: 'all_reduce'>: BucketSize(cap_mb=..., alone_mb=...)}
     """
     longest: dict[Kind, Load] = {}
     for load in loads_of(program, machine, estimate(program, machine, measured)):
         known = longest.get(load.kind)
         if known is None or _travel(load) > _travel(known):
             longest[load.kind] = load
-    return {kind: _within_a_piece(load, machine) / MB for kind, load in longest.items()}
+    return {
+        kind: BucketSize(_within_a_piece(load, machine) / MB, load.alone(machine.memory_bandwidth) / MB)
+        for kind, load in longest.items()
+    }
 
 
 def _within_a_piece(load: Load, machine: Machine) -> float:

@@ -82,6 +82,18 @@ def test_one_larger_than_the_cap_travels_alone():
     assert (buckets, left) == (["s0 s1", "s3 s4"], {"s2": ALONE})
 
 
+def test_one_that_is_not_worth_copying_travels_alone_and_parts_nobody():
+    small, large = ("f32", "sum", "dp", 1), ("f32", "sum", "dp", 100)
+    program = parse(textwrap.dedent(all_reduces(small, small, large, small, small)), groups={"dp": 2, "tp": 2})
+    for alone, buckets in ((400, ["s0 s1 s3 s4"]), (401, ["s0 s1 s2 s3 s4"])):
+        plan = BucketAllReduces(alone_mb=alone / MB, first_mb=None).plan(program)
+        assert [" ".join(bucket.members) for bucket in plan.buckets] == buckets
+    left = BucketAllReduces(alone_mb=400 / MB).plan(program).left
+    assert list(map(str, left)) == ["s2: left alone: it is large enough to travel alone, and is not copied so"]
+    with pytest.raises(PassError, match=r"bucket-all-reduces\(alone_mb=0\); expected megabytes, more than 0"):
+        BucketAllReduces(alone_mb=0)
+
+
 def test_one_that_another_collective_depends_on_is_left():
     text = """
         x: f32[4] = input("x")

@@ -63,7 +63,7 @@ def test_pieces_start_together_and_are_reduced_at_the_first_wait() -> None:
         w2: f32[2, 5] = c10d.wait_tensor(s)
         return output("n", n), output("w2", w2), output("e", e)
         """,
-        LowerReduceScatters(piece_mb=32 / MB),
+        LowerReduceScatters(piece_mb=30 / MB),
     )
     assert (
         render(done)
@@ -110,7 +110,7 @@ def test_pieces_start_together_and_are_reduced_at_the_first_wait() -> None:
     assert verdict.bytes == 80
 
 
-@pytest.mark.parametrize(("megabytes", "count"), [(1, 1), (2, 2), (3.5, 4), (60, 60)])
+@pytest.mark.parametrize(("megabytes", "count"), [(1, 1), (2.5, 1), (3.5, 2), (4, 2), (60, 30)])
 def test_pieces_are_of_about_the_size_asked_for(megabytes: float, count: int) -> None:
     elements = int(megabytes * MB / 4)
     done = lowered(f"""
@@ -120,7 +120,7 @@ def test_pieces_are_of_about_the_size_asked_for(megabytes: float, count: int) ->
         return output("w", w)
     """)
     assert [one.kind.value for one in collectives.find(done.graph)] == ["all_to_all"] * count
-    assert max(one.bytes for one in collectives.find(done.graph)) <= MB
+    assert max(one.bytes for one in collectives.find(done.graph)) <= 3 * MB
 
 
 LEFT = {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 from toy_costs import program_of
@@ -14,7 +15,7 @@ from crossfade.cost.timeline import simulate
 from crossfade.graph.collectives import Kind
 from crossfade.graph.passes import run_passes
 from crossfade.graph.program import Program
-from crossfade.schedule.bucket_sizes import MB, Load, choose_caps, loads_of
+from crossfade.schedule.bucket_sizes import MB, Load, choose_sizes, loads_of
 from crossfade.schedule.overlap_communication import OverlapCommunication
 
 LAYERS, SIZE = 64, 2**16
@@ -73,15 +74,26 @@ def test_B8_loads_are_read_off_the_program() -> None:
 
 def test_B8_latency_is_a_small_share_of_a_bucket() -> None:
     for latency in (1e-5, 1e-4, 1e-3):
-        cap = choose_caps(backward(), machine(latency, 1e9))[Kind.ALL_REDUCE] * MB
+        cap = choose_sizes(backward(), machine(latency, 1e9))[Kind.ALL_REDUCE].cap_mb * MB
         assert latency / (latency + cap * 1e-9) <= LATENCY_SHARE + 1e-9
 
 
 def test_B8_buckets_grow_with_latency_and_shrink_with_what_hides_them() -> None:
-    caps = [choose_caps(backward(), machine(latency, 1e8))[Kind.ALL_REDUCE] for latency in (1e-5, 1e-3, 1e-1)]
+    caps = [choose_sizes(backward(), machine(latency, 1e8))[Kind.ALL_REDUCE].cap_mb for latency in (1e-5, 1e-3, 1e-1)]
     assert caps == sorted(caps) and caps[0] < caps[-1]
-    fast, slow = (choose_caps(backward(), machine(1e-3, 1e7, flops))[Kind.ALL_REDUCE] for flops in (1e12, 1e9))
+    fast, slow = (choose_sizes(backward(), machine(1e-3, 1e7, flops))[Kind.ALL_REDUCE].cap_mb for flops in (1e12, 1e9))
     assert slow < fast
+
+
+@pytest.mark.parametrize(("bandwidth", "latency", "alone"), [(1e9, 1e-6, 5e5), (4e9, 1e-6, 2e6), (1e9, 1e-3, 4e6)])
+def test_what_is_large_enough_and_not_worth_copying_shares_no_bucket(
+    bandwidth: float, latency: float, alone: float
+) -> None:
+    """Each byte is read and written in a copy; a latency is worth as many bytes as travel in four."""
+    plain = machine(latency, 1e9)
+    fabric = replace(plain.fabric("dp"), launch=1e-3)
+    size = choose_sizes(backward(), replace(plain, fabrics={"*": fabric}, memory_bandwidth=bandwidth))[Kind.ALL_REDUCE]
+    assert [one.alone_mb * MB for one in (size, size.scaled(2))] == pytest.approx([alone, alone])
 
 
 CASES = [(1e-4, 1e9, 1e9), (1e-3, 1e8, 1e9), (1e-3, 1e9, 1e11), (1e-4, 1e9, 1e11), (1e-3, 1e8, 1e11), (5e-3, 1e9, 1e12)]
@@ -90,7 +102,7 @@ CASES = [(1e-4, 1e9, 1e9), (1e-3, 1e8, 1e9), (1e-3, 1e9, 1e11), (1e-4, 1e9, 1e11
 @pytest.mark.parametrize(("latency", "bandwidth", "flops"), CASES)
 def test_B8_the_chosen_cap_is_near_the_best_of_many(latency: float, bandwidth: float, flops: float) -> None:
     program, one = backward(), machine(latency, bandwidth, flops)
-    chosen = choose_caps(program, one)[Kind.ALL_REDUCE]
+    chosen = choose_sizes(program, one)[Kind.ALL_REDUCE].cap_mb
     built = {cap: builder(one)(program, cap) for cap in (0.25, 0.5, 1, 2, 4, 8, 16, chosen)}
     seconds = {cap: simulate(done, estimate(done, one)).seconds for cap, done in built.items()}
     assert seconds[chosen] <= 1.1 * min(seconds.values()), seconds
