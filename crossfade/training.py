@@ -46,6 +46,7 @@ from crossfade.report.report import Report
 from crossfade.run.checkpoint import checksum, checksums, random_state
 from crossfade.run.codegen import native
 from crossfade.run.collect_small_operators import CollectSmallOperators
+from crossfade.run.fuse_adam_updates import FuseAdamUpdates
 from crossfade.run.group_small_operators import GroupSmallOperators
 from crossfade.run.members import Members
 from crossfade.run.mesh import (
@@ -271,7 +272,7 @@ class _StepCompiler:
         seconds = time.perf_counter() - start
         scheduled, measured = self._communicating(before, members)
         lowered = lowering(self._carriers(), scheduled.groups, self.memory_limit)
-        program = run_passes(scheduled, [*lowered, PackInPlace(), UpdateInPlace(), *self._grouping()])
+        program = run_passes(scheduled, [*lowered, PackInPlace(), UpdateInPlace(), *self._fewer_calls()])
         timeline = self._predicted(program, measured) if measured is not None else None
 
         facts = self._facts(seconds, layout) | copy_kernel(program)
@@ -280,12 +281,19 @@ class _StepCompiler:
         stepped = {out.name for out in before.outputs if out.kind is OutputKind.UPDATE}
         return Built(program, layout, report, self.state_keys(stepped))
 
-    def _grouping(self) -> list[Pass]:
-        """Passes that call small operators less often; none within a memory limit: what is grouped lives longer."""
+    def _fewer_calls(self) -> list[Pass]:
+        """Passes that do more in a call; none within a memory limit: what is done together lives longer.
+
+        Updates are fused where a plan is asked for: their last bits are others than those of torch's default.
+        """
         if self.memory_limit is not None:
             return []
-        collecting = [CollectSmallOperators()] if self._device() == "cuda" else []
-        return [*collecting, GroupSmallOperators()]
+        collecting: list[Pass] = [CollectSmallOperators()] if self._device() == "cuda" else []
+        fusing: list[Pass] = [FuseAdamUpdates()] if self._device() == "cpu" and self._is_planned() else []
+        return [*fusing, *collecting, GroupSmallOperators()]
+
+    def _is_planned(self) -> bool:
+        return self.machine is not None and self.passes is None
 
     def _split_over(self, names: Mapping[torch.Tensor, str]) -> dict[str, str]:
         """The parameters of which this rank has a part, with the axis that the parts are spread over."""

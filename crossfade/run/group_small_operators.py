@@ -147,7 +147,7 @@ def small_call(node: fx.Node) -> _Call | None:
 
 def _read(node: fx.Node) -> _Call | None:
     args: tuple[Any, ...] = node.args
-    if node.target in _WITH_NUMBER and len(args) == 2 and not node.kwargs and _is_number(args[1]):
+    if node.target in _WITH_NUMBER and len(args) == 2 and not node.kwargs and is_number(args[1]):
         return _Call(node, _WITH_NUMBER[node.target], args[:1], args[1])  # type: ignore[index]
     if node.target in _WITH_TENSORS:
         several, count, name = _WITH_TENSORS[node.target]  # type: ignore[index]
@@ -166,7 +166,8 @@ def _is_like(one: Any, value: Tensor) -> bool:
     return other.shape == value.shape and other.dtype == value.dtype and other.device == value.device
 
 
-def _is_number(value: Any) -> bool:
+def is_number(value: Any) -> bool:
+    """Whether an argument is a number, known before or when the program runs."""
     if isinstance(value, fx.Node):
         value = value.meta.get("val")
     return isinstance(value, (int, float, torch.SymFloat, torch.SymInt)) and not isinstance(value, bool)

@@ -92,6 +92,35 @@ def test_an_operator_slower_than_its_parts_is_spelled_out_unless_memory_is_limit
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
 
 
+def with_large_updates(mode: str, limit: int | None) -> tuple[int, Any, torch.Tensor]:
+    """How many updates are fused; a weight after five steps, and the same trained by one device."""
+
+    def start() -> tuple[nn.Linear, torch.optim.Optimizer]:
+        torch.manual_seed(0)
+        model = nn.Linear(400, 400)
+        return model, torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
+
+    (ours, mine), (theirs, other) = start(), start()
+    x, y = torch.randn(4, 400), torch.randn(4, 400)
+    options = {"machine": "ethernet-1gbit", "memory_limit": limit, "data_parallel": mode, "timeout": 20}
+    step = cf.compile_step(ours, nn.functional.mse_loss, mine, {"dp": 2}, **options)
+    for _ in range(5):
+        step(x, y)
+        other.zero_grad()
+        nn.functional.mse_loss(theirs(x), y).backward()
+        other.step()
+    with step.gathered():
+        return str(step.program).count("crossfade.adam_"), ours.weight.detach().clone(), theirs.weight.detach()
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(("mode", "limit"), [("replicate", None), ("zero2", None), ("zero2", 10**8)])
+def test_large_updates_are_fused_unless_memory_is_limited(ranks: Any, mode: str, limit: int | None) -> None:
+    for fused, found, expected in ranks(2).run(with_large_updates, mode, limit):
+        assert fused == (1 if limit is None else 0)
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)  # of five updates of 1e-2 each
+
+
 def refusal(limit: int) -> str:
     try:
         plan("zero3", "ethernet-1gbit", memory_limit=limit)
