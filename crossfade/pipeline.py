@@ -220,7 +220,7 @@ def optimization(
     size is not given, exchanges go in pieces as if there were no machine.
 
     >>> optimization({"dp": "gloo"}).without("reorder-for-locality", "bucket-all-gathers")[-2]
-    LowerReduceScatters(groups=('dp',), piece_mb=2.0)
+    LowerReduceScatters(groups=('dp',), piece_mb=1.0)
     """
     carriers = Carriers(backends or {}, machine)
     lowered = lowering(carriers, groups or {})

@@ -44,8 +44,17 @@ def test_among_many_ranks_exchanges_are_as_large_as_latency_asks_for(ranks: int,
 
 
 def test_where_latency_is_small_and_without_a_machine_pieces_are_as_small_as_ever() -> None:
-    assert pieces(Carriers({"dp": "gloo"}, preset("ethernet-1gbit")), 2) == PIECE_MB
+    assert pieces(Carriers({"dp": "emulated"}, preset("ethernet-1gbit")), 2) == PIECE_MB
     assert pieces(Carriers({"dp": "gloo"}, None), 64) == PIECE_MB
+
+
+@pytest.mark.parametrize(("backend", "slows", "times"), [("gloo", 0.1, 1), ("gloo", 0.4, 2), ("emulated", 0.4, 1)])
+def test_where_pieces_cost_computation_much_they_are_larger(backend: str, slows: float, times: int) -> None:
+    machine = preset("ethernet-1gbit")
+    machine = dataclasses.replace(
+        machine, fabrics={"*": dataclasses.replace(machine.fabric("dp"), slows_compute=slows)}
+    )
+    assert pieces(Carriers({"dp": backend}, machine), 2) == times * PIECE_MB
 
 
 def test_what_is_no_slower_in_one_travels_in_one() -> None:
