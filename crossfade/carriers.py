@@ -75,7 +75,7 @@ class Carriers:
         return math.inf if piece is None else piece / MB
 
     def _piece_mb(self, axis: str, ranks: int) -> float:
-        """As small as latency allows, larger where they cost computation much; infinite where larger ones are no slower."""
+        """As small as latency allows, larger where they cost computation much; infinite where any are as fast."""
         if self.machine is None:
             return PIECE_MB
         fabric = self.run_on(self.machine).fabric(axis)
