@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -272,7 +273,7 @@ class _StepCompiler:
         seconds = time.perf_counter() - start
         scheduled, measured = self._communicating(before, members)
         lowered = lowering(self._carriers(), scheduled.groups, self.memory_limit)
-        program = run_passes(scheduled, [*lowered, PackInPlace(), UpdateInPlace(), *self._fewer_calls()])
+        program = run_passes(scheduled, [*lowered, self._packing(), UpdateInPlace(), *self._fewer_calls()])
         timeline = self._predicted(program, measured) if measured is not None else None
 
         facts = self._facts(seconds, layout) | copy_kernel(program)
@@ -280,6 +281,10 @@ class _StepCompiler:
         report = report.with_timelines(predicted=timeline, memory=live_by_name(program)) if timeline else report
         stepped = {out.name for out in before.outputs if out.kind is OutputKind.UPDATE}
         return Built(program, layout, report, self.state_keys(stepped))
+
+    def _packing(self) -> Pass:
+        """Within a memory limit nothing is kept from step to step beside buckets."""
+        return PackInPlace() if self.memory_limit is None else PackInPlace(math.inf)
 
     def _fewer_calls(self) -> list[Pass]:
         """Passes that do more in a call; none within a memory limit: what is done together lives longer.

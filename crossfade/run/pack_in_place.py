@@ -9,6 +9,7 @@ import torch
 from torch import fx
 
 from crossfade.graph import collectives, packing
+from crossfade.graph.collectives import Collective, Kind
 from crossfade.graph.order import Order
 from crossfade.graph.passes import Numerics, Outcome, Pass, PassResult, Verdict
 from crossfade.graph.program import Input, InputKind, Program, tensor_bytes
@@ -16,6 +17,8 @@ from crossfade.graph.splice import erase_if_dead, insert_call, splice
 
 _aten = torch.ops.aten
 _FLATTENS = (_aten.view.default, _aten.reshape.default)
+_SENT_WHOLE = (Kind.ALL_REDUCE, Kind.REDUCE_SCATTER, Kind.ALL_TO_ALL)
+"""Kinds of collectives that gradients travel by, each for itself."""
 _SCALES = (_aten.div.Tensor, _aten.mul.Tensor)
 _WRITES_INTO = {
     _aten.mm.default: _aten.mm.out,
@@ -33,7 +36,8 @@ class PackInPlace(Pass):
     """Give each concatenation that feeds a collective a buffer kept from step to step, and no copy where possible.
 
     A member whose producer can write into given memory does; others are copied in as soon as they are ready. Fresh
-    memory costs a page fault for every 4 KB at each step, which on a CPU is as much as the copy itself.
+    memory costs a page fault for every 4 KB at each step, which on a CPU is as much as the copy itself: there also what
+    is sent alone, from `alone_kb` on, is computed into such memory.
 
     Before:
         x: f32[2, 2] = input("x")
@@ -62,6 +66,8 @@ class PackInPlace(Pass):
     name = "pack-in-place"
     numerics = Numerics.BITWISE
 
+    alone_kb: float = 256.0
+
     def run(self, program: Program) -> PassResult:
         """Replace each packing concatenation by a workspace input."""
         counts = {"buffers": 0, "written_directly": 0, "copied_in": 0}
@@ -81,10 +87,49 @@ class PackInPlace(Pass):
             counts["buffers"] += 1
             counts["written_directly"] += direct
             counts["copied_in"] += copied
+        for one in collectives.find(program.graph):
+            if self._is_large(one) and _can_write_alone(one, rewritten):
+                _write_alone(program, one)
+                reason = "computed into memory kept from step to step"
+                verdicts.append(Verdict.of(one.node, Outcome.REPLACED, reason, bytes=one.bytes))
+                counts["buffers"] += 1
+                counts["written_directly"] += 1
         for pack in program.graph.find_nodes(op="call_function", target=packing.OPERATOR):
             reason = "packed by the copy kernel, into fresh memory"
             verdicts.append(Verdict.of(pack, Outcome.LEFT, reason, bytes=tensor_bytes(pack.meta["val"])))
         return PassResult(bool(counts["buffers"]), counts, tuple(verdicts))
+
+    def _is_large(self, one: Collective) -> bool:
+        """Whether one sends so much alone, from the CPU's memory, that fresh memory for it would cost page faults."""
+        if one.coalesced or one.kind not in _SENT_WHOLE:
+            return False
+        sent = one.inputs[0].meta["val"]
+        known = not isinstance(sent.numel(), torch.SymInt)
+        return known and sent.device.type == "cpu" and tensor_bytes(sent) >= self.alone_kb * 1024
+
+
+def _can_write_alone(one: Collective, rewritten: set[fx.Node]) -> bool:
+    sent = one.inputs[0]
+    source = _unflattened(sent)
+    return not one.in_place and _can_write_into(source, sent, sent) and not rewritten & {source, sent}
+
+
+def _write_alone(program: Program, one: Collective) -> None:
+    source = _unflattened(one.inputs[0])
+    value = source.meta["val"]
+    _write_into(program, source, _kept(program, value.new_empty(value.numel())), 0, value.numel())
+
+
+def _unflattened(node: fx.Node) -> fx.Node:
+    """What a view looks at; the node itself if it is none."""
+    source: Any = node.args[0] if node.target in _FLATTENS else node
+    return source
+
+
+def _kept(program: Program, memory: torch.Tensor) -> fx.Node:
+    """An input that is memory kept from step to step."""
+    number = sum(item.kind is InputKind.WORKSPACE for item in program.inputs)
+    return program.add_input(Input(InputKind.WORKSPACE, f"bucket.{number}"), memory)
 
 
 def _reason_against(cat: fx.Node, rewritten: set[fx.Node]) -> str | None:
@@ -105,13 +150,11 @@ def _reason_against(cat: fx.Node, rewritten: set[fx.Node]) -> str | None:
 
 def _pack(program: Program, cat: fx.Node, rewritten: set[fx.Node]) -> tuple[int, int]:
     with program.fake_mode:
-        memory = torch.empty_like(cat.meta["val"])
-    number = sum(item.kind is InputKind.WORKSPACE for item in program.inputs)
-    bucket = program.add_input(Input(InputKind.WORKSPACE, f"bucket.{number}"), memory)
+        bucket = _kept(program, torch.empty_like(cat.meta["val"]))
     direct = copied = start = 0
     members: Any = cat.args[0]
     for flat in members:
-        source: Any = flat.args[0] if flat.target in _FLATTENS else flat
+        source = _unflattened(flat)
         end = start + source.meta["val"].numel()
         if _can_write_into(source, flat, bucket) and source not in rewritten:
             _write_into(program, source, bucket, start, end)

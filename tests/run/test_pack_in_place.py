@@ -170,6 +170,51 @@ def test_left(reason: str):
     assert not done.history[0].changed
 
 
+SENT = """
+    x: f32[4, 4] = input("x")
+    g: f32[4, 4] = aten.mm(x, x)
+    f: f32[2, 8] = aten.view(g, [2, 8])
+    s: f32[2, 8] = c10d.all_to_all_single(f, [1, 1], [1, 1], "dp")
+    w: f32[2, 8] = c10d.wait_tensor(s)
+    return output("w", w)
+"""
+
+
+def test_what_is_sent_alone_is_computed_into_kept_memory_too():
+    done = run_passes(parse(textwrap.dedent(SENT), groups={"dp": 2}), [PackInPlace(alone_kb=64 / 1024)])
+    verify(done)
+    assert render(done).splitlines()[1:6] == [
+        'bucket_0: f32[16] = workspace("bucket.0")',
+        "slice_1: f32[16] = aten.slice.Tensor(bucket_0, 0, 0, 16)",
+        "view: f32[4, 4] = aten.view(slice_1, [4, 4])",
+        "g: f32[4, 4] = aten.mm.out(x, x, out=view)",
+        "f: f32[2, 8] = aten.view(g, [2, 8])",
+    ]
+    assert [str(one) for one in done.history[0].verdicts] == [
+        "s: replaced: computed into memory kept from step to step"
+    ]
+
+
+SENT_FROM_ELSEWHERE = {
+    "it is smaller": (SENT, 65),
+    "something else reads it": (SENT.replace('output("w", w)', 'output("w", w), output("g", g)'), 64),
+    "its operator takes no memory": (SENT.replace("aten.mm(x, x)", "aten.exp(x)"), 64),
+    "it is gathered": (
+        SENT.replace(
+            "[2, 8] = c10d.all_to_all_single(f, [1, 1], [1, 1],", "[4, 8] = c10d.all_gather_into_tensor(f, 2,"
+        ).replace("w: f32[2, 8]", "w: f32[4, 8]"),
+        64,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SENT_FROM_ELSEWHERE)
+def test_what_is_sent_alone_stays_in_fresh_memory(name: str):
+    text, size = SENT_FROM_ELSEWHERE[name]
+    done = run_passes(parse(textwrap.dedent(text), groups={"dp": 2}), [PackInPlace(alone_kb=size / 1024)])
+    assert not done.history[0].changed
+
+
 def test_symbolic_sizes_are_left():
     def packed(x: torch.Tensor) -> torch.Tensor:
         cat = torch.cat([torch.ops.aten.view(x, [-1]), torch.ops.aten.view(x, [-1])])
