@@ -8,7 +8,9 @@
 
 Times are medians, of the slowest rank. `limit` is the larger of compute alone and of one all-reduce of all gradients
 in pieces of 1 MB, both measured in the same run: what perfect overlap would give. In turns with others a step finds
-little of its own in the caches; `steady` steps follow their own kind, and are what predictions are to be compared with.
+little of its own in the caches, and connections that have been idle, unless it shares them with others as all of
+torch's contenders do; `steady` steps follow their own kind, as in training, and are what predictions are to be compared
+with.
 `predicted` is what was planned with, minutes before; `beside` it is predicted anew between the steady steps, by
 operators measured then, since the speed of a machine that others use changes within minutes.
 """
@@ -18,7 +20,7 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -41,7 +43,6 @@ from crossfade.demo.model import SIZES, Size, batches, build
 from crossfade.overlap import predicted
 from crossfade.run import emulated
 from crossfade.run.codegen import native
-from crossfade.run.step import Step
 
 MODES = ("replicate", "zero1", "zero2", "zero3")
 
@@ -79,7 +80,7 @@ def work(size: str, steps: int, contenders: str, compiled: str, network: str) ->
     measured = race(entered, chosen, steps=steps)
     compiled_steps = {one.name: one.compiled for one in entered if one.compiled is not None}
     batch = batches(chosen, dist.get_world_size(), 1)[0]
-    steady, beside = _steady(compiled_steps, batch, machine)
+    steady, beside = _steady(entered, batch, machine)
     return {
         "times": {one.name: one.median for one in measured},
         "losses": {one.name: one.losses[-1] for one in measured},
@@ -98,19 +99,21 @@ def work(size: str, steps: int, contenders: str, compiled: str, network: str) ->
 
 
 def _steady(
-    steps: dict[str, Step], batch: tuple[torch.Tensor, ...], machine: Machine
+    entered: Sequence[Contender], batch: tuple[torch.Tensor, torch.Tensor], machine: Machine
 ) -> tuple[dict[str, float], dict[str, float]]:
     """Median seconds of steps that follow their own kind, as in training, and of predictions made beside them.
 
     Steps run by fours, the first not counted, of each in turn, since a machine's speed changes within seconds.
     """
     here = Carriers({"dp": dist.get_backend()}, machine).run_on(machine)
-    seconds: dict[str, list[float]] = {name: [] for name in steps}
-    beside: dict[str, list[float]] = {name: [] for name, step in steps.items() if step.report.predicted}
-    for name, step in [*steps.items()] * 4:
-        if name in beside:
-            beside[name].append(predicted(step.program, here, measure(step.program, binding=native)).seconds)
-        seconds[name] += [slowest(seconds_of(partial(step, *batch))) for _ in range(4)][1:]
+    seconds: dict[str, list[float]] = {one.name: [] for one in entered}
+    beside: dict[str, list[float]] = {}
+    for one in [*entered] * 4:
+        if one.compiled is not None and one.compiled.report.predicted:
+            program = one.compiled.program
+            found = predicted(program, here, measure(program, binding=native)).seconds
+            beside.setdefault(one.name, []).append(found)
+        seconds[one.name] += [slowest(seconds_of(partial(one.step, *batch))) for _ in range(4)][1:]
     return _medians(seconds), _medians(beside)
 
 
@@ -190,6 +193,13 @@ def finish(figures: dict[str, Any], options: argparse.Namespace) -> None:
             f"{profiled['seconds'] * 1e3:.1f}: {profiled['exposed'] * 1e3:.1f}" if profiled else "",
         )
     Console(width=140).print(table)
+    steady, alone = figures["steady"], next(iter(times))
+    torchs = [seconds for name, seconds in steady.items() if name.startswith("torch")]
+    ours = [seconds for name, seconds in steady.items() if name.startswith("Crossfade")]
+    if torchs and ours:
+        at_least = max(steady[alone], figures["communication"])
+        ratios = f"{min(ours) / at_least:.2f}x the limit, {min(torchs) / min(ours):.2f}x torch's best"
+        Console(width=140).print(f"steady: Crossfade's best {min(ours) * 1e3:.1f} ms, {ratios} ({min(torchs) * 1e3:.1f} ms)")
     together = [loss for name, loss in figures["losses"].items() if not name.startswith("compute")]
     if together:
         Console().print(f"losses after the last step differ by at most {max(together) - min(together):.1e}")
