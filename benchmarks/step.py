@@ -199,7 +199,8 @@ def finish(figures: dict[str, Any], options: argparse.Namespace) -> None:
     if torchs and ours:
         at_least = max(steady[alone], figures["communication"])
         ratios = f"{min(ours) / at_least:.2f}x the limit, {min(torchs) / min(ours):.2f}x torch's best"
-        Console(width=140).print(f"steady: Crossfade's best {min(ours) * 1e3:.1f} ms, {ratios} ({min(torchs) * 1e3:.1f} ms)")
+        line = f"steady: Crossfade's best {min(ours) * 1e3:.1f} ms, {ratios} ({min(torchs) * 1e3:.1f} ms)"
+        Console(width=140).print(line)
     together = [loss for name, loss in figures["losses"].items() if not name.startswith("compute")]
     if together:
         Console().print(f"losses after the last step differ by at most {max(together) - min(together):.1e}")
