@@ -34,25 +34,6 @@ def adam_(
     >>> parameter, mean, square
     (tensor([-0.1250]), tensor([2.]), tensor([4.]))
     """
-    torch.ops.crossfade.adam_(parameter, gradient, mean, square, beta1, beta2, correction, eps, size)
-
-
-@functools.cache
-def _late(dtype: torch.dtype) -> Tensor:
-    return torch.full((), _LATE, dtype=dtype)
-
-
-def _on_cpu(
-    parameter: Tensor,
-    gradient: Tensor,
-    mean: Tensor,
-    square: Tensor,
-    beta1: float,
-    beta2: float,
-    correction: float,
-    eps: float,
-    size: float,
-) -> None:
     torch.ops.aten._fused_adamw_.default(
         [parameter],
         [gradient],
@@ -70,6 +51,11 @@ def _on_cpu(
     )
 
 
+@functools.cache
+def _late(dtype: torch.dtype) -> Tensor:
+    return torch.full((), _LATE, dtype=dtype)
+
+
 def _without_data(*_: object) -> None:
     """Nothing is made."""
 
@@ -80,7 +66,7 @@ torch.library.define(
     " Scalar correction, float eps, Scalar size) -> ()",
     tags=torch.Tag.pt2_compliant_tag,
 )
-torch.library.impl(ADAM, "cpu", _on_cpu)
+torch.library.impl(ADAM, "cpu", adam_)
 torch.library.register_fake(ADAM, _without_data)
 
 OPERATOR = torch.ops.crossfade.adam_.default
