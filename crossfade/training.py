@@ -273,7 +273,9 @@ class _StepCompiler:
         seconds = time.perf_counter() - start
         scheduled, measured = self._communicating(before, members)
         lowered = lowering(self._carriers(), scheduled.groups, self.memory_limit)
-        program = run_passes(scheduled, [*lowered, self._packing(), UpdateInPlace(), *self._fewer_calls()])
+        program = run_passes(
+            scheduled, [*lowered, self._packing(), UpdateInPlace(), *self._fewer_calls(measured is not None)]
+        )
         timeline = self._predicted(program, measured) if measured is not None else None
 
         facts = self._facts(seconds, layout) | copy_kernel(program)
@@ -286,19 +288,16 @@ class _StepCompiler:
         """Within a memory limit nothing is kept from step to step beside buckets."""
         return PackInPlace() if self.memory_limit is None else PackInPlace(math.inf)
 
-    def _fewer_calls(self) -> list[Pass]:
+    def _fewer_calls(self, planned: bool) -> list[Pass]:
         """Passes that do more in a call; none within a memory limit: what is done together lives longer.
 
-        Updates are fused where a plan is asked for: their last bits are others than those of torch's default.
+        Updates are fused in planned steps only: their last bits are others than those of torch's default.
         """
         if self.memory_limit is not None:
             return []
         collecting: list[Pass] = [CollectSmallOperators()] if self._device() == "cuda" else []
-        fusing: list[Pass] = [FuseAdamUpdates()] if self._device() == "cpu" and self._is_planned() else []
+        fusing: list[Pass] = [FuseAdamUpdates()] if self._device() == "cpu" and planned else []
         return [*fusing, *collecting, GroupSmallOperators()]
-
-    def _is_planned(self) -> bool:
-        return self.machine is not None and self.passes is None
 
     def _split_over(self, names: Mapping[torch.Tensor, str]) -> dict[str, str]:
         """The parameters of which this rank has a part, with the axis that the parts are spread over."""

@@ -88,12 +88,18 @@ class PackInPlace(Pass):
             counts["written_directly"] += direct
             counts["copied_in"] += copied
         for one in collectives.find(program.graph):
-            if self._is_large(one) and _can_write_alone(one, rewritten):
-                _write_alone(program, one)
-                reason = "computed into memory kept from step to step"
-                verdicts.append(Verdict.of(one.node, Outcome.REPLACED, reason, bytes=one.bytes))
-                counts["buffers"] += 1
-                counts["written_directly"] += 1
+            if not self._is_large(one):
+                continue
+            source = _unflattened(one.inputs[0])
+            if one.in_place or not _can_write_into(source, one.inputs[0], source) or source in rewritten:
+                reason = "its operator takes no memory, or something else uses it: computed into fresh memory"
+                verdicts.append(Verdict.of(source, Outcome.LEFT, reason, bytes=one.bytes))
+                continue
+            _write_alone(program, source)
+            reason = "computed into memory kept from step to step"
+            verdicts.append(Verdict.of(source, Outcome.REPLACED, reason, bytes=one.bytes))
+            counts["buffers"] += 1
+            counts["written_directly"] += 1
         for pack in program.graph.find_nodes(op="call_function", target=packing.OPERATOR):
             reason = "packed by the copy kernel, into fresh memory"
             verdicts.append(Verdict.of(pack, Outcome.LEFT, reason, bytes=tensor_bytes(pack.meta["val"])))
@@ -101,21 +107,14 @@ class PackInPlace(Pass):
 
     def _is_large(self, one: Collective) -> bool:
         """Whether one sends so much alone, from the CPU's memory, that fresh memory for it would cost page faults."""
-        if one.coalesced or one.kind not in _SENT_WHOLE:
+        if one.coalesced or one.kind not in _SENT_WHOLE or one.inputs[0].op == "placeholder":
             return False
         sent = one.inputs[0].meta["val"]
         known = not isinstance(sent.numel(), torch.SymInt)
         return known and sent.device.type == "cpu" and tensor_bytes(sent) >= self.alone_kb * 1024
 
 
-def _can_write_alone(one: Collective, rewritten: set[fx.Node]) -> bool:
-    sent = one.inputs[0]
-    source = _unflattened(sent)
-    return not one.in_place and _can_write_into(source, sent, sent) and not rewritten & {source, sent}
-
-
-def _write_alone(program: Program, one: Collective) -> None:
-    source = _unflattened(one.inputs[0])
+def _write_alone(program: Program, source: fx.Node) -> None:
     value = source.meta["val"]
     _write_into(program, source, _kept(program, value.new_empty(value.numel())), 0, value.numel())
 

@@ -157,16 +157,17 @@ def test_time_grows_with_the_number_of_updates() -> None:
 
 @pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.Adam])
 def test_only_a_planned_step_has_other_bits_than_torch(kind: Any) -> None:
-    """One device is not planned: every bit is the default optimizer's."""
-    models, losses = [], []
+    """One device is not planned, whatever machine is given: every bit is the default optimizer's."""
+    models = []
     for ours in (True, False):
         torch.manual_seed(0)
         model = nn.Linear(300, 300)
         optimizer = kind(model.parameters(), lr=1e-2, foreach=False)
         x = torch.randn(4, 300)
         if ours:
-            step = cf.compile_step(model, lambda out: out.square().mean(), optimizer)
-            losses.append([step(x) for _ in range(3)])
+            step = cf.compile_step(model, lambda out: out.square().mean(), optimizer, machine="ethernet-1gbit")
+            for _ in range(3):
+                step(x)
             assert "adam_" not in str(step.program)
         else:
             for _ in range(3):
