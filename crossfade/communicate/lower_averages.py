@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from torch import Tensor
+
 from crossfade.graph import collectives
 from crossfade.graph.passes import Numerics, Outcome, Pass, PassResult, Verdict
 from crossfade.graph.program import Program
@@ -12,10 +14,11 @@ from crossfade.graph.rewrite import Match, Rule, apply_rules
 
 @dataclass(frozen=True)
 class LowerAverages(Pass):
-    """Turn an averaging all-reduce into a division and a sum, for the groups named (gloo's, which
-    does not average in every version of torch).
+    """Turn an averaging all-reduce into a division and a sum, for the groups named (gloo's, which does not average in
+    every version of torch).
 
-    Dividing first keeps the sum in range; for a power of two of ranks it is exact.
+    Dividing first keeps the sum in range. For a power of two of ranks it is exact, and so is a multiplication instead,
+    which takes a CPU a third of the time.
 
     Before:
         x: f32[4] = input("x")
@@ -25,8 +28,8 @@ class LowerAverages(Pass):
 
     After:
         x: f32[4] = input("x")
-        div: f32[4] = aten.div.Tensor(x, 2)
-        all_reduce: f32[4] = c10d.all_reduce(div, "sum", "dp")
+        mul: f32[4] = aten.mul.Tensor(x, 0.5)
+        all_reduce: f32[4] = c10d.all_reduce(mul, "sum", "dp")
         w: f32[4] = c10d.wait_tensor(all_reduce)
         return output("y", w)
     """
@@ -63,4 +66,9 @@ class LowerAverages(Pass):
     def _lowered(self, match: Match) -> object:
         group = match["group"]
         ranks = match.program.groups[group]
-        return match.splice(lambda x: collectives.all_reduce(x / ranks, "sum", group), match["x"])
+        return match.splice(lambda x: collectives.all_reduce(_divided(x, ranks), "sum", group), match["x"])
+
+
+def _divided(value: Tensor, by: int) -> Tensor:
+    is_power_of_two = not by & (by - 1)
+    return value * (1 / by) if is_power_of_two and value.is_floating_point() else value / by

@@ -95,7 +95,7 @@ def _summed(parts: Tensor) -> Tensor:
 
 
 def _averaged(parts: Tensor) -> Tensor:
-    return _of_two(parts) / 2 if _is_pair(parts) else parts.mean(0)
+    return _of_two(parts) * 0.5 if _is_pair(parts) else parts.mean(0)
 
 
 def _of_two(parts: Tensor) -> Tensor:

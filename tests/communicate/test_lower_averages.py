@@ -24,14 +24,28 @@ def test_size_of_the_group_divides_and_two_waits_follow():
         return output("y", w), output("z", w1)
     """)
     assert render(done).splitlines()[1:3] == [
-        "div: f32[4] = aten.div.Tensor(x, 4)",
-        'all_reduce: f32[4] = c10d.all_reduce(div, "sum", "dp")',
+        "mul: f32[4] = aten.mul.Tensor(x, 0.25)",
+        'all_reduce: f32[4] = c10d.all_reduce(mul, "sum", "dp")',
     ]
     assert render(done).splitlines()[3] == "w: f32[4] = c10d.wait_tensor(all_reduce)"
     assert done.history[0].counts == {"lowered": 1}
     assert [str(verdict) for verdict in done.history[0].verdicts] == [
         "s: replaced: divided before it is summed, since its backend may not average"
     ]
+
+
+@pytest.mark.parametrize(("dtype", "ranks"), [("f32", 3), ("c64", 4)])
+def test_what_a_multiplication_would_round_in_another_way_is_divided(dtype: str, ranks: int):
+    done = lowered(
+        f"""
+        x: {dtype}[4] = input("x")
+        s: {dtype}[4] = c10d.all_reduce(x, "avg", "dp")
+        w: {dtype}[4] = c10d.wait_tensor(s)
+        return output("y", w)
+        """,
+        {"dp": ranks},
+    )
+    assert render(done).splitlines()[1] == f"div: {dtype}[4] = aten.div.Tensor(x, {ranks})"
 
 
 LEFT = {
