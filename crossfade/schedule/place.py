@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import bisect
 import heapq
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from crossfade.graph.memory import Meter
 from crossfade.schedule.headroom import Headroom
@@ -80,7 +80,7 @@ class Placing:
         self._eager: list[list[tuple[float, int]]] = [[] for _ in problem.links]
         self._chained: list[tuple[float, int]] = []
         self._arriving: list[tuple[float, int]] = []
-        self._coming = self._eager_by_readiness()
+        self._coming, self._coming_held = self._by_readiness(held=False), self._by_readiness(held=True)
         self._missing, self._waiting_for = self._what_launches_wait_for()
 
     def run(self) -> list[int]:
@@ -165,10 +165,11 @@ class Placing:
             stocks[flight.link] += _STOCK * flight.travel
         return stocks
 
-    def _eager_by_readiness(self) -> list[list[tuple[int, int]]]:
+    def _by_readiness(self, *, held: bool) -> list[list[tuple[int, int]]]:
+        """For each link its flights by where they become ready: those held until that pays, or the others."""
         coming: list[list[tuple[int, int]]] = [[] for _ in self.problem.links]
         for start, flight in self.problem.flights.items():
-            if not self._is_held(flight):
+            if self._is_held(flight) == held:
                 coming[flight.link].append((self._ready_at[start], start))
         return [sorted(one) for one in coming]
 
@@ -301,7 +302,8 @@ class Placing:
         if gather is not None and due:
             idles = self._idles_soon(gather, lane_free)
             in_stock = self.free[link] - lane_free < self._stock[link]
-            if (idles or in_stock) and self._fits(gather, place, is_late=idles):
+            fills = idles or (in_stock and not self._queues_before_its_turn(gather, place))
+            if fills and self._fits(gather, place, is_late=idles):
                 return gather
         if reduction is None or not (would_idle or not self._in_the_way(reduction, place)):
             return None
@@ -336,14 +338,23 @@ class Placing:
         """
         flight = self.problem.flights[start]
         through = self._progress[place] + max(0.0, self.free[flight.link] - self.now) + flight.travel
-        coming = self._coming[flight.link]
+        coming = self._becoming_ready(self._coming[flight.link], place, through)
+        return any(self._gain(other, start) > SAFETY * flight.travel for other in coming)
+
+    def _queues_before_its_turn(self, gather: int, place: int) -> bool:
+        """Whether a gather that is needed sooner becomes ready while this one would only stand in the queue."""
+        link = self.problem.flights[gather].link
+        begins = self._progress[place] + max(0.0, self.free[link] - self.now)
+        coming = self._becoming_ready(self._coming_held[link], place, begins)
+        return any(self._latest[other] < self._latest[gather] for other in coming)
+
+    def _becoming_ready(self, coming: Sequence[tuple[int, int]], place: int, until: float) -> Iterator[int]:
+        """The next few flights that become ready behind a place of the lane, before so much computation is done."""
         first = bisect.bisect_right(coming, (place, len(self.problem.nodes)))
         for ready, other in coming[first : first + _LOOK_AHEAD]:
-            if self._progress[ready] >= through:
-                return False
-            if self._gain(other, start) > SAFETY * flight.travel:
-                return True
-        return False
+            if self._progress[ready] >= until:
+                return
+            yield other
 
     def _gain(self, first: int, second: int) -> float:
         """By how much sooner all is done if the first of two flights on one link travels before the second."""
