@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from crossfade.cost.estimate import estimate
@@ -17,6 +17,9 @@ from crossfade.schedule.bucket_sizes import SWEEP_LIMIT, BucketSize, choose_size
 
 _SCALES = (1.0, 0.5, 2.0)
 """Bucket sizes to try, as shares of those that arithmetic gives."""
+_AS_FAST = 0.01
+"""Plans within this share of the fastest count as equal, since predictions are no better: the one of the fewest
+collectives is taken. Each ties the ranks together once more, and takes a processor longer than a model of it says."""
 _SMALLEST = 1 / 16
 """The share to try where nothing larger fits the memory limit."""
 
@@ -33,7 +36,8 @@ class Plan:
 def plan_overlap(
     program: Program, machine: Machine, measured: Mapping[str, float] | None = None, memory_limit: int | None = None
 ) -> Plan:
-    """The plan of the least predicted time among a few bucket sizes, within the memory limit. The same on all ranks.
+    """The plan of the least predicted time among a few bucket sizes, within the memory limit: of those about as fast,
+    the one with the fewest collectives. The same on all ranks.
 
     Raises `MemoryLimitError`, which names the least limit that works, if none fits.
 
@@ -65,7 +69,13 @@ def plan_overlap(
             refusals.append(refused)
     if not plans:
         raise min(refusals, key=lambda one: one.least)
-    return min(plans, key=lambda one: one.timeline.seconds)
+    return _best(plans)
+
+
+def _best(plans: Sequence[Plan]) -> Plan:
+    fast = min(one.timeline.seconds for one in plans) * (1 + _AS_FAST)
+    good = [one for one in plans if one.timeline.seconds <= fast]
+    return min(good, key=lambda one: (len(one.timeline.communication), one.timeline.seconds))
 
 
 def _planned(
