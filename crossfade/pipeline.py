@@ -49,6 +49,7 @@ from crossfade.shard.broadcast_buffers import BroadcastBuffers
 from crossfade.shard.draw_globally import DrawGlobally
 from crossfade.shard.gather_again import GatherAgain
 from crossfade.shard.gather_parameters import GatherParameters
+from crossfade.shard.gather_row_gradients import GatherRowGradients
 from crossfade.shard.gather_updates import GatherUpdates
 from crossfade.shard.scatter_gradients import ScatterGradients
 from crossfade.shard.synchronize_batch_norm import SynchronizeBatchNorm
@@ -104,14 +105,18 @@ def parameter_sharding(mode: DataParallelMode, axis: str, ranks: int) -> tuple[l
     return each, gather if mode == "zero2" else []
 
 
-def gradient_exchange(mode: DataParallelMode, axes: DataParallel, loss_is: LossIs = "mean") -> list[Pass]:
+def gradient_exchange(
+    mode: DataParallelMode, axes: DataParallel, loss_is: LossIs = "mean", *, can_gather: bool = True
+) -> list[Pass]:
     """Passes that put the ranks' gradients together: whole on every rank, or each rank's rows."""
     reduce_op = "avg" if loss_is == "mean" else "sum"
+    along = axes.whole if mode == "replicate" else axes.split
+    rows: list[Pass] = [GatherRowGradients(along.name, along.size)] if can_gather else []
     if mode == "replicate":
-        return [AverageGradients(axes.whole.name, reduce_op)]
+        return [AverageGradients(axes.whole.name, reduce_op), *rows]
     copies = axes.copies.name if axes.copies is not None else ""
     whole = mode == "zero1"
-    return [ScatterGradients(axes.split.name, axes.split.size, reduce_op, whole, copies, axes.whole.name)]
+    return [ScatterGradients(axes.split.name, axes.split.size, reduce_op, whole, copies, axes.whole.name), *rows]
 
 
 def updates_gathered(mode: DataParallelMode, axes: DataParallel) -> list[Pass]:

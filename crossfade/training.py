@@ -383,7 +383,8 @@ class _StepCompiler:
         each, once = parameter_sharding(self.mode, split.name, split.size)
         program = self._on_micro_batches(run_passes(program, each))
         batch = batch_parallelism(whole.name, whole.size, self.semantics, can_gather=can_gather)
-        return run_passes(program, [*once, *batch, *gradient_exchange(self.mode, self.axes, self.loss_is)])
+        exchange = gradient_exchange(self.mode, self.axes, self.loss_is, can_gather=can_gather)
+        return run_passes(program, [*once, *batch, *exchange])
 
     def _capture(self, batch: tuple[Any, ...], layout: BatchLayout) -> Program:
         trained = self._trained()

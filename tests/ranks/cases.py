@@ -48,6 +48,18 @@ class Tied(nn.Module):
         return self.head(torch.tanh(self.middle(self.embedding(tokens))))
 
 
+class ManyWords(nn.Module):
+    """A large embedding of which few rows are used, one of them never trained; its rows divide by no power of two."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(4099, 65, padding_idx=3)
+        self.head = nn.Linear(65, 5)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.head(torch.tanh(self.embedding(tokens)))
+
+
 class PartlyUnused(nn.Module):
     """One parameter gets no gradient, one does not require any."""
 
@@ -127,6 +139,13 @@ def _tokens(vocabulary: int, length: int) -> Callable[[torch.Generator], Batch]:
     return lambda g: tuple(torch.randint(0, vocabulary, (16, length), generator=g) for _ in range(2))
 
 
+def _words(g: torch.Generator) -> Batch:
+    """Those of each half of the table, among them the one that is padding, and some more than once."""
+    tokens = torch.randint(0, 4099, (16, 6), generator=g)
+    tokens[:, 0], tokens[::2, 1], tokens[::3, 2] = 3, 4098, 7
+    return tokens, torch.randint(0, 5, (16, 6), generator=g)
+
+
 def _named(g: torch.Generator) -> Batch:
     inputs = {"pair": {"a": torch.randn(16, 4, generator=g), "b": torch.randn(16, 2, generator=g)}, "scale": 0.5}
     return inputs, torch.randn(16, 3, generator=g)
@@ -161,6 +180,7 @@ CASES = {
     "gpt with dropout": Case(lambda: GPT(_GPT), _tokens(64, 16), next_token_loss),
     "cnn with batch norm": Case(Convolutional, _images, F.cross_entropy),
     "tied weights": Case(Tied, _tokens(32, 6), next_token_loss, _adamw),
+    "many words": Case(ManyWords, _words, next_token_loss, _adamw),
     "unused parameter": Case(PartlyUnused, _regression(6, 4), optimizer=_adamw),
     "bf16 autocast": Case(Autocast, _regression(16, 4)),
     "named inputs": Case(NamedInputs, _named),

@@ -1,0 +1,160 @@
+"""Gradients of embeddings as rows: those of the rows that were looked up travel, instead of the whole table's."""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from crossfade.graph import collectives
+from crossfade.graph.collectives import Collective, Kind
+from crossfade.graph.operators import arguments
+from crossfade.graph.passes import Numerics, Outcome, Pass, PassResult, Verdict
+from crossfade.graph.program import MADE_FOR, Program, tensor_bytes
+from crossfade.graph.splice import Replacements, insert_call, splice
+from crossfade.shard.own_rows import rank_input
+
+_aten = torch.ops.aten
+_MB = 2**20
+
+
+@dataclass(frozen=True)
+class GatherRowGradients(Pass):
+    """Gather the gradients of the rows that each rank looked up, where the gradient of the whole table is reduced.
+
+    Every rank then adds them up itself: into its part of the table (for a reduce-scatter), or the whole (for an
+    all-reduce). That is done where a table has `least_mb`, and all ranks together looked up less than half of it.
+
+    Before:
+        g: f32[8, 264] = input("g")
+        i: i64[8] = input("i")
+        dense: f32[999, 264] = aten.embedding_dense_backward(g, i, 999, -1, False)
+        start: f32[999, 264] = c10d.all_reduce(dense, "avg", "dp")
+        done: f32[999, 264] = c10d.wait_tensor(start)
+        return gradient("w", done)
+
+    After:
+        g: f32[8, 264] = input("g")
+        i: i64[8] = input("i")
+        view: f32[8, 264] = aten.view(g, [-1, 264])
+        div: f32[8, 264] = aten.div.Tensor(view, 2)
+        all_gather_into_tensor: f32[16, 264] = c10d.all_gather_into_tensor(div, 2, "dp")
+        wait_tensor: f32[16, 264] = c10d.wait_tensor(all_gather_into_tensor)
+        view_1: i64[8] = aten.view(i, [-1])
+        all_gather_into_tensor_1: i64[16] = c10d.all_gather_into_tensor(view_1, 2, "dp")
+        wait_tensor_1: i64[16] = c10d.wait_tensor(all_gather_into_tensor_1)
+        embedding_dense_backward: f32[999, 264] = aten.embedding_dense_backward(wait_tensor, wait_tensor_1, 999, -1, False)
+        return gradient("w", embedding_dense_backward)
+    """  # noqa: E501
+
+    name = "gather-row-gradients"
+    numerics = Numerics.REASSOCIATES
+
+    group: str = "dp"
+    ranks: int = 2
+    least_mb: float = 1.0
+
+    def run(self, program: Program) -> PassResult:
+        """Replace each reduction of an embedding's gradient."""
+        replaced, verdicts = Replacements(program), list[Verdict]()
+        for one in collectives.find(program.graph):
+            reduces = one.kind in (Kind.ALL_REDUCE, Kind.REDUCE_SCATTER) and one.group == self.group
+            dense = _dense_gradient(one) if reduces and one.plain else None
+            if dense is None:
+                continue
+            reason, outcome = self._reason_against(one, dense), Outcome.LEFT
+            if reason is None:
+                reason, outcome = "gradients of the rows looked up are gathered instead", Outcome.REPLACED
+            verdicts.append(Verdict.of(one.node, outcome, reason, bytes=one.bytes))
+            if outcome is Outcome.REPLACED:
+                verdicts += self._gather(program, one, dense, replaced)
+        replaced.finish()
+        count = sum(verdict.outcome is Outcome.REPLACED for verdict in verdicts)
+        return PassResult(bool(count), {"replaced": count}, tuple(verdicts))
+
+    def _reason_against(self, one: Collective, dense: fx.Node) -> str | None:
+        given, table = arguments(dense), dense.meta["val"]
+        asked: Tensor = given["indices"].meta["val"]
+        if one.reduce_op not in ("sum", "avg"):
+            return "its reduction is no sum"
+        if given["scale_grad_by_freq"]:
+            return "it is scaled by how often a rank looked a row up"
+        if not all(isinstance(size, int) for size in (*table.shape, *asked.shape)):
+            return "its sizes are not known before it runs"
+        if tensor_bytes(table) < self.least_mb * _MB:
+            return "the table is small"
+        row = tensor_bytes(table) // table.shape[0]
+        if 2 * self.ranks * (row * asked.numel() + tensor_bytes(asked)) > tensor_bytes(table):
+            return "all ranks together looked up half of the table or more"
+        return None
+
+    def _gather(self, program: Program, one: Collective, dense: fx.Node, replaced: Replacements) -> list[Verdict]:
+        given: dict[str, Any] = arguments(dense)
+        width = dense.meta["val"].shape[-1]
+
+        def of_all_ranks(part: Tensor) -> Tensor:
+            return collectives.wait(collectives.all_gather(part.contiguous(), self.ranks, self.group))
+
+        def gradients_of_all(gradient: Tensor) -> Tensor:
+            rows = gradient.reshape(-1, width)
+            return of_all_ranks(rows / self.ranks if one.reduce_op == "avg" else rows)
+
+        def asked_by_all(rows: Tensor) -> Tensor:
+            return of_all_ranks(rows.reshape(-1))
+
+        gradients = splice(program, gradients_of_all, given["grad_output"], before=one.node, like=one.node)
+        asked = splice(program, asked_by_all, given["indices"], before=one.node, like=one.node)
+        added = self._added_to_table if one.kind is Kind.ALL_REDUCE else self._added_to_part
+        done = added(program, one, given, gradients, asked)
+        for wait in one.waits:
+            replaced.replace(wait, done)
+        replaced.drop(one.node)
+        inserted = (gradients, "gathers gradients of rows"), (asked, "tells others which rows they are of")
+        return [_inserted(wait, one.node.meta.get(MADE_FOR), reason) for wait, reason in inserted]
+
+    def _added_to_table(
+        self, program: Program, one: Collective, given: dict[str, Any], gradients: fx.Node, asked: fx.Node
+    ) -> fx.Node:
+        def added(gradients: Tensor, asked: Tensor) -> Tensor:
+            rows, padding = given["num_weights"], given["padding_idx"]
+            return _aten.embedding_dense_backward(gradients, asked, rows, padding, False)
+
+        return splice(program, added, gradients, asked, before=one.node, like=one.node)
+
+    def _added_to_part(
+        self, program: Program, one: Collective, given: dict[str, Any], gradients: fx.Node, asked: fx.Node
+    ) -> fx.Node:
+        rows, padding = one.node.meta["val"].shape[0], given["padding_idx"]
+
+        def added(gradients: Tensor, asked: Tensor, local: Tensor) -> Tensor:
+            counts = (local >= 0) & (local < rows)
+            if padding >= 0:
+                counts = counts & (asked != padding)
+            index = local.masked_fill(~counts, rows)  # what does not count goes to one more row, which is cut off
+            return _aten.embedding_dense_backward(gradients, index, rows + 1, -1, False)[:rows]
+
+        def call(target: Any, *inputs: Any) -> fx.Node:
+            return insert_call(program, target, *inputs, before=one.node, like=one.node)
+
+        local = call(_aten.sub.Tensor, asked, call(operator.mul, rank_input(program, self.group), rows))
+        return splice(program, added, gradients, asked, local, before=one.node, like=one.node)
+
+
+def _inserted(wait: fx.Node, made_for: str | None, reason: str) -> Verdict:
+    start = collectives.started_by(wait)
+    assert start is not None
+    if made_for is not None:
+        start.meta[MADE_FOR] = made_for
+    return Verdict.of(start, Outcome.INSERTED, reason, bytes=tensor_bytes(wait.meta["val"]))
+
+
+def _dense_gradient(one: Collective) -> fx.Node | None:
+    """The embedding's gradient that is reduced and used for nothing else, if it is one; its padding left aside."""
+    found: Any = one.inputs[0]
+    if found.target is _aten.constant_pad_nd.default and len(found.users) == 1:
+        found = found.args[0]
+    is_dense = found.target is _aten.embedding_dense_backward.default
+    return found if is_dense and len(found.users) == 1 else None
