@@ -106,12 +106,15 @@ def parameter_sharding(mode: DataParallelMode, axis: str, ranks: int) -> tuple[l
 
 
 def gradient_exchange(
-    mode: DataParallelMode, axes: DataParallel, loss_is: LossIs = "mean", *, can_gather: bool = True
+    mode: DataParallelMode, axes: DataParallel, loss_is: LossIs = "mean", *, gathers_rows: bool = False
 ) -> list[Pass]:
-    """Passes that put the ranks' gradients together: whole on every rank, or each rank's rows."""
+    """Passes that put the ranks' gradients together: whole on every rank, or each rank's rows.
+
+    With `gathers_rows`, those of embeddings as rows: for planned steps, in which gathers do not stand in the way.
+    """
     reduce_op = "avg" if loss_is == "mean" else "sum"
     along = axes.whole if mode == "replicate" else axes.split
-    rows: list[Pass] = [GatherRowGradients(along.name, along.size)] if can_gather else []
+    rows: list[Pass] = [GatherRowGradients(along.name, along.size)] if gathers_rows else []
     if mode == "replicate":
         return [AverageGradients(axes.whole.name, reduce_op), *rows]
     copies = axes.copies.name if axes.copies is not None else ""

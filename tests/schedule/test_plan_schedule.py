@@ -105,6 +105,16 @@ def test_O1_of_many_gathers_on_a_slow_link_a_thirty_second_is_queued_in_case_a_r
     assert schedule.seconds == 96 * 2 + 1
 
 
+def test_O1_no_gather_is_queued_before_one_that_is_needed_sooner_and_about_to_be_packed() -> None:
+    text, costs = gathered_layers(96)
+    packed = text.replace('g1: f32[128] = c10d.all_gather_into_tensor(p1, 2, "dp")', "")
+    packed = packed.replace(
+        "g0:", 'n1: f32[64] = aten.neg(p1)\ng1: f32[128] = c10d.all_gather_into_tensor(n1, 2, "dp")\ng0:'
+    )
+    _, body = scheduled(packed.replace("\n\n", "\n"), {**costs, "n1": 0.5})
+    assert body.startswith("g0 n1 g1 g2 g3 g4")
+
+
 def test_O2_a_limit_that_forgoes_the_stock_but_no_time_is_not_blamed() -> None:
     enough, _ = scheduled(*gathered_layers(96), memory_limit=2048)
     assert (enough.seconds, enough.peak) == (96 * 2 + 1, 2048)
