@@ -46,6 +46,15 @@ def test_split_ranks_equal_one_device(ranks: Any, name: str, count: int, mode: s
 
 
 @pytest.mark.ranks
+@pytest.mark.parametrize("mode", ["replicate", "zero1"])
+def test_gradients_of_embeddings_travel_as_rows_in_planned_steps(ranks: Any, mode: str) -> None:
+    eager = train_eager("many words")
+    options = {"data_parallel": mode, "machine": "ethernet-1gbit"}
+    for trained in ranks(2).run(train_crossfade_on_ranks, "many words", 2, options):
+        assert differences(eager, trained, *TOLERANCE["default"]) == []
+
+
+@pytest.mark.ranks
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize(
     "options",
