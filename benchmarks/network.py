@@ -23,8 +23,8 @@ _LINKS = ("cfveth1", "cfveth2")
 _ADDRESSES = ("10.79.0.1", "10.79.0.2")
 _SUBNET = "10.79.0.0/24"
 _CONGESTION_CONTROL = "cubic"
-"""Linux's default, whatever this machine's is. BBR lets next to nothing through a connection for 0.2 s in 10: who has
-connections to himself, and gets his turn every 10 s, would be slow in each."""
+"""Linux's default, whatever this machine's is. BBR lets next to nothing through a connection for 0.2 s in 10, which
+hits contenders by chance, and most those that have connections to themselves and a turn every 10 s."""
 
 
 @dataclass(frozen=True)

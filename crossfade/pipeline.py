@@ -110,11 +110,13 @@ def gradient_exchange(
 ) -> list[Pass]:
     """Passes that put the ranks' gradients together: whole on every rank, or each rank's rows.
 
-    With `gathers_rows`, those of embeddings as rows: for planned steps, in which gathers do not stand in the way.
+    With `gathers_rows`, those of embeddings as rows, if every rank holds parameters whole: for planned steps, in which
+    these gathers do not stand in the way.
     """
     reduce_op = "avg" if loss_is == "mean" else "sum"
     along = axes.whole if mode == "replicate" else axes.split
-    rows: list[Pass] = [GatherRowGradients(along.name, along.size)] if gathers_rows else []
+    by_rows = gathers_rows and mode in ("replicate", "zero1")
+    rows: list[Pass] = [GatherRowGradients(along.name, along.size)] if by_rows else []
     if mode == "replicate":
         return [AverageGradients(axes.whole.name, reduce_op), *rows]
     copies = axes.copies.name if axes.copies is not None else ""

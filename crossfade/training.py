@@ -383,7 +383,7 @@ class _StepCompiler:
         each, once = parameter_sharding(self.mode, split.name, split.size)
         program = self._on_micro_batches(run_passes(program, each))
         batch = batch_parallelism(whole.name, whole.size, self.semantics, can_gather=can_gather)
-        gathers_rows = can_gather and self.machine is not None and self.mode in ("replicate", "zero1")
+        gathers_rows = can_gather and self.machine is not None
         exchange = gradient_exchange(self.mode, self.axes, self.loss_is, gathers_rows=gathers_rows)
         return run_passes(program, [*once, *batch, *exchange])
 

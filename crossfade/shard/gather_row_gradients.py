@@ -62,7 +62,7 @@ class GatherRowGradients(Pass):
         replaced, verdicts = Replacements(program), list[Verdict]()
         for one in collectives.find(program.graph):
             reduces = one.kind in (Kind.ALL_REDUCE, Kind.REDUCE_SCATTER) and one.group == self.group
-            dense = _dense_gradient(one) if reduces and one.plain else None
+            dense = _dense_gradient(one) if reduces else None
             if dense is None:
                 continue
             reason, outcome = self._reason_against(one, dense), Outcome.LEFT
@@ -78,6 +78,10 @@ class GatherRowGradients(Pass):
     def _reason_against(self, one: Collective, dense: fx.Node) -> str | None:
         given, table = arguments(dense), dense.meta["val"]
         asked: Tensor = given["indices"].meta["val"]
+        if not one.plain:
+            return "only the plain reductions are replaced"
+        if len(dense.users) > 1 or len(one.inputs[0].users) > 1:
+            return "something else uses the gradient of the whole table"
         if one.reduce_op not in ("sum", "avg"):
             return "its reduction is no sum"
         if given["scale_grad_by_freq"]:
@@ -152,9 +156,7 @@ def _inserted(wait: fx.Node, made_for: str | None, reason: str) -> Verdict:
 
 
 def _dense_gradient(one: Collective) -> fx.Node | None:
-    """The embedding's gradient that is reduced and used for nothing else, if it is one; its padding left aside."""
+    """The embedding's gradient that is reduced, if it is one; its padding left aside."""
     found: Any = one.inputs[0]
-    if found.target is _aten.constant_pad_nd.default and len(found.users) == 1:
-        found = found.args[0]
-    is_dense = found.target is _aten.embedding_dense_backward.default
-    return found if is_dense and len(found.users) == 1 else None
+    found = found.args[0] if found.target is _aten.constant_pad_nd.default else found
+    return found if found.target is _aten.embedding_dense_backward.default else None

@@ -52,6 +52,8 @@ def test_gradients_of_embeddings_travel_as_rows_in_planned_steps(ranks: Any, mod
     options = {"data_parallel": mode, "machine": "ethernet-1gbit"}
     for trained in ranks(2).run(train_crossfade_on_ranks, "many words", 2, options):
         assert differences(eager, trained, *TOLERANCE["default"]) == []
+        reduced = [size for kind, (_, size) in trained.extra["collectives"].items() if kind != "all_gather"]
+        assert sum(reduced) < 10_000  # the other gradients; the table's has a million bytes
 
 
 @pytest.mark.ranks

@@ -57,6 +57,16 @@ def test_rows_that_are_padding_do_not_count():
 
 
 LEFT = {
+    "only the plain reductions are replaced": (
+        rows()
+        .replace("return", "done_1: f32[4096, 33] = aten.neg(start)\n    return")
+        .replace('gradient("w", done)', 'output("n", done_1), gradient("w", done)'),
+        GatherRowGradients(),
+    ),
+    "something else uses the gradient of the whole table": (
+        rows().replace("return gradient", 'return output("dense", dense), gradient'),
+        GatherRowGradients(),
+    ),
     "its reduction is no sum": (rows("max"), GatherRowGradients()),
     "it is scaled by how often a rank looked a row up": (rows(scaled=True), GatherRowGradients()),
     "the table is small": (rows(), GatherRowGradients(least_mb=1.1)),
@@ -70,8 +80,3 @@ def test_left(reason: str):
     _, done = after(text, one)
     assert [str(verdict) for verdict in done.history[0].verdicts] == [f"start: left alone: {reason}"]
     assert not done.history[0].changed
-
-
-def test_a_gradient_with_another_use_is_not_touched():
-    text = rows().replace("return gradient", 'return output("dense", dense), gradient')
-    assert not after(text, GatherRowGradients())[1].history[0].verdicts
