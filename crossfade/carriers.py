@@ -72,14 +72,17 @@ class Carriers:
 
     def _gather_piece_mb(self, axis: str, ranks: int) -> float:
         piece = None if self.machine is None else self.machine.piece(Kind.ALL_GATHER, ranks, axis)
-        return math.inf if piece is None else piece / MB
+        return math.inf if piece is None else max(self._cheapest_mb(axis), piece / MB)
 
     def _piece_mb(self, axis: str, ranks: int) -> float:
         """As small as latency allows, larger where they cost computation much; infinite where any are as fast."""
         if self.machine is None:
             return PIECE_MB
-        fabric = self.run_on(self.machine).fabric(axis)
-        if fabric.links[Kind.ALL_TO_ALL].piece is None:
+        if self.machine.fabric(axis).links[Kind.ALL_TO_ALL].piece is None:
             return math.inf
-        cheapest = 2 * PIECE_MB if fabric.slows_compute > _DEAR else PIECE_MB
-        return max(cheapest, self.machine.worthwhile(Kind.ALL_TO_ALL, ranks, axis) / MB)
+        return max(self._cheapest_mb(axis), self.machine.worthwhile(Kind.ALL_TO_ALL, ranks, axis) / MB)
+
+    def _cheapest_mb(self, axis: str) -> float:
+        """The least piece that does not cost computation more than it gains."""
+        assert self.machine is not None
+        return 2 * PIECE_MB if self.run_on(self.machine).fabric(axis).slows_compute > _DEAR else PIECE_MB

@@ -19,6 +19,7 @@ from crossfade.capture.batch import BatchIs, BatchLayout, batch_key
 from crossfade.capture.optimizer import append_optimizer, check_optimizer, initial_state, options_key, parameter_names
 from crossfade.capture.training import LossFunction, capture_forward_backward, check_model, loss_of, resized
 from crossfade.carriers import Carriers
+from crossfade.communicate.exchange_factors import ExchangeFactors
 from crossfade.cost.machine import Machine
 from crossfade.cost.measure import measure, measured_as_run
 from crossfade.cost.presets import preset
@@ -313,6 +314,7 @@ class _StepCompiler:
         if self.passes is not None or self.machine is None or everyone is None:
             return run_passes(before, communication() if self.passes is None else self.passes), None
         machine = self._carriers().planned_for(self.machine)
+        before = run_passes(before, [ExchangeFactors(machine)])
         here = self._measured(before)  # on all ranks at once, as they compute in a step
         measured = everyone.share(lambda: here)
         before = self._spelled_out(before, measured)

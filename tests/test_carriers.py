@@ -55,6 +55,17 @@ def test_where_pieces_cost_computation_much_they_are_larger(backend: str, slows:
         machine, fabrics={"*": dataclasses.replace(machine.fabric("dp"), slows_compute=slows)}
     )
     assert pieces(Carriers({"dp": backend}, machine), 2) == times * PIECE_MB
+    assert Carriers({"dp": "gloo"}, small_gathers(machine)).gather_pieces({"dp": 2}) == (
+        PIECE_MB if slows < 0.2 else 2,
+    )
+
+
+def small_gathers(machine: Machine) -> Machine:
+    """A machine whose gathers are fastest in small pieces."""
+    fabric = machine.fabric("dp")
+    gather = dataclasses.replace(fabric.links[Kind.ALL_GATHER], piece=2**19)
+    links = {**fabric.links, Kind.ALL_GATHER: gather}
+    return dataclasses.replace(machine, fabrics={"*": dataclasses.replace(fabric, links=links)})
 
 
 def test_what_is_no_slower_in_one_travels_in_one() -> None:

@@ -66,9 +66,10 @@ class LowerAverages(Pass):
     def _lowered(self, match: Match) -> object:
         group = match["group"]
         ranks = match.program.groups[group]
-        return match.splice(lambda x: collectives.all_reduce(_divided(x, ranks), "sum", group), match["x"])
+        return match.splice(lambda x: collectives.all_reduce(divided(x, ranks), "sum", group), match["x"])
 
 
-def _divided(value: Tensor, by: int) -> Tensor:
+def divided(value: Tensor, by: int) -> Tensor:
+    """A value divided by a whole number, by a multiplication where that has the same bits."""
     is_power_of_two = not by & (by - 1)
     return value * (1 / by) if is_power_of_two and value.is_floating_point() else value / by

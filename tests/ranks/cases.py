@@ -173,6 +173,11 @@ def _mlp() -> nn.Module:
     return nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 4))
 
 
+def _wide() -> nn.Module:
+    """Wider than a rank has samples: the factors of its gradients are smaller than these."""
+    return nn.Sequential(nn.Linear(64, 512), nn.GELU(), nn.Linear(512, 510), nn.GELU(), nn.Linear(510, 4))
+
+
 _GPT = Size(width=32, heads=4, layers=2, vocabulary=64, length=16, batch=1, dropout=0.1)
 
 CASES = {
@@ -181,6 +186,7 @@ CASES = {
     "cnn with batch norm": Case(Convolutional, _images, F.cross_entropy),
     "tied weights": Case(Tied, _tokens(32, 6), next_token_loss, _adamw),
     "many words": Case(ManyWords, _words, next_token_loss, _adamw),
+    "wide": Case(_wide, _regression(64, 4)),
     "unused parameter": Case(PartlyUnused, _regression(6, 4), optimizer=_adamw),
     "bf16 autocast": Case(Autocast, _regression(16, 4)),
     "named inputs": Case(NamedInputs, _named),

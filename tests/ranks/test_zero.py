@@ -58,6 +58,17 @@ def test_gradients_of_embeddings_travel_as_rows_in_planned_steps(ranks: Any, mod
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("mode", MODES)
+def test_factors_of_gradients_travel_in_planned_steps(ranks: Any, mode: str) -> None:
+    eager = train_eager("wide")
+    options = {"data_parallel": mode, "machine": "ethernet-1gbit"}
+    for trained in ranks(2).run(train_crossfade_on_ranks, "wide", 2, options):
+        assert differences(eager, trained, *TOLERANCE["default"]) == []
+        exchanged = trained.extra["collectives"]["all_to_all"][1]
+        assert exchanged < 100_000  # the first factors, and small gradients; the gradients have a million bytes
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize(
     "options",
     [{"clip_grad_norm": 0.1}, {"accumulate": 2}, {"batch": "local"}, {"optimizer": "adam, amsgrad"}],
