@@ -92,26 +92,35 @@ def batch_parallelism(axis: str, ranks: int, semantics: Semantics, *, can_gather
     return [BroadcastBuffers(axis)]
 
 
-def parameter_sharding(mode: DataParallelMode, axis: str, ranks: int) -> tuple[list[Pass], list[Pass]]:
+def parameter_sharding(
+    mode: DataParallelMode, axis: str, ranks: int, whole: tuple[str, ...] = ()
+) -> tuple[list[Pass], list[Pass]]:
     """Passes that make parameters parts of themselves: before micro-batches are put together, and after.
 
-    With zero3 each micro-batch gathers for itself, twice; with zero2 all use what was gathered once.
+    With zero3 each micro-batch gathers for itself, twice; with zero2 all use what was gathered once. The parameters
+    named in `whole` stay what they are.
 
     >>> [[one.name for one in passes] for passes in parameter_sharding("zero3", "dp", 2)]
     [['gather-parameters', 'gather-again'], []]
     """
-    gather: list[Pass] = [GatherParameters(axis, ranks)]
+    gather: list[Pass] = [GatherParameters(axis, ranks, whole)]
     each = [*gather, GatherAgain()] if mode == "zero3" else []
     return each, gather if mode == "zero2" else []
 
 
 def gradient_exchange(
-    mode: DataParallelMode, axes: DataParallel, loss_is: LossIs = "mean", *, gathers_rows: bool = False
+    mode: DataParallelMode,
+    axes: DataParallel,
+    loss_is: LossIs = "mean",
+    whole: tuple[str, ...] = (),
+    *,
+    gathers_rows: bool = False,
 ) -> list[Pass]:
     """Passes that put the ranks' gradients together: whole on every rank, or each rank's rows.
 
-    With `gathers_rows`, those of embeddings as rows, if every rank holds parameters whole: for planned steps, in which
-    these gathers do not stand in the way.
+    `whole` names the parameters that every rank holds whole where the others are split. With `gathers_rows`, gradients
+    of embeddings as rows, if every rank holds all parameters whole: for planned steps, in which these gathers do not
+    stand in the way.
     """
     reduce_op = "avg" if loss_is == "mean" else "sum"
     along = axes.whole if mode == "replicate" else axes.split
@@ -120,13 +129,15 @@ def gradient_exchange(
     if mode == "replicate":
         return [AverageGradients(axes.whole.name, reduce_op), *rows]
     copies = axes.copies.name if axes.copies is not None else ""
-    whole = mode == "zero1"
-    return [ScatterGradients(axes.split.name, axes.split.size, reduce_op, whole, copies, axes.whole.name), *rows]
+    held = mode == "zero1" or whole
+    return [ScatterGradients(axes.split.name, axes.split.size, reduce_op, held, copies, axes.whole.name), *rows]
 
 
-def updates_gathered(mode: DataParallelMode, axes: DataParallel) -> list[Pass]:
-    """Passes that give every rank the whole parameters, if each updated only its rows of them."""
-    return [GatherUpdates(axes.split.name, axes.split.size)] if mode == "zero1" else []
+def updates_gathered(mode: DataParallelMode, axes: DataParallel, whole: tuple[str, ...] = ()) -> list[Pass]:
+    """Passes that give every rank the whole of the parameters that it holds whole, if each updated only its rows."""
+    if mode != "zero1" and not whole:
+        return []
+    return [GatherUpdates(axes.split.name, axes.split.size, None if mode == "zero1" else whole)]
 
 
 def communication() -> Pipeline:

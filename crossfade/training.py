@@ -29,6 +29,7 @@ from crossfade.graph.effects import is_random
 from crossfade.graph.memory import live_by_name
 from crossfade.graph.passes import Pass, fingerprint, run_passes
 from crossfade.graph.program import OutputKind, Program
+from crossfade.kept_whole import parameters_to_keep_whole
 from crossfade.overlap import plan_overlap, predicted
 from crossfade.pipeline import (
     DataParallelMode,
@@ -66,11 +67,13 @@ from crossfade.shard.tensor.plan import Plan
 from crossfade.simplify.spell_out_slow_operators import SpellOutSlowOperators, slow_operators
 from crossfade.tensor_training import TensorParallel, check_not_split
 from crossfade.training_setup import (
+    KeepWhole,
     check_numbers,
     check_options,
     check_tensor_parallel,
     check_wholeness,
     machine_for,
+    names_to_keep_whole,
     open_groups,
     shards_of,
 )
@@ -83,6 +86,7 @@ def compile_step(
     mesh: MeshLike = None,
     *,
     data_parallel: DataParallelMode = "replicate",
+    keep_whole: KeepWhole = (),
     tensor_parallel: Plan | Mapping[str, object] | None = None,
     batch: BatchIs = "global",
     accumulate: int = 1,
@@ -109,6 +113,10 @@ def compile_step(
             forward and kept for the backward. `"zero3"`: gathered again for the backward instead. The model's
             parameters and the optimizer's state become DTensors; `step.gathered()` gives the whole model back for a
             while, `step.state_dict()` is for `torch.distributed.checkpoint`.
+        keep_whole: with zero2 and zero3, parameters that every rank keeps whole all the same: gathered as soon as they
+            are updated, under the backward, instead of before their next use. A list of names, or patterns like
+            `"blocks.0.*"`. With zero2 also `"auto"`: as many of those used first as make a step fastest on the
+            machine, chosen at the first step. What zero2 holds at most is the same, what lies between steps is more.
         tensor_parallel: a `Plan`, or a dict as `Plan` takes: the model is split by it over the mesh's axis `tp`, and
             its parameters and optimizer state become this rank's parts of them at the first step. `step.gathered()`,
             `step.save` and `step.state_dict()` give the whole again, and DTensors.
@@ -143,6 +151,7 @@ def compile_step(
     check_options(batch=(batch, BatchIs), semantics=(semantics, Semantics), loss_is=(loss_is, LossIs))
     check_numbers(accumulate, clip_grad_norm, timeout)
     names = parameter_names(model)
+    kept_whole = names_to_keep_whole(keep_whole, data_parallel, model, memory_limit)
     check_model(model)
     check_optimizer(optimizer, names)
     check_not_split(model)
@@ -156,7 +165,7 @@ def compile_step(
         tensor, mesh = TensorParallel.of(tensor_parallel, mesh, model, optimizer, loss, timeout)
     axes = data_parallel_axes(mesh)
     mode: DataParallelMode = data_parallel if axes is not None else "replicate"
-    check_wholeness(model, mode)
+    check_wholeness(model, mode, kept_whole)
     members, groups = open_groups(axes, mode, timeout) if axes is not None else (None, {})
     machine = preset(machine) if isinstance(machine, str) and machine != "calibrate" else machine
     everyone = tensor.everyone if tensor else (members, groups.get(axes.whole.name) if axes else None)
@@ -168,7 +177,13 @@ def compile_step(
             expected="machine= too, and no passes of one's own",
             remedy='pass machine="calibrate", or the name of a preset',
         )
-    shards = shards_of(model, optimizer, axes, mode, members) if axes is not None and members is not None else None
+    if kept_whole is None and axes is not None and planned_for is None:
+        raise CrossfadeError(
+            'keep_whole="auto" without a machine to plan for',
+            expected="no passes of one's own",
+            remedy="leave them out, or name the parameters to keep whole",
+        )
+    shards = shards_of(model, optimizer, axes, mode, members, kept_whole) if axes and members else None
     compiler = _StepCompiler(
         model, BakedIn(model.modules()), loss_fn, optimizer, axes, mode, shards, batch, accumulate, clip_grad_norm,
         semantics, loss_is, None if passes is None else tuple(passes), planned_for, memory_limit, tensor,
@@ -258,18 +273,19 @@ class _StepCompiler:
 
     def _build(self, batch: tuple[Any, ...], members: Members | None) -> Built:
         start = time.perf_counter()
-        names = parameter_names(self.model)
         ranks = self.axes.whole.size if self.axes else 1
         layout = BatchLayout.of(batch, ranks=ranks, accumulate=self.accumulate, given=self.batch)
 
         program = self._capture(batch, layout)
         program.groups = {self.tensor.axis.name: self.tensor.axis.size} if self.tensor else {}
-        program = self._data_parallel(program) if self.axes else self._on_micro_batches(program)
+        whole = self._kept_whole(program, members)
+        program = self._data_parallel(program, whole) if self.axes else self._on_micro_batches(program)
+        names = parameter_names(self.model)
         split_over = self._split_over(names)
         program = append_optimizer(
             program, self.optimizer, names, clip_grad_norm=self.clip_grad_norm, split_over=split_over
         )
-        gathering = updates_gathered(self.mode, self.axes) if self.axes else []
+        gathering = updates_gathered(self.mode, self.axes, whole) if self.axes else []
         before = run_passes(program, [*gathering, *simplification()])
         seconds = time.perf_counter() - start
         scheduled, measured = self._communicating(before, members)
@@ -374,7 +390,21 @@ class _StepCompiler:
     def _on_micro_batches(self, program: Program) -> Program:
         return run_on_micro_batches(program, self.accumulate, mean=self.loss_is == "mean")
 
-    def _data_parallel(self, program: Program) -> Program:
+    def _kept_whole(self, program: Program, members: Members | None) -> tuple[str, ...]:
+        """The parameters that every rank keeps whole where the others are split; chosen once, at the first capture."""
+        if self.mode not in ("zero2", "zero3") or self.axes is None or self.shards is None:
+            return ()
+        if self.shards.whole is None:
+            assert self.machine is not None and members is not None
+            split, machine = self.axes.split, self._carriers().planned_for(self.machine)
+            whole = run_passes(self._on_micro_batches(program), simplification())
+            here = self._measured(whole)  # on all ranks at once, as they compute in a step
+            chosen = members.share(lambda: parameters_to_keep_whole(whole, machine, here, split.name, split.size))
+            members.agree(" ".join(chosen), "\n".join(chosen))
+            self.shards.split_all_but(chosen)
+        return self.shards.whole or ()
+
+    def _data_parallel(self, program: Program, kept_whole: tuple[str, ...]) -> Program:
         """The program of one rank: its part of the batch, its part of the parameters, everyone's gradients."""
         assert self.axes is not None
         whole, split = self.axes.whole, self.axes.split
@@ -382,11 +412,11 @@ class _StepCompiler:
         if self.shards is not None:
             program.groups |= {one.name: one.size for one in (split, self.axes.copies) if one is not None}
         can_gather = self._backend() != "gloo" or self._device() != "cuda"  # gloo's all-gather crashes on CUDA tensors
-        each, once = parameter_sharding(self.mode, split.name, split.size)
+        each, once = parameter_sharding(self.mode, split.name, split.size, kept_whole)
         program = self._on_micro_batches(run_passes(program, each))
         batch = batch_parallelism(whole.name, whole.size, self.semantics, can_gather=can_gather)
         gathers_rows = can_gather and self.machine is not None
-        exchange = gradient_exchange(self.mode, self.axes, self.loss_is, gathers_rows=gathers_rows)
+        exchange = gradient_exchange(self.mode, self.axes, self.loss_is, kept_whole, gathers_rows=gathers_rows)
         return run_passes(program, [*once, *batch, *exchange])
 
     def _capture(self, batch: tuple[Any, ...], layout: BatchLayout) -> Program:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, get_args
+import difflib
+import fnmatch
+from collections.abc import Collection, Mapping
+from typing import Any, Literal, get_args
 
 from torch import nn
 from torch.optim import Optimizer
@@ -30,9 +32,66 @@ def check_tensor_parallel(mode: DataParallelMode) -> None:
         )
 
 
-def check_wholeness(model: nn.Module, mode: DataParallelMode) -> None:
-    """Refuse to train as whole what an earlier step has split."""
+KeepWhole = Literal["auto"] | Collection[str]
+"""Parameters to keep whole: their names, or patterns; or as many as pay."""
+
+
+def names_to_keep_whole(
+    asked: KeepWhole, mode: DataParallelMode, model: nn.Module, memory_limit: int | None
+) -> tuple[str, ...] | None:
+    """The parameters to keep whole, by name; None where that is to be chosen."""
+    if not asked:
+        return ()
+    if mode not in ("zero2", "zero3"):
+        raise CrossfadeError(
+            f"keep_whole={asked!r} with data_parallel={mode!r}",
+            expected="a mode that splits parameters",
+            remedy="pass zero2 or zero3, or leave it out: every rank keeps all of them whole",
+        )
+    if asked == "auto":
+        _check_automatic(mode, memory_limit)
+        return None
+    if isinstance(asked, str):
+        raise CrossfadeError(
+            f"keep_whole={asked!r}", expected='"auto", or a list', remedy=f"pass [{asked!r}] for one name or pattern"
+        )
+    names = [name for name, _ in model.named_parameters()]
+    for pattern in asked:
+        if not fnmatch.filter(names, pattern):
+            near = difflib.get_close_matches(pattern, names, n=1)
+            raise CrossfadeError(
+                f"no parameter {pattern!r} to keep whole",
+                expected="a parameter's name, or a pattern with *",
+                remedy=f"did you mean {near[0]!r}" if near else "see model.named_parameters()",
+            )
+    return tuple(name for name in names if any(fnmatch.fnmatchcase(name, pattern) for pattern in asked))
+
+
+def _check_automatic(mode: DataParallelMode, memory_limit: int | None) -> None:
+    if mode != "zero2":
+        raise CrossfadeError(
+            f'keep_whole="auto" with data_parallel={mode!r}',
+            expected="zero2, which holds all parameters whole for a while anyway",
+            remedy="name the parameters to keep whole",
+        )
+    if memory_limit is not None:
+        raise CrossfadeError(
+            'keep_whole="auto" within a memory limit',
+            expected="names, since what is kept whole between steps does not count towards the limit",
+            remedy="name the parameters to keep whole, or leave one of the two out",
+        )
+
+
+def check_wholeness(model: nn.Module, mode: DataParallelMode, kept_whole: Collection[str] | None = ()) -> None:
+    """Refuse to train as whole, or to keep whole, what an earlier step has split."""
     split = [name for name, parameter in model.named_parameters() if is_distributed(parameter)]
+    lost = split if kept_whole is None else [name for name in split if name in kept_whole]
+    if lost:
+        raise ModelError(
+            f"parameter {lost[0]} as a DTensor",
+            expected="whole parameters, of which some are to stay whole",
+            remedy="build the model anew and load a checkpoint into it (step.save, step.load), or leave out keep_whole",
+        )
     if split and mode not in ("zero2", "zero3"):
         raise ModelError(
             f"parameter {split[0]} as a DTensor",
@@ -70,9 +129,17 @@ def open_groups(axes: DataParallel, mode: DataParallelMode, timeout: float) -> t
 
 
 def shards_of(
-    model: nn.Module, optimizer: Optimizer, axes: DataParallel, mode: DataParallelMode, members: Members
+    model: nn.Module,
+    optimizer: Optimizer,
+    axes: DataParallel,
+    mode: DataParallelMode,
+    members: Members,
+    kept_whole: Collection[str] | None = (),
 ) -> Shards | None:
-    """The parts that this rank keeps, each of its own model: so all ranks must have built the same one."""
+    """The parts that this rank keeps, each of its own model: so all ranks must have built the same one.
+
+    Parameters are split here, but those to keep whole; where these are to be chosen, once they are.
+    """
     if mode == "replicate":
         return None
     device = next(model.parameters()).device.type
@@ -90,7 +157,10 @@ def shards_of(
         )
     lines = checksums(model, optimizer)
     members.agree(" ".join(lines), "\n".join(lines))
-    return Shards(model, optimizer, axes.device_mesh(device), parameters=mode != "zero1")
+    shards = Shards(model, optimizer, axes.device_mesh(device))
+    if mode != "zero1" and kept_whole is not None:
+        shards.split_all_but(kept_whole)
+    return shards
 
 
 def check_options(**given: tuple[str, Any]) -> None:

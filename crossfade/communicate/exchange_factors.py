@@ -17,7 +17,7 @@ from crossfade.graph.passes import Numerics, Outcome, Pass, PassResult, Verdict
 from crossfade.graph.program import MADE_FOR, Program, tensor_bytes
 from crossfade.graph.splice import Replacements, splice
 
-_WORTH = 0.9
+WORTH = 0.9
 """The factors must travel in this share of the time, or less: they are two, and a reduce-scatter may share a bucket."""
 _DONE = "its factors travel instead, and are multiplied where the product is kept"
 
@@ -75,6 +75,28 @@ class ExchangeFactors(Pass):
         return PassResult(bool(count), {"replaced": count}, tuple(work.verdicts))
 
 
+def factors_pay(
+    machine: Machine | None, left: Tensor, right: Tensor, ranks: int, group: str, *, right_is_there: bool = False
+) -> bool:
+    """Whether the factors of a product arrive sooner than its reduce-scattered rows, by seconds or else by bytes."""
+    product = left.shape[0] * right.shape[1] * left.element_size()
+    whole = _travel(machine, Kind.REDUCE_SCATTER, product, ranks, group)
+    return travel_of_factors(machine, left, right, ranks, group, right_is_there=right_is_there) <= WORTH * whole
+
+
+def travel_of_factors(
+    machine: Machine | None, left: Tensor, right: Tensor, ranks: int, group: str, *, right_is_there: bool = False
+) -> float:
+    """How long the factors of a product travel; the second one not, if it is there already."""
+    exchanged = _travel(machine, Kind.ALL_TO_ALL, tensor_bytes(left), ranks, group)
+    gathered = _travel(machine, Kind.ALL_GATHER, ranks * tensor_bytes(right), ranks, group)
+    return exchanged + (0.0 if right_is_there else gathered)
+
+
+def _travel(machine: Machine | None, kind: Kind, size: int, ranks: int, group: str) -> float:
+    return bytes_sent(kind, size, ranks) if machine is None else machine.collective_seconds(kind, size, ranks, group)
+
+
 @dataclass
 class _Exchange:
     """One run over a program: what was gathered so far is shared by the products that need it."""
@@ -107,20 +129,10 @@ class _Exchange:
         left, right = (_value(factor) for factor in product.args)
         if not all(isinstance(size, int) for size in (*left.shape, *right.shape)):
             return "its sizes are not known before it runs"
-        if self._travel_of_factors(one, left, right) > _WORTH * self._travel(one, Kind.REDUCE_SCATTER, value):
+        shared = self._key(one) in self._gathered
+        if not factors_pay(self.machine, left, right, self._ranks(one), one.group, right_is_there=shared):
             return "its factors would travel about as long"
         return None
-
-    def _travel_of_factors(self, one: Collective, left: Tensor, right: Tensor) -> float:
-        exchanged = self._travel(one, Kind.ALL_TO_ALL, left)
-        is_there = self._key(one) in self._gathered
-        return exchanged + (0.0 if is_there else self._travel(one, Kind.ALL_GATHER, right, self._ranks(one)))
-
-    def _travel(self, one: Collective, kind: Kind, value: Tensor, times: int = 1) -> float:
-        size, ranks = times * tensor_bytes(value), self._ranks(one)
-        if self.machine is None:
-            return bytes_sent(kind, size, ranks)
-        return self.machine.collective_seconds(kind, size, ranks, one.group)
 
     def _ranks(self, one: Collective) -> int:
         return self.program.groups[one.group]

@@ -7,7 +7,7 @@ DTensors (`Shard(0)`) over that memory: in the model's parameters, in the optimi
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,30 +31,35 @@ class _Kept:
 class Shards:
     """The parts that one rank keeps.
 
-    `mesh` has the axis over which rows are split last; parts along its other axes are alike. With `parameters`, the
-    model's parameters are split in place and become DTensors; without, only the state that the optimizer keeps for them
-    is.
+    `mesh` has the axis over which rows are split last; parts along its other axes are alike. The state that the
+    optimizer keeps is split of every parameter; with `split_all_but`, parameters themselves are too.
     """
 
-    def __init__(self, model: nn.Module, optimizer: Optimizer, mesh: DeviceMesh, *, parameters: bool) -> None:
-        self.model, self.optimizer, self.mesh, self.parameters = model, optimizer, mesh, parameters
+    def __init__(self, model: nn.Module, optimizer: Optimizer, mesh: DeviceMesh) -> None:
+        self.model, self.optimizer, self.mesh = model, optimizer, mesh
         self.ranks, self.rank = mesh.size(mesh.ndim - 1), mesh.get_local_rank(mesh.ndim - 1)
+        self.whole: tuple[str, ...] | None = None
+        """Parameters with rows that stay whole where the others are split; None as long as none is."""
         self._kept: dict[tuple[str, str], _Kept] = {}
         self._names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
         self._shapes = {name: parameter.shape for parameter, name in self._names.items() if parameter.dim()}
-        if parameters:
-            self._split({p: name for p, name in self._names.items() if p.dim()})
-            self._names = {parameter: name for name, parameter in model.named_parameters()}
         self._places = {name: place_of(model, name) for name in self._names.values()}
         for stepped in list(optimizer.state):
             for key in list(optimizer.state[stepped]):
                 self.state(self._names[stepped], key)
 
+    def split_all_but(self, whole: Collection[str]) -> None:
+        """Split parameters in place: in the model and the optimizer they become DTensors. Once only."""
+        assert self.whole is None, "a program may rely on what was split before"
+        self.whole = tuple(name for name in self._shapes if name in whole)
+        self._split({p: name for p, name in self._names.items() if name in self._shapes and name not in whole})
+        self._names = {parameter: name for name, parameter in self.model.named_parameters()}
+
     def like_parts(self) -> dict[str, Tensor]:
         """For each parameter that is updated in parts, a tensor like one, without memory of its own."""
         return {
             name: parameter.detach().new_empty((), dtype=parameter.dtype).expand(self._part_shape(parameter.shape))
-            if not self.parameters
+            if not self.has(name)
             else self._kept[name, ""].rows
             for parameter, name in self._names.items()
             if parameter.dim()

@@ -17,7 +17,7 @@ class GatherParameters(Pass):
     """Make each parameter this rank's rows of it, and gather the whole before its first use.
 
     Every rank holds as many rows; where they do not divide, the last ranks' are padded and the padding is cut off what
-    was gathered. Single numbers stay whole.
+    was gathered. Single numbers stay whole, and so do the parameters named in `whole`.
 
     Before:
         w: f32[3, 2] = parameter("w")
@@ -43,14 +43,16 @@ class GatherParameters(Pass):
 
     group: str = "dp"
     ranks: int = 2
+    whole: tuple[str, ...] = ()
 
     def run(self, program: Program) -> PassResult:
         """Replace each parameter's placeholder by a part, and its uses by what is gathered."""
         position = {node: index for index, node in enumerate(program.graph.nodes)}
         parameters = [(item.name, node) for item, node in program.named_inputs() if item.kind is InputKind.PARAMETER]
-        split = [(name, node) for name, node in parameters if node.meta["val"].dim()]
-        left = [node for _, node in parameters if not node.meta["val"].dim()]
-        verdicts = [Verdict.of(node, Outcome.LEFT, "a single number, kept whole on every rank") for node in left]
+        whole = frozenset(self.whole)
+        split = [(name, node) for name, node in parameters if node.meta["val"].dim() and name not in whole]
+        left = [(name, node) for name, node in parameters if not node.meta["val"].dim() or name in whole]
+        verdicts = [Verdict.of(node, Outcome.LEFT, _WHY_WHOLE[name in whole]) for name, node in left]
         for name, node in split:
             whole, first = node.meta["val"], min(node.users, key=position.__getitem__, default=None)
             node.meta["val"] = part_of(whole, self.ranks)
@@ -67,6 +69,9 @@ class GatherParameters(Pass):
         for user in users:
             user.replace_input_with(part, whole)
         return next(iter(part.users))
+
+
+_WHY_WHOLE = ("a single number, kept whole on every rank", "asked for whole on every rank, gathered when updated")
 
 
 def gathered(part: Tensor, rows: int, ranks: int, group: str) -> Tensor:

@@ -15,7 +15,7 @@ from crossfade.shard.gather_parameters import gathered
 
 @dataclass(frozen=True)
 class GatherUpdates(Pass):
-    """Gather each parameter's new value from the ranks that updated a part of it.
+    """Gather each parameter's new value from the ranks that updated a part of it; with `only`, of those named there.
 
     Before:
         w: f32[3] = parameter("w")
@@ -40,10 +40,16 @@ class GatherUpdates(Pass):
 
     group: str = "dp"
     ranks: int = 2
+    only: tuple[str, ...] | None = None
 
     def run(self, program: Program) -> PassResult:
         """Replace each updated part of a parameter by the whole."""
-        parameters = {item.name: node for item, node in program.named_inputs() if item.kind is InputKind.PARAMETER}
+        asked = frozenset(self.only) if self.only is not None else None
+        parameters = {
+            item.name: node
+            for item, node in program.named_inputs()
+            if item.kind is InputKind.PARAMETER and (asked is None or item.name in asked)
+        }
         verdicts: list[Verdict] = []
         results = []
         for out, value in program.named_results():

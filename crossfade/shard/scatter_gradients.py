@@ -17,10 +17,10 @@ from crossfade.shard.own_rows import own_rows, padded
 class ScatterGradients(Pass):
     """Reduce-scatter each gradient by rows, where it is ready; average the loss, and gradients of single numbers.
 
-    Rows that do not divide are padded with zeros. With `whole_parameters`, for parameters of which every rank holds the
-    whole, the program also returns the rows that this rank updates, for the optimizer to work on. `copies` is the group
-    of the ranks that hold the same rows, over which these are averaged next, if there are such; `everyone` is the group
-    over which single numbers are averaged.
+    Rows that do not divide are padded with zeros. `whole` names the parameters of which every rank holds the whole, or
+    is True if that is all of them: of these the program also returns the rows that this rank updates, for the optimizer
+    to work on. `copies` is the group of the ranks that hold the same rows, over which these are averaged next, if there
+    are such; `everyone` is the group over which single numbers are averaged.
 
     Before:
         x: f32[3] = input("x")
@@ -43,18 +43,19 @@ class ScatterGradients(Pass):
     group: str = "dp"
     ranks: int = 2
     reduce_op: str = "avg"
-    whole_parameters: bool = False
+    whole: bool | tuple[str, ...] = False
     copies: str = ""
     everyone: str = "dp"
 
     def run(self, program: Program) -> PassResult:
         """Replace each gradient and loss among the program's results."""
+        named = frozenset(() if isinstance(self.whole, bool) else self.whole)
         verdicts: list[Verdict] = []
         results: list[tuple[Output, fx.Node]] = []
         for out, value in program.named_results():
             if out.kind is OutputKind.GRADIENT and value.meta["val"].dim():
                 results.append((out, self._scattered(program, out.name, value, verdicts)))
-                if self.whole_parameters:
+                if self.whole is True or out.name in named:
                     results.append((Output(OutputKind.SHARD, out.name), self._own_rows(program, out.name)))
             elif out.kind in (OutputKind.GRADIENT, OutputKind.LOSS):
                 reason = "averages a single number, where it is ready"

@@ -42,7 +42,7 @@ def test_rows_are_averaged_over_those_who_hold_the_same():
 
 
 def test_of_whole_parameters_the_own_rows_are_given_to_the_optimizer():
-    text, _ = after(GRADIENT, ScatterGradients(whole_parameters=True))
+    text, _ = after(GRADIENT, ScatterGradients(whole=True))
     assert text[2] == 'rank_dp: int = scalar("rank.dp")'
     assert text[-4:] == lines("""
         mul: int = operator.mul(rank_dp, 2)
