@@ -144,6 +144,9 @@ def _chosen(size: Size, words: str, compiled: str, machine: Machine) -> list[Con
         makers[f"crossfade {mode}"] = lambda mode=mode: crossfade(
             size, f"Crossfade {mode}", data_parallel=mode, machine=machine
         )
+    makers["crossfade zero2 whole"] = lambda: crossfade(
+        size, "Crossfade zero2, some kept whole", data_parallel="zero2", keep_whole="auto", machine=machine
+    )
     return [make() for name, make in makers.items() if any(word in name for word in words.split(","))]
 
 

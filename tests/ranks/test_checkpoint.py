@@ -19,11 +19,15 @@ from tests.ranks.test_training import differences
 
 NAME = "lstm with noise"
 HALF = 5
+WHOLE = "zero2+*.weight_ih_l0 *.bias*"
 
 
 def begin(ranks: int, mode: str) -> Any:
+    """A step in a mode; after a plus, the parameters that it keeps whole."""
     case, model, optimizer = start(NAME, "")
-    return cf.compile_step(model, case.loss, optimizer, {"dp": ranks}, data_parallel=mode, timeout=30.0)
+    data_parallel, _, whole = mode.partition("+")
+    options = {"data_parallel": data_parallel, "keep_whole": "auto" if whole == "auto" else whole.split()}
+    return cf.compile_step(model, case.loss, optimizer, {"dp": ranks}, timeout=30.0, **options)
 
 
 def train_and_save(ranks: int, mode: str, folder: str) -> Trained:
@@ -48,7 +52,9 @@ def load_and_train(ranks: int, mode: str, folder: str, earlier: list[float]) -> 
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("mode", some(["replicate", "zero1", "zero2", "zero3"], often=["replicate", "zero3"]))
+@pytest.mark.parametrize(
+    "mode", some(["replicate", "zero1", "zero2", "zero3", WHOLE], often=["replicate", "zero3", WHOLE])
+)
 def test_training_goes_on_bitwise(ranks: Any, tmp_path: Path, mode: str) -> None:
     whole = ranks(2).run(train_and_save, 2, mode, str(tmp_path / "saved"))
     resumed = ranks(2).run(load_and_train, 2, mode, str(tmp_path / "saved"), whole[0].losses[:HALF])
@@ -58,7 +64,11 @@ def test_training_goes_on_bitwise(ranks: Any, tmp_path: Path, mode: str) -> None
 
 @pytest.mark.ranks
 @pytest.mark.parametrize(
-    "saved,loaded", some([("zero3", "zero3"), ("zero1", "zero3"), ("zero2", "replicate")], often=["zero2", "zero3"])
+    "saved,loaded",
+    some(
+        [("zero3", "zero3"), ("zero1", "zero3"), ("zero2", "replicate"), (WHOLE, "zero3"), ("zero1", "zero2+auto")],
+        often=["zero2", "zero3", WHOLE, "zero1"],
+    ),
 )
 def test_saved_on_four_ranks_goes_on_on_two(ranks: Any, tmp_path: Path, saved: str, loaded: str) -> None:
     whole = ranks(4).run(train_and_save, 4, saved, str(tmp_path / "saved"))
