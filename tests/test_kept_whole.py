@@ -51,7 +51,7 @@ def test_nothing_where_the_link_is_busy_throughout_anyway():
 
 
 def test_fewer_where_gradients_travel_themselves():
-    """With many tokens: those used first have the last gradients, and no product is left to hide their gathers under."""
+    """With many tokens: those used first have the last gradients, and nothing is left to hide their gathers under."""
     kept = parameters_to_keep_whole(layers(tokens=512), machine(bandwidth=5 * 8 / 512))
     assert kept == ["w0", "w1", "w2"]
 
