@@ -330,7 +330,8 @@ class _StepCompiler:
         if self.passes is not None or self.machine is None or everyone is None:
             return run_passes(before, communication() if self.passes is None else self.passes), None
         machine = self._carriers().planned_for(self.machine)
-        before = run_passes(before, [ExchangeFactors(machine)])
+        if self.axes is not None and self.mode != "replicate":
+            before = run_passes(before, [ExchangeFactors(machine, self.axes.split.name)])
         here = self._measured(before)  # on all ranks at once, as they compute in a step
         measured = everyone.share(lambda: here)
         before = self._spelled_out(before, measured)

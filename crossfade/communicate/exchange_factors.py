@@ -31,7 +31,8 @@ class ExchangeFactors(Pass):
     multiplies once: as much arithmetic, and less to send where a rank has fewer tokens than the weight is wide. Nothing
     is added up afterwards, and the product can be left for later, when something else travels.
 
-    How long things travel is told by the `machine`, or without one by their bytes.
+    How long things travel is told by the `machine`, or without one by their bytes. Only products of one `group`: where
+    layers are split over another, the second factor would be a weight.
 
     Before:
         g: f32[2, 64] = input("g")
@@ -63,12 +64,14 @@ class ExchangeFactors(Pass):
     numerics = Numerics.REASSOCIATES
 
     machine: Machine | None = None
+    group: str = "dp"
 
     def run(self, program: Program) -> PassResult:
         """Replace each reduce-scatter of a product whose factors travel faster."""
         work = _Exchange(program, self.machine)
         for one in collectives.find(program.graph):
-            if one.kind is Kind.REDUCE_SCATTER and one.inputs[0].target is torch.ops.aten.mm.default:
+            scatters = one.kind is Kind.REDUCE_SCATTER and one.group == self.group
+            if scatters and one.inputs[0].target is torch.ops.aten.mm.default:
                 work.consider(one)
         work.replaced.finish()
         count = sum(verdict.outcome is Outcome.REPLACED for verdict in work.verdicts)

@@ -49,10 +49,10 @@ class GatherParameters(Pass):
         """Replace each parameter's placeholder by a part, and its uses by what is gathered."""
         position = {node: index for index, node in enumerate(program.graph.nodes)}
         parameters = [(item.name, node) for item, node in program.named_inputs() if item.kind is InputKind.PARAMETER]
-        whole = frozenset(self.whole)
-        split = [(name, node) for name, node in parameters if node.meta["val"].dim() and name not in whole]
-        left = [(name, node) for name, node in parameters if not node.meta["val"].dim() or name in whole]
-        verdicts = [Verdict.of(node, Outcome.LEFT, _WHY_WHOLE[name in whole]) for name, node in left]
+        kept = frozenset(self.whole)
+        split = [(name, node) for name, node in parameters if node.meta["val"].dim() and name not in kept]
+        left = [(name, node) for name, node in parameters if not node.meta["val"].dim() or name in kept]
+        verdicts = [Verdict.of(node, Outcome.LEFT, _WHY_WHOLE[name in kept]) for name, node in left]
         for name, node in split:
             whole, first = node.meta["val"], min(node.users, key=position.__getitem__, default=None)
             node.meta["val"] = part_of(whole, self.ranks)
@@ -71,7 +71,7 @@ class GatherParameters(Pass):
         return next(iter(part.users))
 
 
-_WHY_WHOLE = ("a single number, kept whole on every rank", "asked for whole on every rank, gathered when updated")
+_WHY_WHOLE = ("a single number, kept whole on every rank", "kept whole on every rank, gathered when updated")
 
 
 def gathered(part: Tensor, rows: int, ranks: int, group: str) -> Tensor:

@@ -108,6 +108,12 @@ def test_left(reason: str):
     assert render(done) == render(before)
 
 
+def test_products_of_other_groups_are_no_gradients():
+    before = parse(textwrap.dedent(LEFT.replace('"dp"', '"tp"')), groups={"tp": 2})
+    done = run_passes(before, [ExchangeFactors(ETHERNET)])
+    assert done.history[0].verdicts == () and render(done) == render(before)
+
+
 @pytest.mark.ranks
 @pytest.mark.parametrize("op", ["sum", "avg"])
 @pytest.mark.parametrize("count", [2, 4])

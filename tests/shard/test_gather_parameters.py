@@ -65,3 +65,15 @@ def test_a_parameter_that_is_a_result_is_gathered_at_the_end():
         slice_1: f32[1] = aten.slice.Tensor(wait_tensor, 0, 0, 1)
         return output("y", neg), output("w", slice_1)
     """)
+
+
+def test_parameters_to_keep_whole_stay_what_they_are():
+    text = """
+        w: f32[4, 2] = parameter("w")
+        v: f32[4, 2] = parameter("v")
+        mul: f32[4, 2] = aten.mul.Tensor(w, v)
+        return output("y", mul)
+    """
+    found, done = after(text, GatherParameters(whole=("w",)))
+    assert found[:2] == ['w: f32[4, 2] = parameter("w")', 'v: f32[2, 2] = parameter("v")']
+    assert str(done.history[0].verdicts[0]) == "w: left: kept whole on every rank, gathered when updated"

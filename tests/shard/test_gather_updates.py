@@ -26,3 +26,17 @@ def test_only_parameters_updated_in_parts_are_gathered():
         return update("w", wait_tensor), update("w:m", new), update("s", twice)
     """)
     assert done.history[0].counts == {"gathered": 1}
+
+
+def test_only_those_named_are_gathered():
+    """A part of one row looks like a part of itself."""
+    text = """
+        w: f32[2] = parameter("w")
+        v: f32[1] = parameter("v")
+        g: f32[1] = input("g")
+        neg: f32[1] = aten.neg(g)
+        return update("w", neg), update("v", neg)
+    """
+    found, _ = after(text, GatherUpdates(only=("w",)))
+    assert sum("all_gather_into_tensor" in line for line in found) == 2  # its start and its wait
+    assert found[-1] == 'return update("w", wait_tensor), update("v", neg)'
