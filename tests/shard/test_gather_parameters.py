@@ -76,4 +76,4 @@ def test_parameters_to_keep_whole_stay_what_they_are():
     """
     found, done = after(text, GatherParameters(whole=("w",)))
     assert found[:2] == ['w: f32[4, 2] = parameter("w")', 'v: f32[2, 2] = parameter("v")']
-    assert str(done.history[0].verdicts[0]) == "w: left: kept whole on every rank, gathered when updated"
+    assert str(done.history[0].verdicts[0]) == "w: left alone: kept whole on every rank, gathered when updated"
