@@ -116,7 +116,8 @@ def compile_step(
         keep_whole: with zero2 and zero3, parameters that every rank keeps whole all the same: gathered as soon as they
             are updated, under the backward, instead of before their next use. A list of names, or patterns like
             `"blocks.0.*"`. With zero2 also `"auto"`: as many of those used first as make a step fastest on the
-            machine, chosen at the first step. What zero2 holds at most is the same, what lies between steps is more.
+            machine, chosen at the first step, which splits the others. It costs memory: what is kept whole between
+            steps, and at the end of one its new values beside it.
         tensor_parallel: a `Plan`, or a dict as `Plan` takes: the model is split by it over the mesh's axis `tp`, and
             its parameters and optimizer state become this rank's parts of them at the first step. `step.gathered()`,
             `step.save` and `step.state_dict()` give the whole again, and DTensors.
@@ -245,6 +246,8 @@ class _StepCompiler:
         with _telling(members, beyond):
             if split is not None:
                 split.agree()
+        if members is not None and self.shards is not None and self.shards.will_split:
+            self._choose_what_stays_whole(batch, members)
         with _telling(members, beyond, split.members if split else None):
             check_optimizer(self.optimizer, parameter_names(self.model))
             built = self._build(batch, members)
@@ -271,21 +274,26 @@ class _StepCompiler:
     def _rates(self) -> list[str]:
         return [f"lr.{index} = {group['lr']}" for index, group in enumerate(self.optimizer.param_groups)]
 
+    @property
+    def _kept_whole(self) -> tuple[str, ...]:
+        """The parameters that every rank keeps whole where the others are split."""
+        return (self.shards.whole or ()) if self.shards is not None else ()
+
+    def _layout(self, batch: tuple[Any, ...]) -> BatchLayout:
+        ranks = self.axes.whole.size if self.axes else 1
+        return BatchLayout.of(batch, ranks=ranks, accumulate=self.accumulate, given=self.batch)
+
     def _build(self, batch: tuple[Any, ...], members: Members | None) -> Built:
         start = time.perf_counter()
-        ranks = self.axes.whole.size if self.axes else 1
-        layout = BatchLayout.of(batch, ranks=ranks, accumulate=self.accumulate, given=self.batch)
-
+        names, layout = parameter_names(self.model), self._layout(batch)
         program = self._capture(batch, layout)
         program.groups = {self.tensor.axis.name: self.tensor.axis.size} if self.tensor else {}
-        whole = self._kept_whole(program, members)
-        program = self._data_parallel(program, whole) if self.axes else self._on_micro_batches(program)
-        names = parameter_names(self.model)
+        program = self._data_parallel(program) if self.axes else self._on_micro_batches(program)
         split_over = self._split_over(names)
         program = append_optimizer(
             program, self.optimizer, names, clip_grad_norm=self.clip_grad_norm, split_over=split_over
         )
-        gathering = updates_gathered(self.mode, self.axes, whole) if self.axes else []
+        gathering = updates_gathered(self.mode, self.axes, self._kept_whole) if self.axes else []
         before = run_passes(program, [*gathering, *simplification()])
         seconds = time.perf_counter() - start
         scheduled, measured = self._communicating(before, members)
@@ -391,21 +399,18 @@ class _StepCompiler:
     def _on_micro_batches(self, program: Program) -> Program:
         return run_on_micro_batches(program, self.accumulate, mean=self.loss_is == "mean")
 
-    def _kept_whole(self, program: Program, members: Members | None) -> tuple[str, ...]:
-        """The parameters that every rank keeps whole where the others are split; chosen once, at the first capture."""
-        if self.mode not in ("zero2", "zero3") or self.axes is None or self.shards is None:
-            return ()
-        if self.shards.whole is None:
-            assert self.machine is not None and members is not None
-            split, machine = self.axes.split, self._carriers().planned_for(self.machine)
-            whole = run_passes(self._on_micro_batches(program), simplification())
+    def _choose_what_stays_whole(self, batch: tuple[Any, ...], members: Members) -> None:
+        """Split parameters, as `keep_whole="auto"` left for the first step, once ranks agree on those to keep whole."""
+        assert self.shards is not None and self.axes is not None and self.machine is not None
+        split, machine = self.axes.split, self._carriers().planned_for(self.machine)
+        with _telling(members):
+            whole = run_passes(self._on_micro_batches(self._capture(batch, self._layout(batch))), simplification())
             here = self._measured(whole)  # on all ranks at once, as they compute in a step
             chosen = members.share(lambda: parameters_to_keep_whole(whole, machine, here, split.name, split.size))
-            members.agree(" ".join(chosen), "\n".join(chosen))
-            self.shards.split_all_but(chosen)
-        return self.shards.whole or ()
+        members.agree(" ".join(chosen), "\n".join(chosen))
+        self.shards.split_all_but(chosen)
 
-    def _data_parallel(self, program: Program, kept_whole: tuple[str, ...]) -> Program:
+    def _data_parallel(self, program: Program) -> Program:
         """The program of one rank: its part of the batch, its part of the parameters, everyone's gradients."""
         assert self.axes is not None
         whole, split = self.axes.whole, self.axes.split
@@ -413,11 +418,11 @@ class _StepCompiler:
         if self.shards is not None:
             program.groups |= {one.name: one.size for one in (split, self.axes.copies) if one is not None}
         can_gather = self._backend() != "gloo" or self._device() != "cuda"  # gloo's all-gather crashes on CUDA tensors
-        each, once = parameter_sharding(self.mode, split.name, split.size, kept_whole)
+        each, once = parameter_sharding(self.mode, split.name, split.size, self._kept_whole)
         program = self._on_micro_batches(run_passes(program, each))
         batch = batch_parallelism(whole.name, whole.size, self.semantics, can_gather=can_gather)
         gathers_rows = can_gather and self.machine is not None
-        exchange = gradient_exchange(self.mode, self.axes, self.loss_is, kept_whole, gathers_rows=gathers_rows)
+        exchange = gradient_exchange(self.mode, self.axes, self.loss_is, self._kept_whole, gathers_rows=gathers_rows)
         return run_passes(program, [*once, *batch, *exchange])
 
     def _capture(self, batch: tuple[Any, ...], layout: BatchLayout) -> Program:

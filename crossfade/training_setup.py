@@ -55,16 +55,19 @@ def names_to_keep_whole(
         raise CrossfadeError(
             f"keep_whole={asked!r}", expected='"auto", or a list', remedy=f"pass [{asked!r}] for one name or pattern"
         )
-    names = [name for name, _ in model.named_parameters()]
-    for pattern in asked:
-        if not fnmatch.filter(names, pattern):
+    first = {parameter: name for name, parameter in model.named_parameters()}
+    names = {name: first[one] for name, one in model.named_parameters(remove_duplicate=False)}
+    patterns = tuple(asked)
+    for pattern in patterns:
+        if not any(fnmatch.fnmatchcase(name, pattern) for name in names):
             near = difflib.get_close_matches(pattern, names, n=1)
             raise CrossfadeError(
                 f"no parameter {pattern!r} to keep whole",
                 expected="a parameter's name, or a pattern with *",
                 remedy=f"did you mean {near[0]!r}" if near else "see model.named_parameters()",
             )
-    return tuple(name for name in names if any(fnmatch.fnmatchcase(name, pattern) for pattern in asked))
+    chosen = {names[name] for name in names if any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)}
+    return tuple(name for name in first.values() if name in chosen)
 
 
 def _check_automatic(mode: DataParallelMode, memory_limit: int | None) -> None:
@@ -155,9 +158,9 @@ def shards_of(
             expected="a backend that gathers CUDA tensors: gloo's all-gather crashes on them",
             remedy='initialise the process group with nccl, or pass data_parallel="replicate"',
         )
-    lines = checksums(model, optimizer)
+    lines = [f"keep_whole = {'auto' if kept_whole is None else sorted(kept_whole)}", *checksums(model, optimizer)]
     members.agree(" ".join(lines), "\n".join(lines))
-    shards = Shards(model, optimizer, axes.device_mesh(device))
+    shards = Shards(model, optimizer, axes.device_mesh(device), will_split=kept_whole is None)
     if mode != "zero1" and kept_whole is not None:
         shards.split_all_but(kept_whole)
     return shards

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,6 +14,7 @@ from crossfade.communicate.pieces import finish_at_its_wait
 from crossfade.cost.machine import Machine, bytes_sent
 from crossfade.graph import collectives
 from crossfade.graph.collectives import Collective, Kind
+from crossfade.graph.order import Order
 from crossfade.graph.passes import Numerics, Outcome, Pass, PassResult, Verdict
 from crossfade.graph.program import MADE_FOR, Program, tensor_bytes
 from crossfade.graph.splice import Replacements, splice
@@ -68,10 +70,10 @@ class ExchangeFactors(Pass):
 
     def run(self, program: Program) -> PassResult:
         """Replace each reduce-scatter of a product whose factors travel faster."""
-        work = _Exchange(program, self.machine)
+        work = _Exchange(program, self.machine, Order(program.graph).rewritten())
         for one in collectives.find(program.graph):
             scatters = one.kind is Kind.REDUCE_SCATTER and one.group == self.group
-            if scatters and one.inputs[0].target is torch.ops.aten.mm.default:
+            if scatters and _product_behind(one) is not None:
                 work.consider(one)
         work.replaced.finish()
         count = sum(verdict.outcome is Outcome.REPLACED for verdict in work.verdicts)
@@ -82,6 +84,8 @@ def factors_pay(
     machine: Machine | None, left: Tensor, right: Tensor, ranks: int, group: str, *, right_is_there: bool = False
 ) -> bool:
     """Whether the factors of a product arrive sooner than its reduce-scattered rows, by seconds or else by bytes."""
+    if ranks < 2:
+        return False
     product = left.shape[0] * right.shape[1] * left.element_size()
     whole = _travel(machine, Kind.REDUCE_SCATTER, product, ranks, group)
     return travel_of_factors(machine, left, right, ranks, group, right_is_there=right_is_there) <= WORTH * whole
@@ -106,6 +110,7 @@ class _Exchange:
 
     program: Program
     machine: Machine | None
+    written: Collection[fx.Node]
     verdicts: list[Verdict] = field(default_factory=list)
     _gathered: dict[tuple[Any, ...], fx.Node] = field(default_factory=dict)
 
@@ -125,16 +130,22 @@ class _Exchange:
         value: Tensor = product.meta["val"]
         if not one.plain:
             return "only the plain reduce-scatter is replaced"
+        if product is not _product_behind(one):
+            return "its rows do not divide by the ranks"
         if one.reduce_op not in ("sum", "avg") or not value.is_floating_point():
             return "its reduction is no sum of floats"
+        if one.reduce_op == "avg" and value.dtype is torch.float16:
+            return "a factor divided by the ranks could become too small for half precision"
         if len(product.users) > 1:
             return "something else uses the product"
+        if any(factor in self.written for factor in product.args):
+            return "one of its factors is written to in place"
         left, right = (_value(factor) for factor in product.args)
         if not all(isinstance(size, int) for size in (*left.shape, *right.shape)):
             return "its sizes are not known before it runs"
         shared = self._key(one) in self._gathered
         if not factors_pay(self.machine, left, right, self._ranks(one), one.group, right_is_there=shared):
-            return "its factors would travel about as long"
+            return "its factors would not travel in less time"
         return None
 
     def _ranks(self, one: Collective) -> int:
@@ -188,6 +199,13 @@ class _Exchange:
         if MADE_FOR in one.node.meta:
             start.meta[MADE_FOR] = one.node.meta[MADE_FOR]
         self.verdicts.append(Verdict.of(start, Outcome.INSERTED, reason, bytes=tensor_bytes(start.meta["val"])))
+
+
+def _product_behind(one: Collective) -> fx.Node | None:
+    """The product that is reduce-scattered, if it is one; its padding left aside."""
+    found: Any = one.inputs[0]
+    found = found.args[0] if found.target is torch.ops.aten.constant_pad_nd.default else found
+    return found if found.target is torch.ops.aten.mm.default else None
 
 
 def _value(node: Any) -> Tensor:

@@ -7,6 +7,7 @@ Sizes that are symbolic stay so: they become nodes that read them off the functi
 
 from __future__ import annotations
 
+import contextlib
 import operator
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar
@@ -79,7 +80,7 @@ def splice(
     """
     found = list(_all_of(fx.Node, inputs))
     recorder: _Recorder
-    with torch.no_grad():
+    with torch.no_grad(), _without_autocast():
         try:
             recorder = _BareRecorder(found) if _is_static(found) else _FakeRecorder(program.fake_mode, may_guard)
             result = recorder.run(function, inputs)
@@ -90,12 +91,22 @@ def splice(
         return recorder.emit(program.graph, like, found, result)
 
 
+@contextlib.contextmanager
+def _without_autocast() -> Iterator[None]:
+    """What is recorded is meant as it is written, wherever the user may call from."""
+    with contextlib.ExitStack() as stack:
+        for device in ("cpu", "cuda"):
+            if torch.is_autocast_enabled(device):
+                stack.enter_context(torch.autocast(device, enabled=False))
+        yield
+
+
 def insert_call(program: Program, target: Any, *args: Any, before: fx.Node, like: fx.Node, **kwargs: Any) -> fx.Node:
     """Insert one call, for arguments that a recorded function cannot carry: scalars that are graph inputs."""
     with program.graph.inserting_before(before):
         node = program.graph.create_node("call_function", target, args, kwargs, _node_name(target))
     values, named = fx.map_arg((args, kwargs), lambda n: n.meta["val"])
-    with torch.no_grad(), program.fake_mode:
+    with torch.no_grad(), _without_autocast(), program.fake_mode:
         _describe(node, target(*values, **named), like)
     return node
 

@@ -32,11 +32,12 @@ class Shards:
     """The parts that one rank keeps.
 
     `mesh` has the axis over which rows are split last; parts along its other axes are alike. The state that the
-    optimizer keeps is split of every parameter; with `split_all_but`, parameters themselves are too.
+    optimizer keeps is split of every parameter; with `split_all_but`, parameters themselves are too. If that
+    `will_split` only at the first step, parameters must not be replaced until then.
     """
 
-    def __init__(self, model: nn.Module, optimizer: Optimizer, mesh: DeviceMesh) -> None:
-        self.model, self.optimizer, self.mesh = model, optimizer, mesh
+    def __init__(self, model: nn.Module, optimizer: Optimizer, mesh: DeviceMesh, *, will_split: bool = False) -> None:
+        self.model, self.optimizer, self.mesh, self.will_split = model, optimizer, mesh, will_split
         self.ranks, self.rank = mesh.size(mesh.ndim - 1), mesh.get_local_rank(mesh.ndim - 1)
         self.whole: tuple[str, ...] | None = None
         """Parameters with rows that stay whole where the others are split; None as long as none is."""
@@ -51,7 +52,7 @@ class Shards:
     def split_all_but(self, whole: Collection[str]) -> None:
         """Split parameters in place: in the model and the optimizer they become DTensors. Once only."""
         assert self.whole is None, "a program may rely on what was split before"
-        self.whole = tuple(name for name in self._shapes if name in whole)
+        self.whole, self.will_split = tuple(name for name in self._shapes if name in whole), False
         self._split({p: name for p, name in self._names.items() if name in self._shapes and name not in whole})
         self._names = {parameter: name for name, parameter in self.model.named_parameters()}
 
@@ -71,11 +72,13 @@ class Shards:
 
     def check(self) -> None:
         """Refuse to go on if the model has other parameters than those that were split."""
+        first = {name: parameter for parameter, name in self._names.items()} if self.will_split else {}
         for name, (registry, attribute) in self._places.items():
             kept = self._kept.get((name, ""))
-            if kept is not None and registry[attribute] is not kept.seen:
+            expected = kept.seen if kept is not None else first.get(name)
+            if expected is not None and registry[attribute] is not expected:
                 raise ModelError(
-                    f"another parameter {name} than the one that was split",
+                    f"another parameter {name} than the one that {'is to be' if self.will_split else 'was'} split",
                     expected="parameters that stay the model's own",
                     remedy="load values by step.load or step.load_state_dict, outside step.gathered(); or compile anew",
                 )
@@ -115,7 +118,8 @@ class Shards:
 
     @contextlib.contextmanager
     def gathered(self) -> Iterator[nn.Module]:
-        """The model with its whole parameters, for evaluation or export; changes made to them are lost at the end."""
+        """The model with its whole parameters, for evaluation or export; changes made to those that were in parts are
+        lost at the end."""
         split = {parameter: self._whole(parameter) for parameter, name in self._names.items() if self.has(name)}
         with replaced(self.model, split):
             yield self.model

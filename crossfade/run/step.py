@@ -144,7 +144,8 @@ class Step:
         return self._last.built.program
 
     def prepare(self, *batch: Any) -> Step:
-        """Capture the step for batches like this one without running it; nothing of the user's is changed."""
+        """Capture the step for batches like this one without running it; nothing of the user's is changed, except that
+        with `keep_whole="auto"` the first capture splits parameters."""
         self._last = self._prepared(batch)
         return self
 

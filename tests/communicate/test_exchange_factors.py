@@ -96,7 +96,19 @@ REASONS = {
     ).replace("return", 'return output("other", other),'),
     "its reduction is no sum of floats": PRODUCT.format(op="max"),
     "something else uses the product": LEFT.replace("return", 'return output("w", w),'),
-    "its factors would travel about as long": LEFT.replace("8", "300"),
+    "one of its factors is written to in place": LEFT.replace(
+        "    start:", "    added: f32[8, 512] = aten.add_.Scalar(x, 1)\n    start:"
+    ),
+    "a factor divided by the ranks could become too small for half precision": PRODUCT.format(op="avg").replace(
+        "f32", "f16"
+    ),
+    "its rows do not divide by the ranks": PRODUCT.format(op="sum")
+    .replace('f32[8, 512] = input("g")', 'f32[8, 511] = input("g")')
+    .replace("t: f32[512, 8]", "t: f32[511, 8]")
+    .replace("w: f32[512, 512]", "w: f32[511, 512]")
+    .replace("    start:", "    pad: f32[512, 512] = aten.constant_pad_nd(w, [0, 0, 0, 1])\n    start:")
+    .replace("reduce_scatter_tensor(w", "reduce_scatter_tensor(pad"),
+    "its factors would not travel in less time": LEFT.replace("8", "300"),
 }
 
 

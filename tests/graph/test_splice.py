@@ -225,3 +225,17 @@ def test_effects_stay():
     """)
     n = named(program)
     assert [erase_if_dead(n[name]) for name in ("write", "draw", "w")] == [0, 0, 0]
+
+
+def test_what_is_recorded_does_not_depend_on_autocast_around():
+    program = program_of("""
+        x: f32[4, 4] = input("x")
+        y: f32[4, 4] = aten.neg(x)
+        return output("y", y)
+    """)
+    n = named(program)
+    with torch.autocast("cpu", torch.bfloat16):
+        made = splice_into(program, lambda t: t @ t, n["x"], before=n["y"], like=n["y"])
+        called = insert_call(program, aten.mm.default, n["x"], n["x"], before=n["y"], like=n["y"])
+    assert made.target is aten.mm.default and made.args == (n["x"], n["x"])
+    assert made.meta["val"].dtype is called.meta["val"].dtype is torch.float32

@@ -6,6 +6,9 @@ from typing import Any
 from unittest import mock
 
 import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 import crossfade as cf
@@ -84,3 +87,88 @@ def test_what_cannot_be_kept_whole_is_refused(ranks: Any) -> None:
     for messages in ranks(2).run(refused):
         for message, start_of_it in zip(messages, [*REFUSED, split, split], strict=True):
             assert message.startswith(start_of_it)
+
+
+class Turned(nn.Module):
+    """A parameter that does not lie row by row, and one that has two names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.turned = nn.Parameter(torch.randn(16, 8).t())
+        self.inner, self.outer = nn.Linear(16, 16), nn.Linear(16, 16)
+        self.outer.weight = self.inner.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.outer(self.inner(x * self.turned.t().reshape(-1)[:16]))
+
+
+def turned(keep_whole: Any) -> tuple[list[float], list[str]]:
+    torch.manual_seed(0)
+    model = Turned()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    options = {"data_parallel": "zero2", "keep_whole": keep_whole, "timeout": 20.0}
+    step = cf.compile_step(model, nn.functional.mse_loss, optimizer, {"dp": 2}, **options)
+    with mock.patch.object(training, "parameters_to_keep_whole", lambda *_: ["inner.bias"]):
+        losses = [float(step(torch.ones(4, 16), torch.zeros(4, 16))) for _ in range(3)]
+    return losses, [name for name, one in model.named_parameters() if not isinstance(one, DTensor)]
+
+
+@pytest.mark.ranks
+def test_a_choice_is_made_before_parameters_lie_in_parts(ranks: Any) -> None:
+    """Programs are captured of parameters as they are then: parts lie row by row."""
+    expected, _ = ranks(2).run(turned, [])[0]
+    assert ranks(2).run(turned, "auto") == [(expected, ["inner.bias"])] * 2
+
+
+@pytest.mark.ranks
+def test_any_name_of_a_parameter_will_do_in_any_collection(ranks: Any) -> None:
+    for _, whole in ranks(2).run(turned, {"outer.weight"}):
+        assert whole == ["inner.weight"]
+
+
+def replaced_too_early() -> str:
+    case, model, optimizer = start("mlp", "")
+    options = {"data_parallel": "zero2", "keep_whole": "auto", "timeout": 20.0}
+    step = cf.compile_step(model, case.loss, optimizer, {"dp": 2}, **options)
+    model[0].bias = nn.Parameter(torch.ones(32))
+    with pytest.raises(CrossfadeError) as caught:
+        step(*batches(case, 1)[0])
+    return str(caught.value)
+
+
+@pytest.mark.ranks
+def test_parameters_that_wait_to_be_split_are_not_replaced(ranks: Any) -> None:
+    for message in ranks(2).run(replaced_too_early):
+        assert message.startswith("found another parameter 0.bias than the one that is to be split")
+
+
+def asked_otherwise() -> str:
+    case, model, optimizer = start("mlp", "")
+    options = {"data_parallel": "zero2", "keep_whole": [["0.weight"], "auto"][dist.get_rank()], "timeout": 20.0}
+    with pytest.raises(CrossfadeError) as caught:
+        cf.compile_step(model, case.loss, optimizer, {"dp": 2}, **options)
+    return str(caught.value)
+
+
+@pytest.mark.ranks
+def test_ranks_that_ask_for_other_parameters_are_told(ranks: Any) -> None:
+    for message in ranks(2).run(asked_otherwise):
+        assert "rank 0 has `keep_whole = ['0.weight']`, rank 1 has `keep_whole = auto`" in message
+
+
+def comes_back(keep_whole: Any) -> tuple[str, float]:
+    """A first step that fails on one rank, then one that does not."""
+    case, model, optimizer = start("mlp", "")
+    options = {"data_parallel": "zero2", "keep_whole": keep_whole, "timeout": 8.0}
+    step = cf.compile_step(model, case.loss, optimizer, {"dp": 2}, **options)
+    inputs, targets = batches(case, 1)[0]
+    with pytest.raises(Exception) as caught:  # torch's on one rank, ours on the other
+        step(inputs if dist.get_rank() == 0 else inputs[:, :3], targets)
+    return type(caught.value).__name__, float(step(inputs, targets))
+
+
+@pytest.mark.ranks
+def test_after_a_first_step_that_failed_on_one_rank_all_go_on(ranks: Any) -> None:
+    (first, loss), (second, same) = ranks(2).run(comes_back, "auto")
+    assert first == "RankFailedError" != second
+    assert loss == same == ranks(2).run(comes_back, [])[0][1]
