@@ -463,7 +463,8 @@ class _StepCompiler:
         split = {"split by the plan": self.tensor.said()} if self.tensor else {}
         spared = "no gather in pieces, no small operators grouped: both need more"
         limited = {"memory limit": f"{self.memory_limit:,} bytes; {spared}"} if self.memory_limit is not None else {}
-        return {**split, **limited} | {
+        kept = {"kept whole": f"{len(self._kept_whole)} parameters"} if self.mode in ("zero2", "zero3") else {}
+        return {**split, **limited, **kept} | {
             "mesh": f"{sizes} over {axes[-1].backend}" if axes and axes[-1] else "one device",
             "data parallel": self.mode,
             "planned for": self.machine.name if self.machine else "no machine in particular",

@@ -57,5 +57,6 @@ def test_fewer_where_gradients_travel_themselves():
 
 
 def test_what_is_never_updated_costs_nothing_to_keep_whole():
-    kept = parameters_to_keep_whole(layers(trained=4), machine(bandwidth=5))
-    assert kept[:4] == ["w0", "w1", "w2", "w3"]
+    """Where one alone would be kept of those that are."""
+    assert parameters_to_keep_whole(layers(), machine(bandwidth=8)) == ["w0"]
+    assert parameters_to_keep_whole(layers(trained=4), machine(bandwidth=8)) == ["w0", "w1", "w2", "w3"]

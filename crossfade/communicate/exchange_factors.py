@@ -9,8 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from crossfade.communicate.lower_averages import divided
-from crossfade.communicate.pieces import finish_at_its_wait
+from crossfade.communicate.pieces import finish_at_its_wait, ranks_of
 from crossfade.cost.machine import Machine, bytes_sent
 from crossfade.graph import collectives
 from crossfade.graph.collectives import Collective, Kind
@@ -19,7 +18,7 @@ from crossfade.graph.passes import Numerics, Outcome, Pass, PassResult, Verdict
 from crossfade.graph.program import MADE_FOR, Program, tensor_bytes
 from crossfade.graph.splice import Replacements, splice
 
-WORTH = 0.9
+_WORTH = 0.9
 """The factors must travel in this share of the time, or less: they are two, and a reduce-scatter may share a bucket."""
 _DONE = "its factors travel instead, and are multiplied where the product is kept"
 
@@ -73,7 +72,7 @@ class ExchangeFactors(Pass):
         work = _Exchange(program, self.machine, Order(program.graph).rewritten())
         for one in collectives.find(program.graph):
             scatters = one.kind is Kind.REDUCE_SCATTER and one.group == self.group
-            if scatters and _product_behind(one) is not None:
+            if scatters and collectives.reduced_value(one).target is torch.ops.aten.mm.default:
                 work.consider(one)
         work.replaced.finish()
         count = sum(verdict.outcome is Outcome.REPLACED for verdict in work.verdicts)
@@ -88,7 +87,7 @@ def factors_pay(
         return False
     product = left.shape[0] * right.shape[1] * left.element_size()
     whole = _travel(machine, Kind.REDUCE_SCATTER, product, ranks, group)
-    return travel_of_factors(machine, left, right, ranks, group, right_is_there=right_is_there) <= WORTH * whole
+    return travel_of_factors(machine, left, right, ranks, group, right_is_there=right_is_there) <= _WORTH * whole
 
 
 def travel_of_factors(
@@ -112,7 +111,7 @@ class _Exchange:
     machine: Machine | None
     written: Collection[fx.Node]
     verdicts: list[Verdict] = field(default_factory=list)
-    _gathered: dict[tuple[Any, ...], fx.Node] = field(default_factory=dict)
+    _gathered: dict[tuple[Any, str | None], fx.Node] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.replaced = Replacements(self.program)
@@ -130,7 +129,7 @@ class _Exchange:
         value: Tensor = product.meta["val"]
         if not one.plain:
             return "only the plain reduce-scatter is replaced"
-        if product is not _product_behind(one):
+        if product is not collectives.reduced_value(one):
             return "its rows do not divide by the ranks"
         if one.reduce_op not in ("sum", "avg") or not value.is_floating_point():
             return "its reduction is no sum of floats"
@@ -144,18 +143,15 @@ class _Exchange:
         if not all(isinstance(size, int) for size in (*left.shape, *right.shape)):
             return "its sizes are not known before it runs"
         shared = self._key(one) in self._gathered
-        if not factors_pay(self.machine, left, right, self._ranks(one), one.group, right_is_there=shared):
+        if not factors_pay(self.machine, left, right, ranks_of(one), one.group, right_is_there=shared):
             return "its factors would not travel in less time"
         return None
 
-    def _ranks(self, one: Collective) -> int:
-        return self.program.groups[one.group]
-
-    def _key(self, one: Collective) -> tuple[Any, ...]:
-        return one.inputs[0].args[1], one.group, one.reduce_op
+    def _key(self, one: Collective) -> tuple[Any, str | None]:
+        return one.inputs[0].args[1], one.reduce_op
 
     def _replace(self, one: Collective) -> None:
-        product, ranks = one.inputs[0], self._ranks(one)
+        product, ranks = one.inputs[0], ranks_of(one)
         rows, inner = _value(product.args[0]).shape
 
         def exchange(left: Tensor) -> list[Tensor]:
@@ -177,15 +173,15 @@ class _Exchange:
 
     def _pieces(self, one: Collective) -> int:
         """Into how many pieces to cut an exchange, which backends may do slowly in one."""
-        piece = self.machine and self.machine.piece(Kind.ALL_TO_ALL, self._ranks(one), one.group)
+        piece = self.machine and self.machine.piece(Kind.ALL_TO_ALL, ranks_of(one), one.group)
         return max(1, round(tensor_bytes(_value(one.inputs[0].args[0])) / piece)) if piece else 1
 
     def _gather(self, one: Collective) -> fx.Node:
         """All ranks' second factor; an average is taken of it, the smaller of the two as a rule."""
-        ranks = self._ranks(one)
+        ranks = ranks_of(one)
 
         def gather(right: Tensor) -> Tensor:
-            share = divided(right, ranks) if one.reduce_op == "avg" else right
+            share = collectives.divided(right, ranks) if one.reduce_op == "avg" else right
             return collectives.wait(collectives.all_gather(share.contiguous(), ranks, one.group))
 
         if (key := self._key(one)) not in self._gathered:
@@ -196,16 +192,8 @@ class _Exchange:
         return self._gathered[key]
 
     def _account(self, one: Collective, start: fx.Node, reason: str) -> None:
-        if MADE_FOR in one.node.meta:
-            start.meta[MADE_FOR] = one.node.meta[MADE_FOR]
-        self.verdicts.append(Verdict.of(start, Outcome.INSERTED, reason, bytes=tensor_bytes(start.meta["val"])))
-
-
-def _product_behind(one: Collective) -> fx.Node | None:
-    """The product that is reduce-scattered, if it is one; its padding left aside."""
-    found: Any = one.inputs[0]
-    found = found.args[0] if found.target is torch.ops.aten.constant_pad_nd.default else found
-    return found if found.target is torch.ops.aten.mm.default else None
+        made_for, size = one.node.meta.get(MADE_FOR), tensor_bytes(start.meta["val"])
+        self.verdicts.append(Verdict.inserted(start, reason, made_for=made_for, bytes=size))
 
 
 def _value(node: Any) -> Tensor:

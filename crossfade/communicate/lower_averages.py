@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from torch import Tensor
-
 from crossfade.graph import collectives
 from crossfade.graph.passes import Numerics, Outcome, Pass, PassResult, Verdict
 from crossfade.graph.program import Program
@@ -66,10 +64,4 @@ class LowerAverages(Pass):
     def _lowered(self, match: Match) -> object:
         group = match["group"]
         ranks = match.program.groups[group]
-        return match.splice(lambda x: collectives.all_reduce(divided(x, ranks), "sum", group), match["x"])
-
-
-def divided(value: Tensor, by: int) -> Tensor:
-    """A value divided by a whole number, by a multiplication where that has the same bits."""
-    is_power_of_two = not by & (by - 1)
-    return value * (1 / by) if is_power_of_two and value.is_floating_point() else value / by
+        return match.splice(lambda x: collectives.all_reduce(collectives.divided(x, ranks), "sum", group), match["x"])

@@ -192,6 +192,12 @@ def communicates(target: Any) -> bool:
     return target is _WAIT or _spelling(target) is not None or _group_argument(target) >= 0
 
 
+def reduced_value(one: Collective) -> fx.Node:
+    """What a reduction is given; without the rows of padding, where these were added so that each rank has as many."""
+    given = one.inputs[0]
+    return given.args[0] if given.target is torch.ops.aten.constant_pad_nd.default else given  # type: ignore[return-value]
+
+
 def started_by(wait: fx.Node) -> fx.Node | None:
     """The node that started the collective which `wait` waits for; None for a wait on an ordinary tensor."""
     source = waited_value(wait)
@@ -315,6 +321,12 @@ def all_gather_coalesced(tensors: Sequence[Tensor], group_size: int, group: str)
 def reduce_scatter_coalesced(tensors: Sequence[Tensor], reduce_op: str, group_size: int, group: str) -> list[Tensor]:
     """Start a reduce-scatter of each tensor along dim 0, as one collective."""
     return _ops.reduce_scatter_tensor_coalesced(list(tensors), reduce_op, group_size, group)
+
+
+def divided(tensor: Tensor, ranks: int) -> Tensor:
+    """A rank's share of an average, by a multiplication where that has the same bits."""
+    is_power_of_two = not ranks & (ranks - 1)
+    return tensor * (1 / ranks) if is_power_of_two and tensor.is_floating_point() else tensor / ranks
 
 
 def wait(tensor: Tensor) -> Tensor:

@@ -19,7 +19,7 @@ from crossfade.errors import MemoryLimitError, PassError
 from crossfade.graph.nested import closed, nested_graphs, node_count, opened, why_closed
 from crossfade.graph.operators import remembered
 from crossfade.graph.private import FakeTensor
-from crossfade.graph.program import Program, attribute, source_line
+from crossfade.graph.program import MADE_FOR, Program, attribute, source_line
 from crossfade.graph.text import render, render_type
 from crossfade.graph.verify import verify
 
@@ -75,6 +75,13 @@ class Verdict:
     ) -> Verdict:
         """A verdict about a node, with the node's source."""
         return cls(node.name, outcome, reason, source_line(node), remedy, bytes, detail)
+
+    @classmethod
+    def inserted(cls, start: fx.Node, reason: str, *, made_for: str | None, bytes: int) -> Verdict:
+        """The verdict on a collective that a pass has put in, and marks with what it is for, where that is known."""
+        if made_for is not None:
+            start.meta[MADE_FOR] = made_for
+        return cls.of(start, Outcome.INSERTED, reason, bytes=bytes)
 
     def __str__(self) -> str:
         where = f" [{self.source}]" if self.source else ""

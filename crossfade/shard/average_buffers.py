@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from torch import Tensor, fx
 
 from crossfade.graph import collectives
-from crossfade.graph.passes import Numerics, Outcome, Pass, PassResult, Verdict
-from crossfade.graph.program import MADE_FOR, InputKind, OutputKind, Program, tensor_bytes
+from crossfade.graph.passes import Numerics, Pass, PassResult, Verdict
+from crossfade.graph.program import InputKind, OutputKind, Program, tensor_bytes
 from crossfade.graph.splice import after, splice
 
 
@@ -52,9 +52,8 @@ class AverageBuffers(Pass):
             if out.kind is OutputKind.UPDATE and out.name in buffers and value in varying:
                 size = tensor_bytes(value.meta["val"])
                 value = splice(program, self._agreed, value, before=after(program, value), like=value)
-                value.args[0].meta[MADE_FOR] = out.name
                 reason = "each rank updates this buffer from its own samples"
-                verdicts.append(Verdict.of(value.args[0], Outcome.INSERTED, reason, bytes=size))
+                verdicts.append(Verdict.inserted(value.args[0], reason, made_for=out.name, bytes=size))
             results.append(value)
         program.set_results(results)
         return PassResult(bool(verdicts), {"averaged": len(verdicts)}, tuple(verdicts))

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from crossfade.graph import collectives
-from crossfade.graph.passes import Numerics, Outcome, Pass, PassResult, Verdict
-from crossfade.graph.program import MADE_FOR, OutputKind, Program, tensor_bytes
+from crossfade.graph.passes import Numerics, Pass, PassResult, Verdict
+from crossfade.graph.program import OutputKind, Program, tensor_bytes
 from crossfade.graph.splice import after, splice
 
 
@@ -48,8 +48,7 @@ class AverageGradients(Pass):
                 reason = f"{'averages' if self.reduce_op == 'avg' else 'sums'} {what}, where it is ready"
                 size = tensor_bytes(value.meta["val"])
                 value = splice(program, self._average, value, before=after(program, value), like=value)
-                value.args[0].meta[MADE_FOR] = out.name
-                verdicts.append(Verdict.of(value.args[0], Outcome.INSERTED, reason, bytes=size))
+                verdicts.append(Verdict.inserted(value.args[0], reason, made_for=out.name, bytes=size))
             results.append(value)
         program.set_results(results)
         return PassResult(bool(verdicts), {"inserted": len(verdicts)}, tuple(verdicts))

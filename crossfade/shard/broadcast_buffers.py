@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from crossfade.graph import collectives
-from crossfade.graph.passes import Numerics, Outcome, Pass, PassResult, Verdict
-from crossfade.graph.program import MADE_FOR, InputKind, OutputKind, Program, tensor_bytes
+from crossfade.graph.passes import Numerics, Pass, PassResult, Verdict
+from crossfade.graph.program import InputKind, OutputKind, Program, tensor_bytes
 from crossfade.graph.splice import after, splice
 
 
@@ -43,8 +43,7 @@ class BroadcastBuffers(Pass):
                 size = tensor_bytes(value.meta["val"])
                 value = splice(program, self._from_first, value, before=after(program, value), like=value)
                 reason = "each rank updates this buffer from its own samples; the first rank's value is kept"
-                value.args[0].meta[MADE_FOR] = out.name
-                verdicts.append(Verdict.of(value.args[0], Outcome.INSERTED, reason, bytes=size))
+                verdicts.append(Verdict.inserted(value.args[0], reason, made_for=out.name, bytes=size))
             results.append(value)
         program.set_results(results)
         return PassResult(bool(verdicts), {"inserted": len(verdicts)}, tuple(verdicts))

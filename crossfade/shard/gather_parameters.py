@@ -8,7 +8,7 @@ from torch import Tensor, fx
 
 from crossfade.graph import collectives
 from crossfade.graph.passes import Numerics, Outcome, Pass, PassResult, Verdict
-from crossfade.graph.program import MADE_FOR, InputKind, Program, rows_per_rank, tensor_bytes
+from crossfade.graph.program import InputKind, Program, rows_per_rank, tensor_bytes
 from crossfade.graph.splice import splice
 
 
@@ -58,9 +58,8 @@ class GatherParameters(Pass):
             node.meta["val"] = part_of(whole, self.ranks)
             if first is not None:
                 start = self._gather(program, node, whole.shape[0], before=first)
-                start.meta[MADE_FOR] = name
                 reason = "gathers a parameter before its first use"
-                verdicts.append(Verdict.of(start, Outcome.INSERTED, reason, bytes=tensor_bytes(whole)))
+                verdicts.append(Verdict.inserted(start, reason, made_for=name, bytes=tensor_bytes(whole)))
         return PassResult(bool(split), {"split": len(split), "gathered": len(verdicts) - len(left)}, tuple(verdicts))
 
     def _gather(self, program: Program, part: fx.Node, rows: int, *, before: fx.Node) -> fx.Node:

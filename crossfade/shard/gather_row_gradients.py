@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch import Tensor, fx
 from crossfade.graph import collectives
 from crossfade.graph.collectives import Collective, Kind
 from crossfade.graph.operators import arguments
+from crossfade.graph.order import Order
 from crossfade.graph.passes import Numerics, Outcome, Pass, PassResult, Verdict
 from crossfade.graph.program import MADE_FOR, Program, tensor_bytes
 from crossfade.graph.splice import Replacements, insert_call, splice
@@ -40,8 +42,8 @@ class GatherRowGradients(Pass):
         g: f32[8, 264] = input("g")
         i: i64[8] = input("i")
         view: f32[8, 264] = aten.view(g, [-1, 264])
-        div: f32[8, 264] = aten.div.Tensor(view, 2)
-        all_gather_into_tensor: f32[16, 264] = c10d.all_gather_into_tensor(div, 2, "dp")
+        mul: f32[8, 264] = aten.mul.Tensor(view, 0.5)
+        all_gather_into_tensor: f32[16, 264] = c10d.all_gather_into_tensor(mul, 2, "dp")
         wait_tensor: f32[16, 264] = c10d.wait_tensor(all_gather_into_tensor)
         view_1: i64[8] = aten.view(i, [-1])
         all_gather_into_tensor_1: i64[16] = c10d.all_gather_into_tensor(view_1, 2, "dp")
@@ -59,13 +61,13 @@ class GatherRowGradients(Pass):
 
     def run(self, program: Program) -> PassResult:
         """Replace each reduction of an embedding's gradient."""
-        replaced, verdicts = Replacements(program), list[Verdict]()
+        replaced, verdicts, written = Replacements(program), list[Verdict](), Order(program.graph).rewritten()
         for one in collectives.find(program.graph):
             reduces = one.kind in (Kind.ALL_REDUCE, Kind.REDUCE_SCATTER) and one.group == self.group
             dense = _dense_gradient(one) if reduces else None
             if dense is None:
                 continue
-            reason, outcome = self._reason_against(one, dense), Outcome.LEFT
+            reason, outcome = self._reason_against(one, dense, written), Outcome.LEFT
             if reason is None:
                 reason, outcome = "gradients of the rows looked up are gathered instead", Outcome.REPLACED
             verdicts.append(Verdict.of(one.node, outcome, reason, bytes=one.bytes))
@@ -75,13 +77,15 @@ class GatherRowGradients(Pass):
         count = sum(verdict.outcome is Outcome.REPLACED for verdict in verdicts)
         return PassResult(bool(count), {"replaced": count}, tuple(verdicts))
 
-    def _reason_against(self, one: Collective, dense: fx.Node) -> str | None:
+    def _reason_against(self, one: Collective, dense: fx.Node, written: Collection[fx.Node]) -> str | None:
         given, table = arguments(dense), dense.meta["val"]
         asked: Tensor = given["indices"].meta["val"]
         if not one.plain:
             return "only the plain reductions are replaced"
         if len(dense.users) > 1 or len(one.inputs[0].users) > 1:
             return "something else uses the gradient of the whole table"
+        if any(source in written for source in dense.all_input_nodes):
+            return "the rows or their gradients are written to in place"
         if one.reduce_op not in ("sum", "avg"):
             return "its reduction is no sum"
         if given["scale_grad_by_freq"]:
@@ -104,7 +108,7 @@ class GatherRowGradients(Pass):
 
         def gradients_of_all(gradient: Tensor) -> Tensor:
             rows = gradient.reshape(-1, width)
-            return of_all_ranks(rows / self.ranks if one.reduce_op == "avg" else rows)
+            return of_all_ranks(collectives.divided(rows, self.ranks) if one.reduce_op == "avg" else rows)
 
         def asked_by_all(rows: Tensor) -> Tensor:
             return of_all_ranks(rows.reshape(-1))
@@ -117,7 +121,7 @@ class GatherRowGradients(Pass):
             replaced.replace(wait, done)
         replaced.drop(one.node)
         inserted = (gradients, "gathers gradients of rows"), (asked, "tells others which rows they are of")
-        return [_inserted(wait, one.node.meta.get(MADE_FOR), reason) for wait, reason in inserted]
+        return [_inserted(wait, reason, one) for wait, reason in inserted]
 
     def _added_to_table(
         self, program: Program, one: Collective, given: dict[str, Any], gradients: fx.Node, asked: fx.Node
@@ -147,16 +151,14 @@ class GatherRowGradients(Pass):
         return splice(program, added, gradients, asked, local, before=one.node, like=one.node)
 
 
-def _inserted(wait: fx.Node, made_for: str | None, reason: str) -> Verdict:
+def _inserted(wait: fx.Node, reason: str, instead_of: Collective) -> Verdict:
     start = collectives.started_by(wait)
     assert start is not None
-    if made_for is not None:
-        start.meta[MADE_FOR] = made_for
-    return Verdict.of(start, Outcome.INSERTED, reason, bytes=tensor_bytes(wait.meta["val"]))
+    made_for, size = instead_of.node.meta.get(MADE_FOR), tensor_bytes(wait.meta["val"])
+    return Verdict.inserted(start, reason, made_for=made_for, bytes=size)
 
 
 def _dense_gradient(one: Collective) -> fx.Node | None:
-    """The embedding's gradient that is reduced, if it is one; its padding left aside."""
-    found: Any = one.inputs[0]
-    found = found.args[0] if found.target is _aten.constant_pad_nd.default else found
+    """The embedding's gradient that is reduced, if it is one."""
+    found = collectives.reduced_value(one)
     return found if found.target is _aten.embedding_dense_backward.default else None

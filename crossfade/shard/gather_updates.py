@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from torch import Tensor, fx
 
 from crossfade.graph import collectives
-from crossfade.graph.passes import Numerics, Outcome, Pass, PassResult, Verdict
-from crossfade.graph.program import MADE_FOR, InputKind, Output, OutputKind, Program, rows_per_rank, tensor_bytes
+from crossfade.graph.passes import Numerics, Pass, PassResult, Verdict
+from crossfade.graph.program import InputKind, Output, OutputKind, Program, rows_per_rank, tensor_bytes
 from crossfade.graph.splice import after, splice
 from crossfade.shard.gather_parameters import gathered
 
@@ -56,9 +56,8 @@ class GatherUpdates(Pass):
             if self._is_part(out, value, parameters):
                 value = self._gathered(program, value, parameters[out.name])
                 start = next(node for node in _upwards(value) if collectives.is_collective(node))
-                start.meta[MADE_FOR] = out.name
-                reason = "gathers what each rank has updated"
-                verdicts.append(Verdict.of(start, Outcome.INSERTED, reason, bytes=tensor_bytes(value.meta["val"])))
+                reason, size = "gathers what each rank has updated", tensor_bytes(value.meta["val"])
+                verdicts.append(Verdict.inserted(start, reason, made_for=out.name, bytes=size))
             results.append(value)
         program.set_results(results)
         return PassResult(bool(verdicts), {"gathered": len(verdicts)}, tuple(verdicts))

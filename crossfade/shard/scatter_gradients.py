@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from torch import Tensor, fx
 
 from crossfade.graph import collectives
-from crossfade.graph.passes import Numerics, Outcome, Pass, PassResult, Verdict
-from crossfade.graph.program import MADE_FOR, Output, OutputKind, Program, rows_per_rank, tensor_bytes
+from crossfade.graph.passes import Numerics, Pass, PassResult, Verdict
+from crossfade.graph.program import Output, OutputKind, Program, rows_per_rank, tensor_bytes
 from crossfade.graph.splice import after, splice
 from crossfade.shard.own_rows import own_rows, padded
 
@@ -89,8 +89,7 @@ class ScatterGradients(Pass):
     def _account(self, name: str, done: fx.Node, value: fx.Node, reason: str, verdicts: list[Verdict]) -> fx.Node:
         start = collectives.started_by(done)
         assert start is not None
-        start.meta[MADE_FOR] = name
-        verdicts.append(Verdict.of(start, Outcome.INSERTED, reason, bytes=tensor_bytes(value.meta["val"])))
+        verdicts.append(Verdict.inserted(start, reason, made_for=name, bytes=tensor_bytes(value.meta["val"])))
         return done
 
     def _own_rows(self, program: Program, name: str) -> fx.Node:

@@ -28,7 +28,7 @@ def kept_whole(mode: str, keep_whole: Any) -> tuple[Trained, list[str]]:
     step = cf.compile_step(model, case.loss, optimizer, {"dp": 2}, timeout=30.0, **options)
     with mock.patch.object(training, "parameters_to_keep_whole", lambda *_: CHOSEN):
         losses = [float(step(*batch)) for batch in batches(case, 10)]
-    found = trained(losses, model, optimizer, captures=step.captures)
+    found = trained(losses, model, optimizer, captures=step.captures, said=step.report.facts["kept whole"])
     return found, [name for name, one in model.named_parameters() if not isinstance(one, DTensor)]
 
 
@@ -48,6 +48,7 @@ def test_parameters_kept_whole_are_trained_alike(ranks: Any, mode: str, keep_who
         assert differences(eager, found, *TOLERANCE["default"]) == []
         assert whole == expected
         assert found.extra["captures"] == 1
+        assert found.extra["said"] == f"{len(expected)} parameters"
 
 
 REFUSED: dict[str, dict[str, Any]] = {

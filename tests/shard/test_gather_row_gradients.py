@@ -67,6 +67,10 @@ LEFT = {
         rows().replace("return gradient", 'return output("dense", dense), gradient'),
         GatherRowGradients(),
     ),
+    "the rows or their gradients are written to in place": (
+        rows().replace("    start:", "    added: f32[2, 4, 33] = aten.add_.Scalar(g, 1)\n    start:"),
+        GatherRowGradients(),
+    ),
     "its reduction is no sum": (rows("max"), GatherRowGradients()),
     "it is scaled by how often a rank looked a row up": (rows(scaled=True), GatherRowGradients()),
     "the table is small": (rows(), GatherRowGradients(least_mb=1.1)),
