@@ -46,6 +46,7 @@ from crossfade.schedule.overlap_communication import OverlapCommunication
 from crossfade.shard.average_buffers import AverageBuffers
 from crossfade.shard.average_gradients import AverageGradients
 from crossfade.shard.broadcast_buffers import BroadcastBuffers
+from crossfade.shard.count_globally import CountGlobally
 from crossfade.shard.draw_globally import DrawGlobally
 from crossfade.shard.gather_again import GatherAgain
 from crossfade.shard.gather_parameters import GatherParameters
@@ -64,7 +65,7 @@ from crossfade.simplify.reorder_for_locality import ReorderForLocality
 from crossfade.simplify.simplify_nodes import SimplifyNodes
 
 Semantics = Literal["global", "per-rank"]
-LossIs = Literal["mean", "sum"]
+LossIs = Literal["auto", "mean", "sum"]
 DataParallelMode = Literal["replicate", "zero1", "zero2", "zero3"]
 
 
@@ -85,11 +86,23 @@ def simplification(machine: Machine | None = None) -> Pipeline:
     return Pipeline([*smaller, *(faster if machine is not None else []), ReorderForLocality()])
 
 
-def batch_parallelism(axis: str, ranks: int, semantics: Semantics, *, can_gather: bool = True) -> list[Pass]:
-    """Passes that split a program's batch over the ranks of an axis: what the forward means then."""
-    if semantics == "global":
-        return [DrawGlobally(ranks), SynchronizeBatchNorm(axis, ranks, can_gather), AverageBuffers(axis)]
-    return [BroadcastBuffers(axis)]
+def batch_parallelism(
+    axis: str,
+    ranks: int,
+    semantics: Semantics,
+    *,
+    can_gather: bool = True,
+    micro_batches: int = 1,
+    unproved: str = "",
+) -> list[Pass]:
+    """Passes that split a program's batch over the ranks of an axis: what the forward means then.
+
+    `unproved` says why the losses of parts may not make up that of the whole batch, for the report.
+    """
+    if semantics == "per-rank":
+        return [BroadcastBuffers(axis)]
+    counting = CountGlobally(axis, ranks, micro_batches, unproved)
+    return [counting, DrawGlobally(ranks), SynchronizeBatchNorm(axis, ranks, can_gather), AverageBuffers(axis)]
 
 
 def parameter_sharding(
@@ -111,7 +124,7 @@ def parameter_sharding(
 def gradient_exchange(
     mode: DataParallelMode,
     axes: DataParallel,
-    loss_is: LossIs = "mean",
+    loss_is: Literal["mean", "sum"] = "mean",
     whole: tuple[str, ...] = (),
     *,
     gathers_rows: bool = False,

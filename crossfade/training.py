@@ -5,9 +5,10 @@ from __future__ import annotations
 import contextlib
 import math
 import time
+import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -63,6 +64,8 @@ from crossfade.run.shards import Shards
 from crossfade.run.step import Built, Step
 from crossfade.run.update_in_place import UpdateInPlace
 from crossfade.shard.batch_dims import mark_batch_dims, needs_batch_dims
+from crossfade.shard.count_globally import UNPROVED, UNPROVED_REMEDY, CountGlobally
+from crossfade.shard.loss_parts import LossParts, find_loss_parts
 from crossfade.shard.tensor.plan import Plan
 from crossfade.simplify.spell_out_slow_operators import SpellOutSlowOperators, slow_operators
 from crossfade.tensor_training import TensorParallel, check_not_split
@@ -92,7 +95,7 @@ def compile_step(
     accumulate: int = 1,
     clip_grad_norm: float | None = None,
     semantics: Semantics = "global",
-    loss_is: LossIs = "mean",
+    loss_is: LossIs = "auto",
     machine: Machine | str | None = None,
     memory_limit: int | None = None,
     passes: Sequence[Pass] | None = None,
@@ -128,7 +131,10 @@ def compile_step(
         semantics: `"global"`: the step computes what one device would on the whole batch; batch statistics span all
             ranks and dropout masks are those of the whole batch (all ranks need the same seed). `"per-rank"`: each
             rank normalises and draws for its own samples, as under torch's DDP.
-        loss_is: whether the loss is a mean over samples or a sum: how parts of a batch are put together.
+        loss_is: how the losses of a batch's parts (ranks, micro-batches) are put together: `"auto"` finds out in the
+            captured loss whether it is a mean over samples, tokens or weights, or a sum, and counts what it divides by
+            over the whole batch. Where that cannot be found, a warning says so, and `"mean"` (taken by default) or
+            `"sum"` tells.
         machine: what communication and computation cost, for planning: a `Machine`, a preset's name, or `"calibrate"`
             to measure it now, which takes some seconds. The sizes of buckets, what is gathered how early, and the
             order of everything follow from it, and on a CPU which operators are written as their parts
@@ -286,9 +292,10 @@ class _StepCompiler:
     def _build(self, batch: tuple[Any, ...], members: Members | None) -> Built:
         start = time.perf_counter()
         names, layout = parameter_names(self.model), self._layout(batch)
-        program = self._capture(batch, layout)
+        program, parts = self._capture(batch, layout)
+        self._warn_of(parts, members)
         program.groups = {self.tensor.axis.name: self.tensor.axis.size} if self.tensor else {}
-        program = self._data_parallel(program) if self.axes else self._on_micro_batches(program)
+        program = self._data_parallel(program, parts) if self.axes else self._on_micro_batches(program, parts)
         split_over = self._split_over(names)
         program = append_optimizer(
             program, self.optimizer, names, clip_grad_norm=self.clip_grad_norm, split_over=split_over
@@ -396,21 +403,39 @@ class _StepCompiler:
         names = parameter_names(self.model)
         return [names[p] for group in self.optimizer.param_groups for p in group["params"] if p.requires_grad]
 
-    def _on_micro_batches(self, program: Program) -> Program:
-        return run_on_micro_batches(program, self.accumulate, mean=self.loss_is == "mean")
+    def _on_micro_batches(self, program: Program, parts: LossParts) -> Program:
+        repeated = run_on_micro_batches(program, self.accumulate, mean=self._put_together(parts) == "mean")
+        if self.axes is not None or self.accumulate == 1:
+            return repeated
+        return run_passes(repeated, [CountGlobally("", 1, self.accumulate, parts.unproved)])
+
+    def _put_together(self, parts: LossParts) -> Literal["mean", "sum"]:
+        """How the losses of parts are put together: as found, else as told."""
+        return parts.loss_is or ("sum" if self.loss_is == "sum" else "mean")
+
+    def _warn_of(self, parts: LossParts, members: Members | None) -> None:
+        """Say once for all ranks where the whole batch's loss does not follow from its parts', or is not as told."""
+        if members is not None and members.rank:
+            return
+        if parts.unproved and self.loss_is == "auto":
+            warnings.warn(f"{UNPROVED}: {parts.unproved}. Remedy: {UNPROVED_REMEDY}.", stacklevel=6)
+        elif parts.loss_is not in (None, self.loss_is) and self.loss_is != "auto":
+            found = f"the captured loss is a {parts.loss_is} over samples, and is put together as one"
+            warnings.warn(f'loss_is="{self.loss_is}", but {found}. Remedy: leave loss_is out.', stacklevel=6)
 
     def _choose_what_stays_whole(self, batch: tuple[Any, ...], members: Members) -> None:
         """Split parameters, as `keep_whole="auto"` left for the first step, once ranks agree on those to keep whole."""
         assert self.shards is not None and self.axes is not None and self.machine is not None
         split, machine = self.axes.split, self._carriers().planned_for(self.machine)
         with _telling(members):
-            whole = run_passes(self._on_micro_batches(self._capture(batch, self._layout(batch))), simplification())
+            captured = self._on_micro_batches(*self._capture(batch, self._layout(batch)))
+            whole = run_passes(captured, simplification())
             here = self._measured(whole)  # on all ranks at once, as they compute in a step
             chosen = members.share(lambda: parameters_to_keep_whole(whole, machine, here, split.name, split.size))
         members.agree(" ".join(chosen), "\n".join(chosen))
         self.shards.split_all_but(chosen)
 
-    def _data_parallel(self, program: Program) -> Program:
+    def _data_parallel(self, program: Program, parts: LossParts) -> Program:
         """The program of one rank: its part of the batch, its part of the parameters, everyone's gradients."""
         assert self.axes is not None
         whole, split = self.axes.whole, self.axes.split
@@ -419,17 +444,21 @@ class _StepCompiler:
             program.groups |= {one.name: one.size for one in (split, self.axes.copies) if one is not None}
         can_gather = self._backend() != "gloo" or self._device() != "cuda"  # gloo's all-gather crashes on CUDA tensors
         each, once = parameter_sharding(self.mode, split.name, split.size, self._kept_whole)
-        program = self._on_micro_batches(run_passes(program, each))
-        batch = batch_parallelism(whole.name, whole.size, self.semantics, can_gather=can_gather)
-        gathers_rows = can_gather and self.machine is not None
-        exchange = gradient_exchange(self.mode, self.axes, self.loss_is, self._kept_whole, gathers_rows=gathers_rows)
+        program = self._on_micro_batches(run_passes(program, each), parts)
+        batch = batch_parallelism(
+            whole.name, whole.size, self.semantics,
+            can_gather=can_gather, micro_batches=self.accumulate, unproved=parts.unproved,
+        )  # fmt: skip
+        loss_is, gathers_rows = self._put_together(parts), can_gather and self.machine is not None
+        exchange = gradient_exchange(self.mode, self.axes, loss_is, self._kept_whole, gathers_rows=gathers_rows)
         return run_passes(program, [*once, *batch, *exchange])
 
-    def _capture(self, batch: tuple[Any, ...], layout: BatchLayout) -> Program:
-        trained = self._trained()
+    def _capture(self, batch: tuple[Any, ...], layout: BatchLayout) -> tuple[Program, LossParts]:
+        """The program of one micro-batch, and how the losses of such parts make up the whole batch's."""
+        trained, size = self._trained(), layout.micro_batch_size
         as_one_device = self.axes is not None and self.semantics == "global"
 
-        def capture(size: int) -> Program:
+        def capture(size: int, trained: Sequence[str]) -> Program:
             return capture_forward_backward(
                 self.model,
                 self.loss_fn,
@@ -441,10 +470,15 @@ class _StepCompiler:
                 forward=self._local_forward(batch, layout, size),
             )
 
-        program = capture(layout.micro_batch_size)
-        if as_one_device and needs_batch_dims(program):
-            mark_batch_dims(program, capture(layout.micro_batch_size_of_all_ranks))
-        return program
+        program = capture(size, trained)
+        times = layout.ranks if layout.ranks > 1 else layout.accumulate
+        if times == 1 or self.semantics == "per-rank":
+            return program, LossParts(None)
+        needed = as_one_device and needs_batch_dims(program)
+        larger = capture(size * times, trained if needed else ())
+        if needed:
+            mark_batch_dims(program, larger)
+        return program, find_loss_parts(program, larger, times, trained, micro_batches=self.accumulate > 1)
 
     def _local_forward(self, batch: tuple[Any, ...], layout: BatchLayout, size: int) -> Any:
         """The loss on this rank's parts of the model, where it is split over an axis."""

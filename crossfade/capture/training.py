@@ -66,7 +66,8 @@ def capture_forward_backward(
     """Forward, loss and backward on a batch of `batch_size` samples, as one functional program.
 
     Inputs are the parameters, the buffers and the batch's tensors; outputs are the loss, a gradient for each of the
-    parameters named in `trained` that has one, and the new value of each buffer that the forward changes. With
+    parameters named in `trained` that has one, and the new value of each buffer that the forward changes. Where none is
+    trained there is no backward. With
     `plain_norms`, batch normalisation is captured in ATen's own spelling also where cuDNN would be used. `forward`
     gives the loss for a state by name and a batch, instead of the model and the loss function.
 
@@ -91,7 +92,7 @@ def capture_forward_backward(
             filled = tree_unflatten(_fill(leaves, batch_values), spec)
             loss = loss_of(model, loss_fn, filled) if forward is None else forward(state, filled)
             with _NoDraws():
-                gradients = torch.autograd.grad(loss, wanted, allow_unused=True)
+                gradients = torch.autograd.grad(loss, wanted, allow_unused=True) if wanted else ()
         return [loss.detach(), *gradients, *(state[name] for name in buffers), *parameter_values]
 
     fakes = [to_fake(mode, p) for p in parameters.values()], [to_fake(mode, b) for b in buffers.values()], *tensors

@@ -1,0 +1,469 @@
+"""How the losses of a batch's parts make up the loss of the whole batch: as a mean, or as a sum, found in the graph.
+
+A rank, and each of its micro-batches, computes the loss of a part of the batch. Every value on the way there is
+followed from the batch to the loss: it holds samples, or a total over samples, or is the same for every part. A total
+that counts (the tokens that are not ignored, the sum of a mask) and does not depend on what is trained can be made the
+whole batch's before it is used; then the losses of parts add up exactly. What a part cannot know is named.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, fx
+
+from crossfade.graph.effects import is_random
+from crossfade.graph.operators import arguments, remembered
+from crossfade.graph.program import InputKind, OutputKind, Program, source_line
+
+_aten = torch.ops.aten
+
+COUNT, SCALED = "counts_whole_batch", "scaled_with_parts"
+"""Metadata keys: the number of a count to be taken over the whole batch, with its power; and the argument of a product
+or quotient to be scaled by the number of parts."""
+
+NLL_BACKWARD = {
+    _aten.nll_loss_forward.default: _aten.nll_loss_backward.default,
+    _aten.nll_loss2d_forward.default: _aten.nll_loss2d_backward.default,
+}
+"""Losses that divide by a count of their own, each with its backward."""
+
+_MEAN, _SUM = 1, 2
+"""ATen's numbers for the ways to reduce a loss."""
+
+MULTIPLIES = {_aten.mul.Tensor, _aten.mul.Scalar}
+_DIV = {_aten.div.Tensor, _aten.div.Scalar}
+_ADD = {_aten.add.Tensor, _aten.add.Scalar, _aten.sub.Tensor, _aten.sub.Scalar}
+_PRODUCTS = {_aten.mm.default, _aten.mv.default, _aten.dot.default, _aten.vdot.default, _aten.bmm.default}
+_ZEROS = {_aten.zeros.default, _aten.zeros_like.default, _aten.new_zeros.default}
+
+# fmt: off
+_LINEAR = frozenset({
+    "neg", "sum", "mean", "clone", "detach", "alias", "_to_copy", "expand", "cat", "stack", "select", "slice", "index",
+    "gather", "index_select", "view", "_unsafe_view", "reshape", "squeeze", "unsqueeze", "permute", "transpose", "t",
+    "unbind", "split", "split_with_sizes", "chunk", "getitem", "wait_tensor", "all_reduce", "all_gather_into_tensor",
+    "lift_fresh", "lift_fresh_copy", "constant_pad_nd", "masked_fill", "where", "copy", "flatten",
+})
+"""Operators that do to a total what they do to its parts. What they fill in must be zero, or totals alike."""
+
+_ALONG_DIM = frozenset({
+    "softmax", "_softmax", "log_softmax", "_log_softmax", "cumsum", "cumprod", "logcumsumexp", "cummax", "cummin",
+    "flip", "roll", "sort", "argsort", "topk", "kthvalue",
+})
+"""Operators that keep a dim's size and let its elements see each other."""
+
+_LIKE = frozenset({
+    "new_ones", "new_zeros", "new_full", "new_empty", "new_empty_strided", "zeros_like", "ones_like", "full_like",
+    "empty_like", "rand_like", "randn_like", "randint_like",
+})
+# fmt: on
+"""Operators that look at the shape of what they are given, not at its values."""
+
+
+class Holds(Enum):
+    """What a value of one part holds: the same as in every other part, rows of samples, or a total over samples."""
+
+    SAME = "same"
+    SAMPLES = "samples"
+    TOTAL = "total"
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """What a part's value is to the whole batch's. With the power 0 a total of the whole batch is the sum of the parts'
+    totals, with 1 their mean; a value of another kind is to be divided by the number of parts that often."""
+
+    holds: Holds
+    power: int = 0
+
+
+_OTHERWISE = "is not computed in the same way on a batch of another size"
+_SAME, _SAMPLES = Share(Holds.SAME), Share(Holds.SAMPLES)
+
+
+@dataclass(frozen=True, slots=True)
+class LossParts:
+    """How losses of parts are put together; `unproved` says why that is not known to give the whole batch's loss."""
+
+    loss_is: Literal["mean", "sum"] | None
+    unproved: str = ""
+    shared_numbers: tuple[str, ...] = ()
+    """Inputs without a dim that the loss depends on: numbers that must be the same on every rank."""
+
+
+class _Unproved(Exception):
+    """Why the whole batch's loss does not follow from those of its parts."""
+
+    def __init__(self, node: fx.Node, reason: str) -> None:
+        line = source_line(node)
+        operation = getattr(node.target, "__name__", node.target)
+        super().__init__(f"{node.name} ({operation}{f', {line}' if line else ''}) {reason}")
+
+
+class _Again(Exception):
+    """Something is to be counted or scaled that was not when the walk began."""
+
+
+def find_loss_parts(
+    program: Program, larger: Program, times: int, trained: Iterable[str], *, micro_batches: bool = False
+) -> LossParts:
+    """Find out how the losses of parts make up the whole batch's, and mark what has to be counted for that.
+
+    `larger` is the same program on a batch `times` as large, or only its forward; by comparison the dims and numbers
+    that grow with the batch are known. `trained` names the parameters that gradients are asked for. With
+    `micro_batches`, parts run one after the other: what they count must follow from the batch alone.
+
+        >>> from crossfade.graph.text import parse
+        >>> text = '''
+        ... x: f32[{0}, 2] = input("x")
+        ... sum_1: f32[] = aten.sum(x)
+        ... div: f32[] = aten.div.Tensor(sum_1, {0})
+        ... return loss("loss", div)
+        ... '''
+        >>> find_loss_parts(parse(text.format(4)), parse(text.format(8)), 2, []).loss_is
+        'mean'
+    """
+    walk = _Walk(program, frozenset(trained), micro_batches)
+    try:
+        walk.compare(larger, times)
+        share = walk.loss_share()
+    except _Unproved as reason:
+        return LossParts(None, str(reason))
+    walk.mark()
+    shared = tuple(item.name for item, node in program.named_inputs() if walk.is_shared_number(item.kind, node))
+    return LossParts("sum" if share == Share(Holds.TOTAL) else "mean", "", shared)
+
+
+@dataclass
+class _Walk:
+    """One walk from the batch to the loss."""
+
+    program: Program
+    trained: frozenset[str]
+    micro_batches: bool
+    grown: dict[fx.Node, tuple[int, ...]] = field(default_factory=dict)
+    literal_powers: dict[tuple[fx.Node, int], int] = field(default_factory=dict)
+    shares: dict[fx.Node, Share] = field(default_factory=dict)
+    learned: set[fx.Node] = field(default_factory=set)
+    late: set[fx.Node] = field(default_factory=set)
+    """What depends on more than the batch: it cannot be counted before the forward."""
+    counts: dict[fx.Node, int] = field(default_factory=dict)
+    """Totals to be taken over the whole batch, and own counts of losses, with the power of each."""
+    scaled: dict[fx.Node, int] = field(default_factory=dict)
+    """Products and quotients, and the argument to be scaled by the number of parts."""
+
+    def __post_init__(self) -> None:
+        self.loss = _loss_of(self.program)
+        self.forward = behind(self.loss)
+
+    def compare(self, larger: Program, times: int) -> None:
+        """Note the dims and numbers that grow with the batch."""
+        others = behind(_loss_of(larger))
+        if len(self.forward) != len(others):
+            raise _Unproved(self.loss, _OTHERWISE)
+        for node, other in zip(self.forward, others, strict=True):
+            small, large = node.meta.get("val"), other.meta.get("val")
+            if node.op != other.op or (node.op == "call_function" and node.target != other.target):
+                raise _Unproved(node, _OTHERWISE)
+            if isinstance(small, Tensor) and small.dim() != getattr(large, "ndim", -1):
+                raise _Unproved(node, _OTHERWISE)
+            self.grown[node] = _growing_dims(small, large)
+            for place, (here, there) in enumerate(
+                zip(_numbers(self.program, node), _numbers(larger, other), strict=False)
+            ):
+                if _is_number(here) and _is_number(there) and here != there:
+                    self.literal_powers[node, place] = _power_of(node, there / here if here else 0.0, times)
+
+    def loss_share(self) -> Share:
+        """What a part's loss is to the whole batch's."""
+        while True:
+            try:
+                share = self._walked()
+            except _Again:
+                continue
+            if share.holds is Holds.TOTAL and share.power not in (0, 1):
+                raise _Unproved(self.loss, "is divided by the number of samples more than once")
+            return share
+
+    def _walked(self) -> Share:
+        kinds = {node: item for item, node in self.program.named_inputs()}
+        updated = {out.name for out in self.program.outputs if out.kind is OutputKind.UPDATE}
+        for node in self.forward:
+            item = kinds.get(node)
+            if item is None:
+                self._inherit(node)
+                self.shares[node] = self._share(node) if node not in self.counts else self._counted(node)
+                continue
+            holds_samples = item.kind is InputKind.INPUT and bool(node.meta["val"].dim())
+            self.shares[node] = _SAMPLES if holds_samples else _SAME
+            if item.kind is InputKind.PARAMETER and item.name in self.trained:
+                self.learned.add(node)
+            if item.name in updated:
+                self.late.add(node)
+        return self.shares[self.loss]
+
+    def _counted(self, node: fx.Node) -> Share:
+        return _SAMPLES if node.target in NLL_BACKWARD else _SAME
+
+    def _inherit(self, node: fx.Node) -> None:
+        for marks in (self.learned, self.late):
+            if any(source in marks for source in node.all_input_nodes):
+                marks.add(node)
+        if is_random(node):
+            self.late.add(node)
+
+    def _share(self, node: fx.Node) -> Share:
+        given = [self.shares[source] for source in node.all_input_nodes]
+        grown = self.grown[node]
+        if len(grown) > 1:
+            raise _Unproved(node, "compares samples of one part with each other")
+        if not isinstance(node.meta.get("val"), Tensor):  # of several results each is asked by itself
+            return self._several(node, given)
+        if node.target is operator.getitem and not grown and _SAMPLES in given:
+            return self._element(node)
+        if _name(node.target) in _LIKE:
+            return _SAMPLES if grown else _SAME
+        if grown:
+            self._check_along_dim(node)
+            self._make_whole(node)
+            return Share(Holds.SAMPLES, self._power(node))
+        if any(one.holds is Holds.SAMPLES for one in given):
+            return self._added_up(node)
+        if any(one.holds is Holds.TOTAL for one in given):
+            return self._of_totals(node)
+        return Share(Holds.SAME, self._power(node))
+
+    def _several(self, node: fx.Node, given: list[Share]) -> Share:
+        """An operator with several results: their common share, if it is one."""
+        if any(one.holds is Holds.SAMPLES for one in given):
+            self._make_whole(node)
+            return _SAMPLES
+        return self._of_totals(node) if any(one.holds is Holds.TOTAL for one in given) else _SAME
+
+    def _element(self, node: fx.Node) -> Share:
+        """A result without samples of an operator on samples."""
+        source: Any = node.args[0]
+        if source.target not in NLL_BACKWARD:
+            raise _Unproved(source, "reduces the samples of one part")
+        reduction = arguments(source)["reduction"]
+        if node.args[1] == 1 or reduction == _SUM:
+            return Share(Holds.TOTAL)
+        if self.micro_batches and arguments(source)["target"] in self.late:
+            raise _Unproved(source, "counts what is known only when a micro-batch has run")
+        self.counts[source] = 1
+        return Share(Holds.TOTAL, 1)
+
+    def _added_up(self, node: fx.Node) -> Share:
+        """Samples reduced to what has no dim of samples left."""
+        self._make_whole(node)
+        power, name, given = self._power_of_inputs(node), _name(node.target), arguments(node)
+        if name == "mean" or given.get("reduction") == _MEAN:
+            return Share(Holds.TOTAL, power + 1)
+        if name in ("sum", "count_nonzero") or given.get("reduction") == _SUM or node.target in _PRODUCTS:
+            return Share(Holds.TOTAL, power)
+        raise _Unproved(node, "reduces the samples of one part")
+
+    def _of_totals(self, node: fx.Node) -> Share:
+        """What becomes of totals: totals again as long as nothing but sums and factors come to them."""
+        if node.target in MULTIPLIES | _DIV and self._is_factor(node, 1):
+            return Share(Holds.TOTAL, self._power(node))
+        if node.target in MULTIPLIES and self._is_factor(node, 0):
+            return Share(Holds.TOTAL, self._power(node))
+        if node.target in _ADD or _name(node.target) in _LINEAR:
+            return Share(Holds.TOTAL, self._sum_power(node))
+        self._make_whole(node)
+        return _SAME
+
+    def _is_factor(self, node: fx.Node, place: int) -> bool:
+        """Whether an argument is, or can be counted to be, the same for all parts."""
+        operand = node.args[place]
+        if not isinstance(operand, fx.Node):
+            return True
+        if self._can_be_whole(operand):
+            self._count(operand)
+        return self.shares[operand].holds is Holds.SAME
+
+    def _can_be_whole(self, node: fx.Node) -> bool:
+        share = self.shares[node]
+        known_early = node not in self.late or not self.micro_batches
+        return share.holds is Holds.TOTAL and node not in self.learned and known_early and share.power in (0, 1)
+
+    def _make_whole(self, node: fx.Node) -> None:
+        """Have the totals that a node uses counted over the whole batch; refuse it if that cannot be."""
+        for source in node.all_input_nodes:
+            if self.shares[source].holds is Holds.TOTAL:
+                if not self._can_be_whole(source):
+                    raise _Unproved(node, "uses a total over the samples of one part")
+                self._count(source)
+
+    def _count(self, node: fx.Node) -> None:
+        self.counts[node] = self.shares[node].power
+        raise _Again
+
+    def _power(self, node: fx.Node) -> int:
+        """The power of a product is the sum of its factors'; nothing else mixes powers."""
+        if node.target in MULTIPLIES:
+            return self._operand_power(node, 0) + self._operand_power(node, 1) + (node in self.scaled)
+        if node.target in _DIV:
+            return self._operand_power(node, 0) - self._operand_power(node, 1) + (node in self.scaled)
+        if node.target in _ADD or _name(node.target) in _LINEAR:
+            return self._sum_power(node)
+        return self._power_of_inputs(node)
+
+    def _operand_power(self, node: fx.Node, place: int) -> int:
+        operand = node.args[place]
+        return self.shares[operand].power if isinstance(operand, fx.Node) else self.literal_powers.get((node, place), 0)
+
+    def _power_of_inputs(self, node: fx.Node) -> int:
+        """For operators that are not linear: nothing that they use may be short of a factor."""
+        if node.target in _PRODUCTS or _name(node.target) in _LINEAR:
+            return sum(self.shares[source].power for source in node.all_input_nodes)
+        if any(self.shares[source].power for source in node.all_input_nodes):
+            raise _Unproved(node, "uses a number that grows with the batch")
+        if node.all_input_nodes or self.grown[node]:
+            return 0
+        return sum(power for (one, _), power in self.literal_powers.items() if one is node)
+
+    def _sum_power(self, node: fx.Node) -> int:
+        """The power that all terms of a sum have, made alike if possible; a number may be added to a mean only."""
+        terms = [source for source in _terms(node) if not _is_zero(source)]
+        parts = [one for one in terms if self.shares[one].holds is not Holds.SAME]
+        powers = {self.shares[one].power for one in parts or terms}
+        if powers == {0, 1}:
+            for term in parts:
+                self._raise_power(term)
+            raise _Again
+        if len(powers) > 1:
+            raise _Unproved(node, "adds a sum over samples to a mean of them")
+        power = next(iter(powers), 0)
+        is_total = any(self.shares[one].holds is Holds.TOTAL for one in parts)
+        if parts and power != is_total and (len(parts) < len(terms) or _adds_a_number(node)):
+            raise _Unproved(node, "adds a number to a sum over samples")
+        return power
+
+    def _raise_power(self, node: fx.Node) -> None:
+        """Make a sum of parts a mean of them: scale a factor that is not trained, where it comes in, and backward."""
+        share = self.shares[node]
+        if share.power or share.holds is Holds.SAME or _is_zero(node):
+            return
+        if (place := self._free_factor(node)) is not None:
+            self._scale(node, place)
+        elif node.target in _ADD or _name(node.target) in _LINEAR:
+            for source in _terms(node):
+                self._raise_power(source)
+        elif node.target in MULTIPLIES | _DIV:
+            self._raise_power(next(one for one in _terms(node) if self.shares[one].holds is not Holds.SAME))
+        else:
+            raise _Unproved(node, "is a sum over samples, added to a mean of them")
+
+    def _free_factor(self, node: fx.Node) -> int | None:
+        """The argument of a product or quotient that no gradient is asked for, where the other depends on what is."""
+        if node.target not in MULTIPLIES | _DIV:
+            return None
+        for place, other in ((1, 0),) if node.target in _DIV else ((1, 0), (0, 1)):
+            factor, value = node.args[place], node.args[other]
+            if isinstance(factor, fx.Node) and factor not in self.learned and value in self.learned:
+                return place
+        return None
+
+    def _scale(self, node: fx.Node, place: int) -> None:
+        factor: Any = node.args[place]
+        forward = set(self.forward)
+        for user in factor.users:
+            if user in forward and user is not node and user in self.learned:
+                raise _Unproved(user, "shares a factor with a sum over samples that is added to a mean of them")
+            if user is node or (user not in forward and user.target in MULTIPLIES | _DIV):
+                self.scaled[user] = place if user is node else user.args.index(factor)
+
+    def mark(self) -> None:
+        """Leave word on the nodes of what is to be counted and scaled."""
+        for number, (node, power) in enumerate(self.counts.items()):
+            node.meta[COUNT] = number, power
+        for node, place in self.scaled.items():
+            node.meta[SCALED] = place
+
+    def is_shared_number(self, kind: InputKind, node: fx.Node) -> bool:
+        """Whether an input is a number that the loss depends on."""
+        return kind is InputKind.INPUT and node in self.shares and not node.meta["val"].dim()
+
+    def _check_along_dim(self, node: fx.Node) -> None:
+        if _name(node.target) in _ALONG_DIM:
+            given = arguments(node)
+            dims = given.get("dim", given.get("dims"))
+            listed = dims if isinstance(dims, (list, tuple)) else [dims]
+            rank = node.meta["val"].dim()
+            if any(isinstance(dim, int) and dim % rank in self.grown[node] for dim in listed):
+                raise _Unproved(node, "compares samples of one part with each other")
+
+
+def _loss_of(program: Program) -> fx.Node:
+    return next(value for out, value in program.named_results() if out.kind is OutputKind.LOSS)
+
+
+def behind(node: fx.Node) -> list[fx.Node]:
+    """A node and all that it depends on, in the graph's order."""
+    found, waiting = {node}, [node]
+    while waiting:
+        for source in waiting.pop().all_input_nodes:
+            if source not in found:
+                found.add(source)
+                waiting.append(source)
+    return [one for one in node.graph.nodes if one in found]
+
+
+def _numbers(program: Program, node: fx.Node) -> list[Any]:
+    """The arguments of a call by place; of a constant without dims, its value."""
+    if node.op != "get_attr":
+        return list(node.args)
+    value = program.constants.get(str(node.target))
+    return [value.item()] if isinstance(value, Tensor) and not value.dim() and not value.is_meta else []
+
+
+def _growing_dims(small: Any, large: Any) -> tuple[int, ...]:
+    if not isinstance(small, Tensor) or not isinstance(large, Tensor):
+        return ()
+    return tuple(dim for dim, (a, b) in enumerate(zip(small.shape, large.shape, strict=True)) if a != b)
+
+
+def _power_of(node: fx.Node, ratio: float, times: int) -> int:
+    """The power of a number that is `ratio` as large on a batch `times` as large."""
+    if abs(ratio * times - 1) < 1e-6:
+        return 1
+    if abs(ratio - times) < 1e-6 * times:
+        return -1
+    return 0 if node.target not in MULTIPLIES | _DIV | _ADD else 2
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+@remembered
+def _name(target: Any) -> str:
+    """An operator's name without its overload."""
+    packet = getattr(target, "overloadpacket", target)
+    return getattr(packet, "__name__", str(packet))
+
+
+def _terms(node: fx.Node) -> list[fx.Node]:
+    """What a linear operator puts together: its first argument or list of them; not what it is steered by."""
+    if _name(node.target) == "where":
+        return [one for one in node.args[1:] if isinstance(one, fx.Node)]
+    if node.target in _ADD | MULTIPLIES | _DIV:
+        return [one for one in node.args[:2] if isinstance(one, fx.Node)]
+    first = node.args[0]
+    return [one for one in first if isinstance(one, fx.Node)] if isinstance(first, (list, tuple)) else [first]  # type: ignore[list-item]
+
+
+def _is_zero(node: fx.Node) -> bool:
+    fills = {_aten.full.default: 1, _aten.full_like.default: 1, _aten.scalar_tensor.default: 0}
+    return node.target in _ZEROS or (node.target in fills and bool(node.args[fills[node.target]] == 0))
+
+
+def _adds_a_number(node: fx.Node) -> bool:
+    return node.target in _ADD and _is_number(node.args[1]) and bool(node.args[1] != 0)

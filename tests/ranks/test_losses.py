@@ -1,0 +1,146 @@
+"""Losses that divide by what a batch holds: parts with more or fewer tokens add up to the whole batch's loss."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import crossfade as cf
+from crossfade.graph.private import tree_map_only
+
+VOCABULARY, SAMPLES, LENGTH = 11, 8, 5
+
+
+class Words(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(VOCABULARY, 6), nn.Linear(6, VOCABULARY)
+        self.register_buffer("weight", torch.linspace(0.5, 2, VOCABULARY))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.head(torch.tanh(self.embedding(tokens)))
+
+
+def batch_of(seed: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Tokens, labels of which the first samples have few, their mask, and the number of labels."""
+    generator = torch.Generator().manual_seed(seed)
+    tokens, labels = (torch.randint(0, VOCABULARY, (SAMPLES, LENGTH), generator=generator) for _ in range(2))
+    lengths = torch.tensor([0, 1, 1, 2, 5, 5, 4, 5])
+    mask = torch.arange(LENGTH)[None] < lengths[:, None]
+    return tokens, labels.masked_fill(~mask, -100), mask.float(), mask.sum()
+
+
+def each(output: Tensor, labels: Tensor) -> Tensor:
+    return F.cross_entropy(output.flatten(0, 1), labels.flatten(), reduction="none")
+
+
+LOSSES: dict[str, Callable[..., Tensor]] = {
+    "ignored labels": lambda o, y, m, n: F.cross_entropy(o.flatten(0, 1), y.flatten()),
+    "images of labels": lambda o, y, m, n: F.cross_entropy(o.permute(0, 2, 1)[..., None], y[..., None]),
+    "smoothed labels": lambda o, y, m, n: F.cross_entropy(o.flatten(0, 1), y.flatten(), label_smoothing=0.1),
+    "weighted classes": lambda o, y, m, n: F.cross_entropy(
+        o.flatten(0, 1), y.flatten(), weight=torch.linspace(0.5, 2, VOCABULARY)
+    ),
+    "weighted and smoothed": lambda o, y, m, n: F.cross_entropy(
+        o.flatten(0, 1), y.flatten(), weight=torch.linspace(0.5, 2, VOCABULARY), label_smoothing=0.2
+    ),
+    "a mask's mean": lambda o, y, m, n: (each(o, y) * m.flatten()).sum() / m.sum().clamp(min=1),
+    "a mask's mean, by its inverse": lambda o, y, m, n: (each(o, y) * m.flatten()).sum() * (1 / m.sum()),
+    "normalised weights": lambda o, y, m, n: (each(o, y) * (m / m.sum()).flatten()).sum(),
+    "guarded": lambda o, y, m, n: torch.where(m.sum() > 0, (each(o, y) * m.flatten()).sum() / m.sum(), 0.0),
+    "a mean of each sample, and of these": lambda o, y, m, n: (
+        (each(o, y).view_as(m) * m).sum(1) / m.sum(1).clamp(min=1)
+    ).mean(),
+    "the number of items": lambda o, y, m, n: F.cross_entropy(o.flatten(0, 1), y.flatten(), reduction="sum") / n,
+    "items, and a mean": lambda o, y, m, n: (
+        F.cross_entropy(o.flatten(0, 1), y.flatten(), reduction="sum") / n + 0.1 * o.square().mean()
+    ),
+    "a mask's mean, and a mean": lambda o, y, m, n: (
+        (each(o, y) * m.flatten()).sum() / m.sum() + 0.1 * o.square().mean() - 0.2
+    ),
+    "normalised weights, and ignored labels": lambda o, y, m, n: (
+        (o.square().mean(-1) * (m / m.sum())).sum() + F.cross_entropy(o.flatten(0, 1), y.flatten())
+    ),
+    "divided by the batch": lambda o, y, m, n: each(o, y).sum() / o.shape[0],
+    "times a part of the batch": lambda o, y, m, n: (each(o, y) * (1 / o.numel())).sum(),
+    "a sum": lambda o, y, m, n: each(o, y).sum() * 0.01,
+    "a list of losses": lambda o, y, m, n: torch.stack(
+        [F.cross_entropy(o.flatten(0, 1), y.flatten()), F.mse_loss(o, torch.ones_like(o))]
+    ).sum(),
+    "of each class": lambda o, y, m, n: (
+        ((o.softmax(-1) * m[..., None]).sum((0, 1)) / m.sum()) * torch.linspace(0, 1, VOCABULARY)
+    ).sum(),
+}
+
+
+def train(name: str, options: dict[str, Any], ranks: int) -> tuple[list[float], dict[str, Tensor], list[str]]:
+    """Losses, parameters and warnings; with one rank by eager torch, on the whole batch."""
+    torch.manual_seed(0)
+    model = Words()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
+    found = []
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        if ranks > 1 or options:
+            step = cf.compile_step(model, LOSSES[name], optimizer, {"dp": ranks}, timeout=30.0, **options)
+        for seed in range(3):
+            tokens, *rest = batch_of(seed)
+            if ranks > 1 or options:
+                given = _own((tokens, *rest), ranks) if options.get("batch") == "local" else (tokens, *rest)
+                found.append(float(step(*given)))
+                continue
+            optimizer.zero_grad()
+            loss = LOSSES[name](model(tokens), *rest)
+            loss.backward()
+            optimizer.step()
+            found.append(float(loss.detach()))
+    whole = {
+        key: getattr(value, "full_tensor", lambda value=value: value)() for key, value in model.state_dict().items()
+    }
+    return found, whole, [str(one.message) for one in said if "loss" in str(one.message)]
+
+
+def train_on_ranks(name: str, options: dict[str, Any], ranks: int) -> Any:
+    return train(name, options, ranks)
+
+
+def _own(batch: Any, ranks: int) -> Any:
+    return tree_map_only(Tensor, lambda t: t.chunk(ranks)[dist.get_rank()] if t.dim() else t, batch)
+
+
+def assert_as_one_device(name: str, everywhere: list[Any]) -> None:
+    losses, parameters, _ = train(name, {}, 1)
+    for found, whole, said in everywhere:
+        assert said == []
+        assert found == pytest.approx(losses, rel=1e-5, abs=1e-6)
+        for key, value in parameters.items():
+            torch.testing.assert_close(whole[key], value, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("name", LOSSES)
+def test_parts_of_any_number_of_tokens_add_up(ranks: Any, name: str) -> None:
+    assert_as_one_device(name, ranks(2).run(train_on_ranks, name, {}, 2))
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("name", ["ignored labels", "a mask's mean", "the number of items", "smoothed labels"])
+@pytest.mark.parametrize(
+    "options",
+    [{"accumulate": 2}, {"batch": "local"}, {"data_parallel": "zero1"}, {"data_parallel": "zero3", "accumulate": 2}],
+    ids=str,
+)
+def test_parts_add_up_with(ranks: Any, name: str, options: dict[str, Any]) -> None:
+    assert_as_one_device(name, ranks(2).run(train_on_ranks, name, options, 2))
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_micro_batches_add_up_on_one_device(name: str) -> None:
+    assert_as_one_device(name, [train(name, {"accumulate": 4}, 1)])
