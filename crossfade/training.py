@@ -47,9 +47,19 @@ from crossfade.pipeline import (
     updates_gathered,
 )
 from crossfade.report.report import Report
+from crossfade.run.alike import Alike, Comparison, digest_of
 from crossfade.run.checkpoint import checksum, checksums, random_state
 from crossfade.run.codegen import native
 from crossfade.run.collect_small_operators import CollectSmallOperators
+from crossfade.run.compared import (
+    own_batch,
+    random_stream,
+    rates,
+    replicas,
+    same_batch,
+    shared_numbers,
+    tensors_of,
+)
 from crossfade.run.fuse_adam_updates import FuseAdamUpdates
 from crossfade.run.group_small_operators import GroupSmallOperators
 from crossfade.run.members import Members
@@ -64,6 +74,7 @@ from crossfade.run.shards import Shards
 from crossfade.run.step import Built, Step
 from crossfade.run.update_in_place import UpdateInPlace
 from crossfade.shard.batch_dims import mark_batch_dims, needs_batch_dims
+from crossfade.shard.compare_ranks import CompareRanks
 from crossfade.shard.count_globally import UNPROVED, UNPROVED_REMEDY, CountGlobally
 from crossfade.shard.loss_parts import LossParts, find_loss_parts
 from crossfade.shard.tensor.plan import Plan
@@ -99,6 +110,7 @@ def compile_step(
     machine: Machine | str | None = None,
     memory_limit: int | None = None,
     passes: Sequence[Pass] | None = None,
+    check_every: int = 1,
     timeout: float = 60.0,
 ) -> Step:
     """One training step of a plain single-device model as one graph, data-parallel over a mesh.
@@ -143,6 +155,9 @@ def compile_step(
         memory_limit: bytes that may be alive beside inputs, parameters and optimizer state; with a machine only. The
             optimizer's small operators are then called one by one.
         passes: communication passes to use instead of `crossfade.pipeline.communication()`.
+        check_every: every so many steps ranks compare samples of their batches (with `batch="global"`), learning rates,
+            and a sample of a parameter, another one each time, by numbers that travel with the loss. 0 compares only
+            before the first step.
         timeout: seconds after which a collective, or the check that all ranks run the same program, fails.
 
     Returns:
@@ -156,7 +171,7 @@ def compile_step(
     """
     check_options(data_parallel=(data_parallel, DataParallelMode))
     check_options(batch=(batch, BatchIs), semantics=(semantics, Semantics), loss_is=(loss_is, LossIs))
-    check_numbers(accumulate, clip_grad_norm, timeout)
+    check_numbers(accumulate, clip_grad_norm, timeout, check_every)
     names = parameter_names(model)
     kept_whole = names_to_keep_whole(keep_whole, data_parallel, model, memory_limit)
     check_model(model)
@@ -193,7 +208,7 @@ def compile_step(
     shards = shards_of(model, optimizer, axes, mode, members, kept_whole) if axes and members else None
     compiler = _StepCompiler(
         model, BakedIn(model.modules()), loss_fn, optimizer, axes, mode, shards, batch, accumulate, clip_grad_norm,
-        semantics, loss_is, None if passes is None else tuple(passes), planned_for, memory_limit, tensor,
+        semantics, loss_is, None if passes is None else tuple(passes), planned_for, memory_limit, tensor, check_every,
     )  # fmt: skip
     return Step(
         model, optimizer, lambda b: compiler.build(b, members), compiler.key, everyone[0],
@@ -206,6 +221,13 @@ def compile_step(
 def _agree(members: Members, program: Program, common: Sequence[str]) -> None:
     """Compare a program, and what else ranks must have in common, with the others."""
     members.agree(" ".join([fingerprint(program), *common]), "\n".join([*common, str(program)]))
+
+
+def _agree_on_batch(members: Members, batch: tuple[Any, ...], *, by_plan: bool) -> None:
+    """Compare the first batch of its kind before anything is captured."""
+    tensors, told = tensors_of(batch), same_batch(by_plan=by_plan)
+    lines = [f"{name}: {tuple(one.shape)}, sums up to {int(digest_of([one], 0)):08x}" for name, one in tensors.items()]
+    members.agree(" ".join(lines), "\n".join(lines), what="batches", expected=told.expected, remedy=told.remedy)
 
 
 @contextlib.contextmanager
@@ -240,6 +262,7 @@ class _StepCompiler:
     machine: Machine | None
     memory_limit: int | None
     tensor: TensorParallel | None = None
+    check_every: int = 1
 
     def key(self, batch: tuple[Any, ...]) -> Any:
         """What a captured program depends on."""
@@ -252,6 +275,9 @@ class _StepCompiler:
         with _telling(members, beyond):
             if split is not None:
                 split.agree()
+        for together in (split.members if split else None, members if self.batch == "global" else None):
+            if together is not None:
+                _agree_on_batch(together, batch, by_plan=together is not members)
         if members is not None and self.shards is not None and self.shards.will_split:
             self._choose_what_stays_whole(batch, members)
         with _telling(members, beyond, split.members if split else None):
@@ -296,6 +322,8 @@ class _StepCompiler:
         self._warn_of(parts, members)
         program.groups = {self.tensor.axis.name: self.tensor.axis.size} if self.tensor else {}
         program = self._data_parallel(program, parts) if self.axes else self._on_micro_batches(program, parts)
+        comparisons = self._comparisons(program, parts, members)
+        program = run_passes(program, [CompareRanks(one.group, one.reduce_op, one.numbers) for one in comparisons])
         split_over = self._split_over(names)
         program = append_optimizer(
             program, self.optimizer, names, clip_grad_norm=self.clip_grad_norm, split_over=split_over
@@ -310,11 +338,43 @@ class _StepCompiler:
         )
         timeline = self._predicted(program, measured) if measured is not None else None
 
-        facts = self._facts(seconds, layout) | copy_kernel(program)
+        facts = self._facts(seconds, layout) | copy_kernel(program) | self._said_of(comparisons, batch)
         report = Report.of(before, program, title=type(self.model).__name__, facts=facts)
         report = report.with_timelines(predicted=timeline, memory=live_by_name(program)) if timeline else report
         stepped = {out.name for out in before.outputs if out.kind is OutputKind.UPDATE}
-        return Built(program, layout, report, self.state_keys(stepped))
+        return Built(program, layout, report, self.state_keys(stepped), comparisons)
+
+    def _comparisons(self, program: Program, parts: LossParts, members: Members | None) -> list[Comparison]:
+        """What ranks compare at every step: those that train parts of a batch, and those that hold parts of a model."""
+        together = [(self.axes.whole.name if self.axes else "", members, False)]
+        if self.tensor is not None:
+            together.append((self.tensor.axis.name, self.tensor.members, True))
+        reduce_op = "avg" if self._put_together(parts) == "mean" else "sum"
+        return [
+            Comparison(group, some, self._alike(program, parts, split), self.check_every, self._device(), reduce_op)
+            for group, some, split in together
+            if some is not None and not some.alone and self.check_every
+        ]
+
+    def _alike(self, program: Program, parts: LossParts, split_by_plan: bool) -> list[Alike]:
+        """What must be alike: among ranks that hold parts of one model, all but its parameters."""
+        same = split_by_plan or self.batch == "global"
+        found = [same_batch(by_plan=split_by_plan) if same else own_batch(), rates(self.optimizer)]
+        if not same and parts.shared_numbers:
+            found.append(shared_numbers(parts.shared_numbers))
+        if self.mode == "replicate" and not split_by_plan:  # otherwise a row has one owner, who hands it out
+            found.append(replicas(self.model, self.optimizer))
+        draws = self.semantics == "global" and any(is_random(node) for node in program.graph.nodes)
+        return [*found, random_stream(self.model)] if draws else found
+
+    def _said_of(self, comparisons: Sequence[Comparison], batch: tuple[Any, ...]) -> dict[str, str]:
+        """What comparing costs, for the report."""
+        if not comparisons:
+            return {}
+        micros = 1e6 * sum(min(one.seconds(batch) for _ in range(3)) for one in comparisons)
+        size = sum(4 * one.numbers for one in comparisons)
+        often = "every step" if self.check_every == 1 else f"every {self.check_every} steps"
+        return {"ranks compared": f"{often}: {size} bytes beside the loss, {micros:.0f} us to sum up"}
 
     def _packing(self) -> Pass:
         """Within a memory limit nothing is kept from step to step beside buckets."""

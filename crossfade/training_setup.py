@@ -174,8 +174,12 @@ def check_options(**given: tuple[str, Any]) -> None:
             raise CrossfadeError(f"{name}={value!r}", expected=expected, remedy="pass one of those")
 
 
-def check_numbers(accumulate: int, clip_grad_norm: float | None, timeout: float) -> None:
+def check_numbers(accumulate: int, clip_grad_norm: float | None, timeout: float, check_every: int) -> None:
     """Refuse numbers that make no sense."""
+    if check_every < 0:
+        raise CrossfadeError(
+            f"check_every={check_every}", expected="a number of steps", remedy="pass 0 to compare only the first"
+        )
     if accumulate < 1:
         raise CrossfadeError(
             f"accumulate={accumulate}", expected="at least 1", remedy="pass the number of micro-batches"

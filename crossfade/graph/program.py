@@ -27,7 +27,8 @@ MADE_FOR = "made_for"
 
 
 class InputKind(StrEnum):
-    """What a graph input is to the user. A `workspace` is memory kept between runs, with nothing in it before one."""
+    """What a graph input is to the user. A `workspace` is memory kept between runs, with nothing in it before one;
+    `alike` numbers sum up what must be alike on all ranks."""
 
     PARAMETER = "parameter"
     BUFFER = "buffer"
@@ -35,17 +36,19 @@ class InputKind(StrEnum):
     INPUT = "input"
     SCALAR = "scalar"
     WORKSPACE = "workspace"
+    ALIKE = "alike"
 
 
 class OutputKind(StrEnum):
     """What a graph output is to the user. An `update` is the new value of the input of the same name; a `shard` is the
-    part of a parameter that this rank updates, until the optimizer has taken it."""
+    part of a parameter that this rank updates, until the optimizer has taken it; `alike` numbers are of all ranks."""
 
     OUTPUT = "output"
     LOSS = "loss"
     GRADIENT = "gradient"
     UPDATE = "update"
     SHARD = "shard"
+    ALIKE = "alike"
 
 
 @dataclass(frozen=True, slots=True)

@@ -37,11 +37,19 @@ class Members:
     _shared_before: int = 0
     """The last meeting before which this member shared something."""
 
-    def agree(self, fingerprint: str, text: str) -> None:
+    def agree(
+        self,
+        fingerprint: str,
+        text: str,
+        *,
+        what: str = "programs",
+        expected: str = "the same program on every rank",
+        remedy: str = "build the same model, optimizer and batch shapes on every rank",
+    ) -> None:
         """Return when all members have brought the same fingerprint; otherwise raise, on every member.
 
         The first member collects and judges, the others wait for its word. `text` is compared to name the first line
-        that differs.
+        that differs; `what` they bring, what was `expected` and the `remedy` are for the error.
         """
         if self.alone:
             return
@@ -50,8 +58,8 @@ class Members:
         self.store.set(f"{meeting}/text/{self.rank}", zlib.compress(text.encode()))
         self.store.set(f"{meeting}/member/{self.rank}", mine)
         if self.rank == 0:
-            self.store.set(f"{meeting}/word", json.dumps(self._judge(meeting, fingerprint, text)))
-        self._hear(meeting)
+            self.store.set(f"{meeting}/word", json.dumps(self._judge(meeting, fingerprint, text, what)))
+        self._hear(meeting, expected, remedy)
 
     def share(self, make: Callable[[], Any]) -> Any:
         """What `make` returns on the first member, on every member; once before each `agree`. It must fit JSON."""
@@ -86,6 +94,10 @@ class Members:
         """Leave word of this member for whoever asks after it, such as the step it has reached."""
         self.store.set(f"{key}/{self.rank}", value)
 
+    def noted(self, key: str) -> list[str]:
+        """What each member has left under a key, or within the timeout leaves there."""
+        return [self._peek(f"{key}/{index}", wait=self.timeout) or "no word" for index in range(len(self.ranks))]
+
     def blame(self, step: int, collective: str, error: BaseException) -> RankFailedError:
         """The error to raise when a collective failed: name the members that failed, or fell behind, or went silent."""
         suspects = []
@@ -117,7 +129,7 @@ class Members:
         self.meetings += 1
         return f"meeting/{self.meetings}"
 
-    def _judge(self, meeting: str, fingerprint: str, text: str) -> dict[str, str]:
+    def _judge(self, meeting: str, fingerprint: str, text: str, what: str) -> dict[str, str]:
         deadline = time.monotonic() + self.timeout
         for index, rank in enumerate(self.ranks):
             raw = self._peek(f"{meeting}/member/{index}", wait=max(0.0, deadline - time.monotonic()))
@@ -131,20 +143,16 @@ class Members:
                 return {"kind": "failed", "found": f"rank {rank}: {said['failed']}"}
             if said["fingerprint"] != fingerprint:
                 theirs = zlib.decompress(self.store.get(f"{meeting}/text/{index}")).decode()
-                return {"kind": "differs", "found": _first_difference(text, theirs, self.ranks[0], rank)}
+                return {"kind": "differs", "found": _first_difference(text, theirs, self.ranks[0], rank, what)}
         return {"kind": "agreed"}
 
-    def _hear(self, meeting: str) -> None:
+    def _hear(self, meeting: str, expected: str, remedy: str) -> None:
         raw = self._peek(f"{meeting}/word", wait=self.timeout * 1.5)
         if raw is None:
             raise self._failed(f"no word from rank {self.ranks[0]} within {self.timeout * 1.5:g} s")
         word = json.loads(raw)
         if word["kind"] == "differs":
-            raise RankMismatchError(
-                word["found"],
-                expected="the same program on every rank",
-                remedy="build the same model, optimizer and batch shapes on every rank",
-            )
+            raise RankMismatchError(word["found"], expected=expected, remedy=remedy)
         if word["kind"] == "failed":
             raise self._failed(word["found"])
 
@@ -162,10 +170,10 @@ class Members:
         return self.store.get(key).decode()
 
 
-def _first_difference(ours: str, theirs: str, our_rank: int, their_rank: int) -> str:
+def _first_difference(ours: str, theirs: str, our_rank: int, their_rank: int, what: str) -> str:
     pairs = zip(ours.splitlines(), theirs.splitlines(), strict=False)
     different = next(((number, a, b) for number, (a, b) in enumerate(pairs, 1) if a != b), None)
     if different is None:
-        return f"programs of different length on rank {our_rank} and rank {their_rank}"
+        return f"{what} of different length on rank {our_rank} and rank {their_rank}"
     number, a, b = different
-    return f"different programs, first at line {number}: rank {our_rank} has `{a}`, rank {their_rank} has `{b}`"
+    return f"different {what}, first at line {number}: rank {our_rank} has `{a}`, rank {their_rank} has `{b}`"

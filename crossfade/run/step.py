@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -19,6 +19,7 @@ from crossfade.cost.timeline import Timeline
 from crossfade.graph.private import group_named, mark_optimizer_stepped
 from crossfade.graph.program import InputKind, OutputKind, Program
 from crossfade.run import checkpoint
+from crossfade.run.alike import Comparison
 from crossfade.run.bound import Bound, Found, watch
 from crossfade.run.executable import Executable
 from crossfade.run.members import Members
@@ -73,6 +74,8 @@ class Built:
     report: Any
     state_keys: Mapping[str, Collection[str]]
     """For each parameter that is stepped, the entries of optimizer state that the program takes."""
+    comparisons: Sequence[Comparison] = ()
+    """What ranks compare at every step."""
 
 
 @dataclass(frozen=True)
@@ -170,7 +173,8 @@ class Step:
 
     def _taken(self, ready: _Ready, batch: tuple[Any, ...]) -> dict[str, Tensor]:
         """This rank's part of a batch, by the names of the program's inputs."""
-        return dict(zip(ready.batch_names, ready.built.layout.take(batch, self._part_of_batch), strict=True))
+        values = dict(zip(ready.batch_names, ready.built.layout.take(batch, self._part_of_batch), strict=True))
+        return values | {one.name: one.given(batch, self.steps) for one in ready.built.comparisons}
 
     def _train(self, ready: _Ready, executable: Executable, values: dict[str, Tensor]) -> Tensor:
         if not ready.bound.is_current():
@@ -181,11 +185,11 @@ class Step:
         results = self._run(executable, ready.bound.values(values))
         mark_optimizer_stepped(self.optimizer)
         self.steps += 1
-        self.outputs = {
-            out.name: value
-            for out, value in zip(ready.built.program.outputs, results, strict=True)
-            if out.kind is not OutputKind.LOSS
-        }
+        named = list(zip(ready.built.program.outputs, results, strict=True))
+        self.outputs = {out.name: value for out, value in named if out.kind not in (OutputKind.LOSS, OutputKind.ALIKE)}
+        came = {out.name: value for out, value in named if out.kind is OutputKind.ALIKE}
+        for comparison in ready.built.comparisons:
+            comparison.reduced(came[comparison.name], self.steps - 1)
         return results[0]
 
     @contextlib.contextmanager
@@ -226,6 +230,9 @@ class Step:
         must call it: weights that a plan splits in blocks are put in one piece first.
         """
         self._create_all_state()
+        for ready in self._ready.values():
+            for comparison in ready.built.comparisons:
+                comparison.finish()
         return checkpoint.state_of(
             self.model,
             self.optimizer,
@@ -313,7 +320,7 @@ class Step:
         lasting: dict[int, Callable[[], Found]] = {}
         fresh: dict[int, Callable[[dict[str, Any]], Any]] = {}
         for place, (item, node) in enumerate(program.named_inputs()):
-            if item.kind is InputKind.INPUT:
+            if item.kind in (InputKind.INPUT, InputKind.ALIKE):
                 fresh[place] = partial(_taken_out, item.name)
             elif item.kind is InputKind.SCALAR and not item.name.startswith("rank"):
                 fresh[place] = partial(self._rate, int(item.name.rsplit(".", 1)[1]))
