@@ -28,7 +28,12 @@ def ranks() -> Iterator[Callable[[int], Ranks]]:
         pool.close()
 
 
-TIMED = {"test_calibrate", "test_estimate", "test_measure", "test_emulated", "test_stopwatch", "test_errors"}
+# fmt: off
+TIMED = {
+    "test_calibrate", "test_estimate", "test_measure", "test_emulated", "test_emulated_messages", "test_stopwatch",
+    "test_errors",
+}
+# fmt: on
 """Files whose tests compare times, or wait for them to run out: they are not run beside others."""
 
 

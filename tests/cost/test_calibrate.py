@@ -51,9 +51,9 @@ def test_ranks_agree_on_a_machine_of_possible_numbers(ranks: Callable[[int], Ran
     assert (machine.name, list(machine.fabrics), machine.device) == ("here", ["dp"], "cpu")
     assert "dp: 2 ranks on gloo" in machine.source
     fabric = machine.fabric("dp")
-    assert all(link.bandwidth < 1e12 and link.latency < 0.1 for link in fabric.links.values())
-    assert 0 < fabric.launch < 0.01
-    assert 0 < machine.overhead < 1e-3
+    assert all(link.bandwidth < 1e12 and link.latency < 1 for link in fabric.links.values())
+    assert 0 < fabric.launch < 0.1
+    assert 0 < machine.overhead < 0.01
     assert min(machine.flops.values()) > 1e6  # half precision without instructions for it
 
 

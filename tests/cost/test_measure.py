@@ -84,7 +84,7 @@ def test_symbolic_sizes_have_the_key_of_their_hint() -> None:
 def test_every_distinct_operator_is_measured_once() -> None:
     table = measure(program_of(LAYERS), threads=1)
     assert set(table) == set(keys(program_of(LAYERS)))
-    assert all(0 < seconds < 0.1 for seconds in table.values())
+    assert all(0 < seconds < 5 for seconds in table.values())
     assert repr(table) == "2 measured, 0 left out, 0 unmeasurable"
 
 
@@ -222,7 +222,7 @@ def test_known_times_are_taken_over_and_progress_is_told() -> None:
     (first, _, relu), seen = keys(program_of(LAYERS)), []
     table = measure(program_of(LAYERS), threads=1, known={first: 9.0}, progress=lambda *done: seen.append(done))
     assert table[first] == 9.0
-    assert table[relu] < 1.0
+    assert table[relu] < 9.0
     assert seen == [(1, 2), (2, 2)]
 
 

