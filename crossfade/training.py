@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import math
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -77,6 +78,8 @@ from crossfade.training_setup import (
     open_groups,
     shards_of,
 )
+
+log = logging.getLogger("crossfade")
 
 
 def compile_step(
@@ -186,7 +189,7 @@ def compile_step(
         )
     shards = shards_of(model, optimizer, axes, mode, members, kept_whole) if axes and members else None
     compiler = _StepCompiler(
-        model, BakedIn(model.modules()), loss_fn, optimizer, axes, mode, shards, batch, accumulate, clip_grad_norm,
+        model, BakedIn([model], loss_fn), loss_fn, optimizer, axes, mode, shards, batch, accumulate, clip_grad_norm,
         semantics, loss_is, None if passes is None else tuple(passes), planned_for, memory_limit, tensor,
     )  # fmt: skip
     return Step(
@@ -303,7 +306,7 @@ class _StepCompiler:
         )
         timeline = self._predicted(program, measured) if measured is not None else None
 
-        facts = self._facts(seconds, layout) | copy_kernel(program)
+        facts = self._facts(seconds, layout) | copy_kernel(program) | self._guards()
         report = Report.of(before, program, title=type(self.model).__name__, facts=facts)
         report = report.with_timelines(predicted=timeline, memory=live_by_name(program)) if timeline else report
         stepped = {out.name for out in before.outputs if out.kind is OutputKind.UPDATE}
@@ -455,6 +458,13 @@ class _StepCompiler:
 
     def _backend(self) -> str:
         return backend_on(self._device(), self.axes.whole.backend) if self.axes else ""
+
+    def _guards(self) -> dict[str, str]:
+        """What is watched for changes, and which change led to this capture."""
+        reason = self.baked_in.captured()
+        if reason:
+            log.info("capturing %s again: %s", type(self.model).__name__, reason)
+        return {"guards": self.baked_in.watched()} | ({"captured again": reason} if reason else {})
 
     def _facts(self, seconds: float, layout: BatchLayout) -> dict[str, str]:
         axes = [self.axes.copies, self.axes.split] if self.axes else []
