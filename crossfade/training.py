@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from crossfade.capture.accumulate import accumulate as run_on_micro_batches
 from crossfade.capture.baked_in import BakedIn, ambient
 from crossfade.capture.batch import BatchIs, BatchLayout, batch_key
+from crossfade.capture.constants import check_constants
 from crossfade.capture.optimizer import append_optimizer, check_optimizer, initial_state, options_key, parameter_names
 from crossfade.capture.training import LossFunction, capture_forward_backward, check_model, loss_of, resized
 from crossfade.carriers import Carriers
@@ -252,6 +253,7 @@ class _StepCompiler:
         if members is not None and self.shards is not None and self.shards.will_split:
             self._choose_what_stays_whole(batch, members)
         with _telling(members, beyond, split.members if split else None):
+            check_model(self.model)  # hooks may have been put on its parameters
             check_optimizer(self.optimizer, parameter_names(self.model))
             built = self._build(batch, members)
         with _telling(members, beyond):
@@ -445,6 +447,7 @@ class _StepCompiler:
             )
 
         program = capture(layout.micro_batch_size)
+        check_constants(program.constants, self.model, self.baked_in.path_of)
         if as_one_device and needs_batch_dims(program):
             mark_batch_dims(program, capture(layout.micro_batch_size_of_all_ranks))
         return program

@@ -74,6 +74,10 @@ class BakedIn:
                 log.warning("%s", _too_often(path, changed[path]))
         return _in_words(changed)
 
+    def path_of(self, value: Any) -> str:
+        """Where something was found when all was read last, if it was."""
+        return self._reading.path_of(value) if self._reading is not None else ""
+
     def watched(self) -> str:
         """How much is watched, and how."""
         assert self._reading is not None, "nothing was read yet"

@@ -88,6 +88,10 @@ class Reading:
         self._watch_holders()
         self.watch.take()
 
+    def path_of(self, value: Any) -> str:
+        """Where something was found; empty if it was not."""
+        return self._met[id(value)][0] if id(value) in self._met else ""
+
     def _walk(self) -> None:
         while self._todo:
             path, value = self._todo.popleft()

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from crossfade.capture.batch import BatchLayout, is_split
+from crossfade.capture.constants import NoWrites
 from crossfade.capture.tracing import new_fake_mode, to_fake, trace
 from crossfade.errors import CaptureError, ModelError
 from crossfade.graph.private import (
@@ -89,8 +90,9 @@ def capture_forward_backward(
         wanted = [state[name] for name in trained]
         with torch.enable_grad(), swapped_state(model, state):  # until after the backward, which may run parts again
             filled = tree_unflatten(_fill(leaves, batch_values), spec)
-            loss = loss_of(model, loss_fn, filled) if forward is None else forward(state, filled)
-            with _NoDraws():
+            with NoWrites():
+                loss = loss_of(model, loss_fn, filled) if forward is None else forward(state, filled)
+            with _NoDraws(), NoWrites():
                 gradients = torch.autograd.grad(loss, wanted, allow_unused=True)
         return [loss.detach(), *gradients, *(state[name] for name in buffers), *parameter_values]
 

@@ -104,7 +104,7 @@ class Watch:
     def parameter(self, tensor: torch.Tensor) -> None:
         """Whether and how it is trained; its values are an input of the program."""
         self._parameters.append(tensor)
-        self._empty += [hooks for name in HOOKS_OF_TENSOR if (hooks := getattr(tensor, name)) is not None and not hooks]
+        self._sized += [hooks for name in HOOKS_OF_TENSOR if (hooks := getattr(tensor, name)) is not None]
 
     def buffer(self, tensor: torch.Tensor) -> None:
         """What it is like; its values are an input of the program."""

@@ -18,6 +18,8 @@ from torch.nn import functional as F
 from torch.nn.utils import parametrize
 
 from crossfade import Step, compile_step
+from crossfade.errors import CaptureError, ModelError
+from crossfade.graph.private import global_module_hooks
 
 X, Y = torch.arange(12.0).reshape(4, 3) / 12, torch.arange(8.0).reshape(4, 2) / 8
 
@@ -26,7 +28,7 @@ Case = tuple[nn.Module, Any, Change]
 """A model, a loss function, and what the user changes after the first steps."""
 
 SCALE = 1.0
-TABLE = {"scale": [1.0]}
+TABLE = {"scale": {"now": 1.0}}
 
 
 def helper(x: Tensor) -> Tensor:
@@ -338,7 +340,7 @@ class Global(nn.Module):
         self.linear = nn.Linear(3, 2)
 
     def forward(self, x: Tensor) -> Tensor:
-        return helper(self.linear(x)) * TABLE["scale"][0] * settings.scale
+        return helper(self.linear(x)) * TABLE["scale"]["now"] * settings.scale
 
 
 settings = types.ModuleType("settings_of_a_user")
@@ -346,31 +348,26 @@ settings.scale = 1.0  # type: ignore[attr-defined]
 STANDING: dict[str, Callable[[pytest.MonkeyPatch], Any]] = {
     "a global that a function reads": lambda patch: patch.setitem(globals(), "SCALE", 3.0),
     "a function": lambda patch: patch.setitem(globals(), "helper", torch.tanh),
-    "a value in a global container": lambda patch: patch.setitem(TABLE["scale"], 0, 3.0),  # type: ignore[call-overload]
+    "a value in a global container": lambda patch: patch.setitem(TABLE["scale"], "now", 3.0),
     "a global of another module": lambda patch: patch.setattr(settings, "scale", 3.0),
     "a method": lambda patch: patch.setattr(Global, "forward", lambda self, x: 3 * self.linear(x)),
     "a method of torch's": lambda patch: patch.setattr(nn.Linear, "forward", lambda self, x: x @ self.weight.T),
-    "a hook on all modules": lambda patch: nn.modules.module.register_module_forward_hook(lambda m, args, out: 2 * out),
+    "a hook on all modules": lambda patch: patch.setitem(
+        global_module_hooks()["forward_hooks"], 0, lambda module, args, out: 2 * out
+    ),
 }
 
 
 @pytest.mark.parametrize("change", STANDING.values(), ids=STANDING)
 def test_a_change_beyond_the_model_is_seen(change: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     def make() -> Case:
-        return Global(), weighted_loss, lambda: handles.append(change(monkeypatch))
+        return Global(), weighted_loss, lambda: change(monkeypatch)
 
-    handles: list[Any] = []
     torch.manual_seed(0)
     step, found = compiled(make())
-    for handle in handles:
-        if handle is not None:
-            handle.remove()
     monkeypatch.undo()
     torch.manual_seed(0)
     torch.testing.assert_close(found, eager(make()))
-    for handle in handles[1:]:
-        if handle is not None:
-            handle.remove()
     assert step.captures == 2
 
 
@@ -430,3 +427,93 @@ def test_a_change_of_the_model_is_seen(make: Callable[[], Case]) -> None:
 @pytest.mark.parametrize("make", ON_LOSSES.values(), ids=ON_LOSSES)
 def test_a_change_of_the_loss_is_seen(make: Callable[[], Case]) -> None:
     check(make)
+
+
+class Collected(nn.Module):
+    """Reads its parameter from a list, which no module swaps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 2)
+        self.all = [self.linear.weight]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x) + self.all[0].sum()
+
+
+class Writing(nn.Module):
+    """Changes a plain tensor in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.mean = nn.Linear(3, 2), torch.zeros(2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.linear(x)
+        with torch.no_grad():
+            self.mean.mul_(0.9).add_(y.mean(0), alpha=0.1)
+        return y - self.mean
+
+
+class Tempered(nn.Module):
+    """A loss with a parameter of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.temperature = nn.Parameter(torch.tensor(1.0))
+
+    def forward(self, y: Tensor, target: Tensor) -> Tensor:
+        return F.mse_loss(y * self.temperature, target)
+
+
+def _penalised() -> tuple[nn.Module, Any]:
+    model = nn.Linear(3, 2)
+    weight = model.weight
+    return model, lambda y, target: F.mse_loss(y, target) + weight.square().sum()
+
+
+REFUSED: dict[str, tuple[str, Callable[[], tuple[nn.Module, Any]]]] = {
+    "a parameter in a list": (r"parameter linear.weight read from model.all\[0\]", lambda: (Collected(), F.mse_loss)),
+    "a parameter in a closure": (r"parameter weight read from loss_fn.weight; .* read model.weight", _penalised),
+    "a plain tensor that is written": (
+        r"shape \(2,\), neither parameter nor buffer, changed in place by aten.mul_.Tensor at .*test_guards.*self.mean",
+        lambda: (Writing(), F.mse_loss),
+    ),
+    "a parameter of the loss": (
+        r"loss_fn.temperature, which requires a gradient .* Remedy: make it a part of the model",
+        lambda: (nn.Linear(3, 2), Tempered()),
+    ),
+}
+
+
+@pytest.mark.parametrize(("message", "make"), REFUSED.values(), ids=REFUSED)
+def test_constants_that_eager_training_would_change_are_refused(message: str, make: Any) -> None:
+    model, loss = make()
+    step = compile_step(model, loss, torch.optim.SGD(model.parameters(), lr=0.1))
+    before = [value.clone() for value in model.state_dict().values()], getattr(model, "mean", torch.zeros(2)).clone()
+    with pytest.raises(CaptureError, match=message):
+        step(X, Y)
+    after = list(model.state_dict().values()), getattr(model, "mean", torch.zeros(2))
+    torch.testing.assert_close(after, before)
+
+
+def test_a_frozen_parameter_of_the_loss_is_watched() -> None:
+    def make() -> Case:
+        loss = Tempered().requires_grad_(False)
+        return nn.Linear(3, 2), loss, lambda: loss.temperature.fill_(3.0)
+
+    check(make)
+
+
+def test_a_gradient_hook_that_comes_later_is_refused() -> None:
+    model = nn.Linear(3, 2)
+    step = compile_step(model, F.mse_loss, torch.optim.SGD(model.parameters(), lr=0.1))
+    step(X, Y)
+    handle = model.weight.register_hook(lambda gradient: 2 * gradient)
+    with pytest.raises(ModelError, match="a gradient hook on weight"):
+        step(X, Y)
+    handle.remove()
+    step(X, Y)
+    model.weight.register_hook(lambda gradient: 2 * gradient)
+    with pytest.raises(ModelError, match="a gradient hook on weight"):
+        step(X, Y)
