@@ -26,7 +26,7 @@ from crossfade.cost.machine import Machine
 from crossfade.cost.measure import measure, measured_as_run
 from crossfade.cost.presets import preset
 from crossfade.cost.timeline import Timeline
-from crossfade.errors import CrossfadeError
+from crossfade.errors import CrossfadeError, RankFailedError
 from crossfade.graph.effects import is_random
 from crossfade.graph.memory import live_by_name
 from crossfade.graph.passes import Pass, fingerprint, run_passes
@@ -218,6 +218,24 @@ def _telling(*members: Members | None) -> Iterator[None]:
         raise
 
 
+@contextlib.contextmanager
+def _capturing_again(reason: str, members: Members | None) -> Iterator[None]:
+    """Let the others know why this rank does not come to the next step, should they see no reason to capture."""
+    if not reason or members is None or members.alone:
+        yield
+        return
+    members.note("capturing", reason)
+    try:
+        yield
+    except RankFailedError as error:
+        raise RankFailedError(
+            f"{error.found}; this rank captures again, since {reason}",
+            expected="every rank to capture again at the same step",
+            remedy="make such a change on all ranks between the same steps; or see the other rank's own error first",
+        ) from error
+    members.note("capturing", "")
+
+
 @dataclass(frozen=True)
 class _StepCompiler:
     """The settings of one `compile_step`, and the way from a batch to a program."""
@@ -245,6 +263,13 @@ class _StepCompiler:
 
     def build(self, batch: tuple[Any, ...], members: Members | None) -> Built:
         """Capture and compile for one shape of batch, and agree on the result with the other ranks."""
+        reason = self.baked_in.captured()
+        if reason:
+            log.info("capturing %s again: %s", type(self.model).__name__, reason)
+        with _capturing_again(reason, self.tensor.everyone[0] if self.tensor is not None else members):
+            return self._build_together(batch, members)
+
+    def _build_together(self, batch: tuple[Any, ...], members: Members | None) -> Built:
         split = self.tensor
         beyond = split.beyond if split is not None else None
         with _telling(members, beyond):
@@ -464,9 +489,7 @@ class _StepCompiler:
 
     def _guards(self) -> dict[str, str]:
         """What is watched for changes, and which change led to this capture."""
-        reason = self.baked_in.captured()
-        if reason:
-            log.info("capturing %s again: %s", type(self.model).__name__, reason)
+        reason = self.baked_in.reason
         return {"guards": self.baked_in.watched()} | ({"captured again": reason} if reason else {})
 
     def _facts(self, seconds: float, layout: BatchLayout) -> dict[str, str]:

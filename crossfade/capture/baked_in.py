@@ -56,6 +56,8 @@ class BakedIn:
         self._reading: Reading | None = None
         self._captured: dict[str, Token] | None = None
         self._causes: Counter[str] = Counter()
+        self.reason = ""
+        """What had changed when a program was captured last."""
 
     def number(self) -> int:
         """A number for all of it: the same again whenever all is the same."""
@@ -67,12 +69,12 @@ class BakedIn:
         """Remember that a program is captured with what was read last; what of it has changed since the one before."""
         now = self._reading.tokens if self._reading is not None else {}
         changed = _changes(self._captured, now) if self._captured is not None else {}
-        self._captured = now
+        self._captured, self.reason = now, _in_words(changed)
         for path in changed:
             self._causes[path] += 1
             if self._causes[path] == _OFTEN:
                 log.warning("%s", _too_often(path, changed[path]))
-        return _in_words(changed)
+        return self.reason
 
     def path_of(self, value: Any) -> str:
         """Where something was found when all was read last, if it was."""
@@ -132,6 +134,16 @@ def _too_often(path: str, how: str) -> str:
 
 
 def ambient() -> tuple[Any, ...]:
-    """What torch itself bakes in: autocast and the default dtype."""
+    """What torch itself bakes in: autocast, the default dtype and device, and which kernels may be chosen."""
     autocast = [(torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in ("cpu", "cuda")]
-    return (*autocast, torch.get_default_dtype())
+    kernels = [enabled() for enabled in _KERNELS]
+    return (*autocast, torch.get_default_dtype(), torch.get_default_device(), *kernels)
+
+
+_KERNELS = (
+    torch.are_deterministic_algorithms_enabled,
+    torch.backends.cuda.flash_sdp_enabled,
+    torch.backends.cuda.mem_efficient_sdp_enabled,
+    torch.backends.cuda.math_sdp_enabled,
+    torch.backends.cuda.cudnn_sdp_enabled,
+)

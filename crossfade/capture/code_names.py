@@ -32,26 +32,60 @@ class Names(NamedTuple):
 
 @lru_cache(maxsize=8192)
 def names_in(code: types.CodeType) -> Names:
-    """What a function's code, and that of the functions inside it, reads. What it only writes is no part of it.
+    """What a function's code, and that of the functions inside it, reads. What it writes first is no part of it.
 
     >>> def forward(self, x):
     ...     self.last = x * self.scale * FACTOR
-    ...     return self.last_one("loud")
+    ...     return self.louder(self.last, "loud")
     >>> names = names_in(forward.__code__)
     >>> sorted(names.globals), sorted(names.attributes), names.computed
-    (['FACTOR'], ['last_one', 'loud', 'scale'], False)
+    (['FACTOR'], ['loud', 'louder', 'scale'], False)
     """
     read_globally: set[str] = set()
     attributes: set[str] = set()
-    for instruction in (one for part in _with_parts(code) for one in dis.get_instructions(part)):
-        if instruction.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
-            read_globally.add(instruction.argval)
-        elif instruction.opcode in dis.hasname and not instruction.opname.startswith(("STORE_", "DELETE_")):
-            attributes.add(instruction.argval)
-        elif isinstance(instruction.argval, str) and instruction.opcode in dis.hasconst:
-            attributes |= {instruction.argval} if instruction.argval.isidentifier() else set()
+    for part in _with_parts(code):
+        instructions = list(dis.get_instructions(part))
+        read_globally |= {one.argval for one in instructions if one.opname in ("LOAD_GLOBAL", "LOAD_NAME")}
+        attributes |= _attributes_read(instructions, straight=not part.co_exceptiontable)
+        words = (one.argval for one in instructions if one.opcode in dis.hasconst and isinstance(one.argval, str))
+        attributes |= {word for word in words if word.isidentifier()}
     computed = not _COMPUTED.isdisjoint(read_globally | attributes)
     return Names(frozenset(read_globally), frozenset(attributes), computed)
+
+
+def _attributes_read(instructions: list[dis.Instruction], *, straight: bool) -> set[str]:
+    """The names of attributes that are read, unless the same was written to the same variable before, in any case.
+
+    What is not `straight` may leave off anywhere for an exception's handler.
+    """
+    replaced = _variables_stored(instructions)
+    conditional_until = -1
+    written: set[tuple[str, str]] = set()
+    read: set[str] = set()
+    for before, one in zip([None, *instructions], instructions, strict=False):
+        if one.opcode in (*dis.hasjrel, *dis.hasjabs):
+            conditional_until = max(conditional_until, int(one.argval))
+        if one.opcode not in dis.hasname or one.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
+            continue
+        owner = _variable_loaded(before)
+        if straight and one.opname == "STORE_ATTR" and owner not in replaced and one.offset >= conditional_until:
+            written.add((owner, one.argval))
+        elif not one.opname.startswith(("STORE_", "DELETE_")) and (owner, one.argval) not in written:
+            read.add(one.argval)
+    return read
+
+
+def _variable_loaded(instruction: dis.Instruction | None) -> str:
+    """The local variable that an instruction puts on the stack last; empty if it does something else."""
+    if instruction is None or not instruction.opname.startswith("LOAD_FAST"):
+        return ""
+    return instruction.argval[-1] if isinstance(instruction.argval, tuple) else str(instruction.argval)
+
+
+def _variables_stored(instructions: list[dis.Instruction]) -> set[str]:
+    """Local variables that change their meaning on the way; the empty name, of none, among them."""
+    given = [one.argval for one in instructions if "STORE_FAST" in one.opname or one.opname == "DELETE_FAST"]
+    return {"", *(name for value in given for name in (value if isinstance(value, tuple) else (value,)))}
 
 
 def _with_parts(code: types.CodeType) -> Iterator[types.CodeType]:

@@ -81,9 +81,9 @@ class Reading:
         self._globals: dict[int, _Holder] = {}
         self._todo: deque[tuple[str, Any]] = deque((f"model{place or ''}", model) for place, model in enumerate(models))
         self._hashed = 0
+        self._named("torch.nn", global_module_hooks())
         self._walk()
         self._value("loss_fn", loss_fn)
-        self._named("torch.nn", global_module_hooks())
         self._walk()
         self._watch_holders()
         self.watch.take()

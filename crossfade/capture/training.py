@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from crossfade.capture.batch import BatchLayout, is_split
 from crossfade.capture.constants import NoWrites
+from crossfade.capture.side_effects import as_it_was
 from crossfade.capture.tracing import new_fake_mode, to_fake, trace
 from crossfade.errors import CaptureError, ModelError
 from crossfade.graph.private import (
@@ -97,7 +98,7 @@ def capture_forward_backward(
         return [loss.detach(), *gradients, *(state[name] for name in buffers), *parameter_values]
 
     fakes = [to_fake(mode, p) for p in parameters.values()], [to_fake(mode, b) for b in buffers.values()], *tensors
-    with _as_it_was(model), _plain_kernels(model, plain_norms):
+    with as_it_was([model, loss_fn]), _plain_kernels(model, plain_norms):
         module = trace(mode, forward_backward, fakes, f"the forward and backward of {type(model).__name__}")
     names = [name for name, leaf in zip(layout.names, leaves, strict=True) if isinstance(leaf, Tensor)]
     inputs = (
@@ -124,18 +125,6 @@ class _NoDraws(TorchDispatchMode):
                 remedy="leave dropout out of checkpointed parts, or leave the checkpointing out",
             )
         return func(*args, **(kwargs or {}))
-
-
-@contextlib.contextmanager
-def _as_it_was(model: nn.Module) -> Iterator[None]:
-    """Give every module back the plain attributes it had: a forward that stores a tensor would keep a traced one."""
-    before = [(module, dict(vars(module))) for module in model.modules()]
-    try:
-        yield
-    finally:
-        for module, attributes in before:
-            vars(module).clear()
-            vars(module).update(attributes)
 
 
 @contextlib.contextmanager
