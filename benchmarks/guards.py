@@ -3,8 +3,9 @@
     python -m benchmarks.guards                  # the demo's `deep`: 293 parameters, on one device
     python -m benchmarks.guards --size wide --save
 
-Steps with guards and with guards off run in turns, by fours of which the first is not counted, on one compiled step;
-times are medians. A check is also timed alone, between steps, when little of what it reads is in the caches.
+Steps with guards and with guards off run in turns, on one compiled step; times are medians, and the ratio is the median
+of those of steps that ran one after the other, since the speed of a shared machine changes within seconds. A check is
+also timed alone, between steps, when little of what it reads is in the caches.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import contextlib
 import statistics
 import time
 from collections.abc import Callable, Iterator
+from operator import truediv
 from typing import Any
 
 import torch
@@ -32,7 +34,7 @@ def main() -> None:
     """Parse the command line, measure and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--size", choices=SIZES, default="deep")
-    parser.add_argument("--rounds", type=int, default=30)
+    parser.add_argument("--rounds", type=int, default=60)
     parser.add_argument("--save", action="store_true", help="keep the figures as JSON")
     options = parser.parse_args()
     figures = measure(options.size, options.rounds)
@@ -52,18 +54,18 @@ def measure(size: str, rounds: int) -> dict[str, Any]:
     step = compile_step(model, next_token_loss, torch.optim.AdamW(model.parameters()))
     step(*batch)
     on, off, checks = [], [], []
-    for _ in range(rounds):
-        on += _seconds(lambda: step(*batch))
-        with guards_off(step):
-            off += _seconds(lambda: step(*batch))
-        checks += _seconds(_baked_in(step).number)[:1]  # later ones find everything in the caches
+    for number in range(rounds):
+        for turn in sorted((False, True), reverse=bool(number % 2)):
+            with guards_off(step) if turn else contextlib.nullcontext():
+                (off if turn else on).append(_seconds(lambda: step(*batch)))
+        checks.append(_seconds(_baked_in(step).number))
     times = {name: statistics.median(found) for name, found in {"on": on, "off": off, "check": checks}.items()}
     return {
         "size": size,
         "parameters": len(list(model.parameters())),
         "watched": step.report.facts["guards"],
         **times,
-        "ratio": times["on"] / times["off"],
+        "ratio": statistics.median(map(truediv, on, off)),
     }
 
 
@@ -83,13 +85,10 @@ def _baked_in(step: Step) -> BakedIn:
     return step._key.__self__.baked_in  # type: ignore[attr-defined]
 
 
-def _seconds(run: Callable[[], Any]) -> list[float]:
-    found = []
-    for _ in range(4):
-        start = time.perf_counter()
-        run()
-        found.append(time.perf_counter() - start)
-    return found[1:]
+def _seconds(run: Callable[[], Any]) -> float:
+    start = time.perf_counter()
+    run()
+    return time.perf_counter() - start
 
 
 def _show(figures: dict[str, Any]) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 import math
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -26,7 +25,7 @@ from crossfade.cost.machine import Machine
 from crossfade.cost.measure import measure, measured_as_run
 from crossfade.cost.presets import preset
 from crossfade.cost.timeline import Timeline
-from crossfade.errors import CrossfadeError, RankFailedError
+from crossfade.errors import CrossfadeError
 from crossfade.graph.effects import is_random
 from crossfade.graph.memory import live_by_name
 from crossfade.graph.passes import Pass, fingerprint, run_passes
@@ -70,6 +69,7 @@ from crossfade.simplify.spell_out_slow_operators import SpellOutSlowOperators, s
 from crossfade.tensor_training import TensorParallel, check_not_split
 from crossfade.training_setup import (
     KeepWhole,
+    capturing,
     check_numbers,
     check_options,
     check_tensor_parallel,
@@ -79,8 +79,6 @@ from crossfade.training_setup import (
     open_groups,
     shards_of,
 )
-
-log = logging.getLogger("crossfade")
 
 
 def compile_step(
@@ -218,24 +216,6 @@ def _telling(*members: Members | None) -> Iterator[None]:
         raise
 
 
-@contextlib.contextmanager
-def _capturing_again(reason: str, members: Members | None) -> Iterator[None]:
-    """Let the others know why this rank does not come to the next step, should they see no reason to capture."""
-    if not reason or members is None or members.alone:
-        yield
-        return
-    members.note("capturing", reason)
-    try:
-        yield
-    except RankFailedError as error:
-        raise RankFailedError(
-            f"{error.found}; this rank captures again, since {reason}",
-            expected="every rank to capture again at the same step",
-            remedy="make such a change on all ranks between the same steps; or see the other rank's own error first",
-        ) from error
-    members.note("capturing", "")
-
-
 @dataclass(frozen=True)
 class _StepCompiler:
     """The settings of one `compile_step`, and the way from a batch to a program."""
@@ -263,10 +243,7 @@ class _StepCompiler:
 
     def build(self, batch: tuple[Any, ...], members: Members | None) -> Built:
         """Capture and compile for one shape of batch, and agree on the result with the other ranks."""
-        reason = self.baked_in.captured()
-        if reason:
-            log.info("capturing %s again: %s", type(self.model).__name__, reason)
-        with _capturing_again(reason, self.tensor.everyone[0] if self.tensor is not None else members):
+        with capturing(self.baked_in, self.tensor.everyone[0] if self.tensor is not None else members):
             return self._build_together(batch, members)
 
     def _build_together(self, batch: tuple[Any, ...], members: Members | None) -> Built:
@@ -333,7 +310,7 @@ class _StepCompiler:
         )
         timeline = self._predicted(program, measured) if measured is not None else None
 
-        facts = self._facts(seconds, layout) | copy_kernel(program) | self._guards()
+        facts = self._facts(seconds, layout) | copy_kernel(program) | self.baked_in.facts()
         report = Report.of(before, program, title=type(self.model).__name__, facts=facts)
         report = report.with_timelines(predicted=timeline, memory=live_by_name(program)) if timeline else report
         stepped = {out.name for out in before.outputs if out.kind is OutputKind.UPDATE}
@@ -486,11 +463,6 @@ class _StepCompiler:
 
     def _backend(self) -> str:
         return backend_on(self._device(), self.axes.whole.backend) if self.axes else ""
-
-    def _guards(self) -> dict[str, str]:
-        """What is watched for changes, and which change led to this capture."""
-        reason = self.baked_in.reason
-        return {"guards": self.baked_in.watched()} | ({"captured again": reason} if reason else {})
 
     def _facts(self, seconds: float, layout: BatchLayout) -> dict[str, str]:
         axes = [self.axes.copies, self.axes.split] if self.axes else []

@@ -32,7 +32,10 @@ HASHED = 16 << 20
 """Bytes of tensors and arrays, in all, whose contents are compared."""
 
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
-_APART = frozenset({"_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"})
+_REGISTRIES = frozenset({"_parameters", "_buffers", "_modules"})
+_HOOKS = frozenset({"_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"})
+_SET_WITH_OTHERS = _OF_EVERY_MODULE - _REGISTRIES - _HOOKS - {"training", "_is_full_backward_hook"}
+"""What torch keeps with hooks and buffers that are watched, or for checkpoints."""
 _NOT_RUN = frozenset({"__init__", "__new__", "__init_subclass__", "__repr__", "__str__", "__del__", "__reduce__"})
 _CALLED = ("forward", "__call__", "_call_impl")
 _CODE = (types.FunctionType, staticmethod, classmethod, property, functools.cached_property, type)
@@ -110,10 +113,7 @@ class Reading:
 
     def _watch_holders(self) -> None:
         for holder in (*self._holders, *self._globals.values()):
-            if holder.sized and len(holder.names) == len(holder.mapping):
-                self.watch.mapping(holder.mapping)
-            else:
-                self.watch.chosen(holder.mapping, holder.names, sized=holder.sized)
+            self.watch.chosen(holder.mapping, holder.names, sized=holder.sized)
 
     def _set(self, path: str, token: Token) -> None:
         self.tokens[intern(path)] = token
@@ -162,12 +162,11 @@ class Reading:
         everything = not is_looked_into(kind)
         holder = self._hold(vars(module))
         for name, value in vars(module).items():
-            if name in _APART or "state_dict" in name:
+            if name in _REGISTRIES:
                 holder.names.append(name)
-            elif _is_bare(name, value):
-                holder.names.append(name)
-                self.watch.mapping(value)
-            else:
+            elif name in _HOOKS and not value:
+                self.watch.no_hooks(value)
+            elif name not in _SET_WITH_OTHERS:
                 self._attribute(holder, path, name, value, everything or name in _OF_EVERY_MODULE)
         self._tensors_of(path, module)
         self.watch.mapping(children)
@@ -346,11 +345,6 @@ def _outermost(models: Collection[nn.Module]) -> list[nn.Module]:
     first = next(iter(models))
     inside = {id(module) for module in first.modules()}
     return [first, *(model for model in models if id(model) not in inside)]
-
-
-def _is_bare(name: str, value: Any) -> bool:
-    """Whether an attribute is one that torch gives every module, without anything in it."""
-    return name in _OF_EVERY_MODULE and isinstance(value, dict) and not value
 
 
 def _parts_of(value: Any) -> dict[str, Any] | None:

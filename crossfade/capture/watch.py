@@ -5,19 +5,22 @@ from __future__ import annotations
 import types
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import chain
-from operator import attrgetter, is_
+from operator import attrgetter, call, is_, itemgetter
 from typing import Any
 
 import numpy as np
 import torch
+from torch.utils.hooks import RemovableHandle
 
 from crossfade.graph.private import HOOKS_OF_TENSOR
 
 EVERY_STEP_AT_MOST = 1000
 """Entries of a container, and bytes of a tensor or an array, that are compared at every step."""
 
-_of_parameter = attrgetter("requires_grad", "dtype", *HOOKS_OF_TENSOR)
+_of_parameter = attrgetter("requires_grad", "dtype")
+_hooks_of_tensor = attrgetter(*HOOKS_OF_TENSOR)
 _of_buffer = attrgetter("shape", "dtype")
 _of_function = attrgetter("__code__", "__defaults__", "__kwdefaults__")
 _content = attrgetter("cell_contents")
@@ -50,6 +53,9 @@ class Watch:
     _probes: list[Callable[[], Iterable[Any]]] = field(default_factory=list)
     _sized: list[Collection[Any]] = field(default_factory=list)
     _empty: list[Collection[Any]] = field(default_factory=list)
+    _without_hooks: list[Collection[Any]] = field(default_factory=list)
+    _handles: int = -1
+    _hooks: list[Any] = field(default_factory=list)
     _typed: list[Any] = field(default_factory=list)
     _cells: list[types.CellType] = field(default_factory=list)
     _functions: list[types.FunctionType] = field(default_factory=list)
@@ -86,11 +92,16 @@ class Watch:
         """Some values of a mapping; if `sized`, also that it has as many entries."""
         names = tuple(names)
         self._sized += [mapping] if sized else []
-        self._probes.append(lambda: map(mapping.get, names))
+        if names:
+            self._probes.append(partial(itemgetter(*names, names[0]), mapping))  # of a single one it makes no tuple
 
     def slots(self, thing: Any, names: tuple[str, ...]) -> None:
         """Of an object without a dict."""
         self._probes.append(lambda: [getattr(thing, name, None) for name in names])
+
+    def no_hooks(self, hooks: Collection[Any]) -> None:
+        """Where hooks would be; looked at only when torch has given a handle of a hook to anyone."""
+        self._without_hooks.append(hooks)
 
     def types_of(self, thing: Any) -> None:
         """Which class an object is of."""
@@ -131,25 +142,33 @@ class Watch:
         self._lengths = list(map(len, self._sized))
         self._words = list(chain.from_iterable(self._worded))
         self._seen = list(self._standing())
+        self._handles = RemovableHandle.next_id
+        self._hooks = list(map(_hooks_of_tensor, self._parameters))
         self._facts = self._facts_now()
-        self.values = len(self._seen) + len(self._empty) + sum(map(len, self._facts))
+        self.values = len(self._seen) + len(self._empty) + len(self._without_hooks) + sum(map(len, self._facts))
 
     def is_current(self) -> bool:
         """Whether everything is as it was taken."""
         try:
             return (
-                not any(self._empty)
+                (RemovableHandle.next_id == self._handles or self._has_the_same_hooks())
+                and not any(self._empty)
                 and list(map(len, self._sized)) == self._lengths
                 and list(chain.from_iterable(self._worded)) == self._words
                 and all(map(is_, self._standing(), self._seen))
                 and self._facts_now() == self._facts
             )
-        except ValueError:  # a free variable that was deleted
+        except (KeyError, ValueError):  # a name or a free variable that was deleted
             return False
 
+    def _has_the_same_hooks(self) -> bool:
+        handles = RemovableHandle.next_id
+        same = not any(self._without_hooks) and list(map(_hooks_of_tensor, self._parameters)) == self._hooks
+        self._handles = handles if same else -1
+        return same
+
     def _standing(self) -> Iterable[Any]:
-        probed = (probe() for probe in self._probes)
-        lists = (*self._live, *probed, map(type, self._typed), map(_content, self._cells))
+        lists = (*self._live, *map(call, self._probes), map(type, self._typed), map(_content, self._cells))
         return chain.from_iterable((*lists, *map(_of_function, self._functions)))
 
     def _facts_now(self) -> tuple[list[Any], ...]:

@@ -356,7 +356,7 @@ STANDING: dict[str, Callable[[pytest.MonkeyPatch], Any]] = {
     "a method of torch's": lambda patch: patch.setattr(nn.Linear, "forward", lambda self, x: x @ self.weight.T),
     "a hook on all modules": lambda patch: patch.setitem(
         global_module_hooks()["forward_hooks"], 0, lambda module, args, out: 2 * out
-    ),
+    ),  # not by torch's own function: a test must not leave it behind
 }
 
 
@@ -562,7 +562,7 @@ def test_a_value_that_changes_at_each_step_is_named(caplog: pytest.LogCaptureFix
         for number in range(4):
             model[0].held = float(number + 1)
             step.prepare(X, Y)
-    assert "capturing Sequential again: model.0.held changed from 1.0 to 2.0" in caplog.text
+    assert "capturing again: model.0.held changed from 1.0 to 2.0" in caplog.text
     warnings = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
     assert len(warnings) == 1 and warnings[0].startswith("model.0.held has been the cause of 3 captures")
     assert step.report.facts["captured again"] == "model.0.held changed from 3.0 to 4.0"
