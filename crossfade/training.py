@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from crossfade.capture.accumulate import accumulate as run_on_micro_batches
 from crossfade.capture.baked_in import BakedIn, ambient
 from crossfade.capture.batch import BatchIs, BatchLayout, batch_key
+from crossfade.capture.constants import check_constants
 from crossfade.capture.optimizer import append_optimizer, check_optimizer, initial_state, options_key, parameter_names
 from crossfade.capture.training import LossFunction, capture_forward_backward, check_model, loss_of, resized
 from crossfade.carriers import Carriers
@@ -82,6 +83,7 @@ from crossfade.simplify.spell_out_slow_operators import SpellOutSlowOperators, s
 from crossfade.tensor_training import TensorParallel, check_not_split
 from crossfade.training_setup import (
     KeepWhole,
+    capturing,
     check_numbers,
     check_options,
     check_tensor_parallel,
@@ -207,7 +209,7 @@ def compile_step(
         )
     shards = shards_of(model, optimizer, axes, mode, members, kept_whole) if axes and members else None
     compiler = _StepCompiler(
-        model, BakedIn(model.modules()), loss_fn, optimizer, axes, mode, shards, batch, accumulate, clip_grad_norm,
+        model, BakedIn([model], loss_fn), loss_fn, optimizer, axes, mode, shards, batch, accumulate, clip_grad_norm,
         semantics, loss_is, None if passes is None else tuple(passes), planned_for, memory_limit, tensor, check_every,
     )  # fmt: skip
     return Step(
@@ -270,6 +272,10 @@ class _StepCompiler:
 
     def build(self, batch: tuple[Any, ...], members: Members | None) -> Built:
         """Capture and compile for one shape of batch, and agree on the result with the other ranks."""
+        with capturing(self.baked_in, self.tensor.everyone[0] if self.tensor is not None else members):
+            return self._build_together(batch, members)
+
+    def _build_together(self, batch: tuple[Any, ...], members: Members | None) -> Built:
         split = self.tensor
         beyond = split.beyond if split is not None else None
         with _telling(members, beyond):
@@ -281,6 +287,7 @@ class _StepCompiler:
         if members is not None and self.shards is not None and self.shards.will_split:
             self._choose_what_stays_whole(batch, members)
         with _telling(members, beyond, split.members if split else None):
+            check_model(self.model)  # hooks may have been put on its parameters
             check_optimizer(self.optimizer, parameter_names(self.model))
             built = self._build(batch, members)
         with _telling(members, beyond):
@@ -338,7 +345,8 @@ class _StepCompiler:
         )
         timeline = self._predicted(program, measured) if measured is not None else None
 
-        facts = self._facts(seconds, layout) | copy_kernel(program) | self._said_of(comparisons, batch)
+        told = self._said_of(comparisons, batch) | self.baked_in.facts()
+        facts = self._facts(seconds, layout) | copy_kernel(program) | told
         report = Report.of(before, program, title=type(self.model).__name__, facts=facts)
         report = report.with_timelines(predicted=timeline, memory=live_by_name(program)) if timeline else report
         stepped = {out.name for out in before.outputs if out.kind is OutputKind.UPDATE}
@@ -531,6 +539,7 @@ class _StepCompiler:
             )
 
         program = capture(size, trained)
+        check_constants(program.constants, self.model, self.baked_in.path_of)
         times = layout.ranks if layout.ranks > 1 else layout.accumulate
         if times == 1 or self.semantics == "per-rank":
             return program, LossParts(None)

@@ -2,24 +2,29 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import fnmatch
-from collections.abc import Collection, Mapping
+import logging
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any, Literal, get_args
 
 from torch import nn
 from torch.optim import Optimizer
 
+from crossfade.capture.baked_in import BakedIn
 from crossfade.cost.calibrate import calibrate
 from crossfade.cost.machine import Machine
 from crossfade.cost.presets import preset
-from crossfade.errors import CrossfadeError, MeshError, ModelError, NotYetError
+from crossfade.errors import CrossfadeError, MeshError, ModelError, NotYetError, RankFailedError
 from crossfade.graph.private import group_named
 from crossfade.pipeline import DataParallelMode
 from crossfade.run.checkpoint import checksums
 from crossfade.run.members import Members
 from crossfade.run.mesh import COPY_AXIS, SPLIT_AXIS, DataParallel, backend_on
 from crossfade.run.shards import Shards, is_distributed
+
+log = logging.getLogger("crossfade")
 
 
 def check_tensor_parallel(mode: DataParallelMode) -> None:
@@ -190,3 +195,24 @@ def check_numbers(accumulate: int, clip_grad_norm: float | None, timeout: float,
         )
     if not timeout > 0:
         raise CrossfadeError(f"timeout={timeout}", expected="seconds, more than 0", remedy="pass how long to wait")
+
+
+@contextlib.contextmanager
+def capturing(baked_in: BakedIn, members: Members | None) -> Iterator[None]:
+    """Say why a program is captured again, also to the other ranks, should they see no reason to do so."""
+    reason = baked_in.captured()
+    if reason:
+        log.info("capturing again: %s", reason)
+    if not reason or members is None or members.alone:
+        yield
+        return
+    members.note("capturing", reason)
+    try:
+        yield
+    except RankFailedError as error:
+        raise RankFailedError(
+            f"{error.found}; this rank captures again, since {reason}",
+            expected="every rank to capture again at the same step",
+            remedy="make such a change on all ranks between the same steps; or see the other rank's own error first",
+        ) from error
+    members.note("capturing", "")

@@ -1,91 +1,153 @@
-"""What a capture bakes into a graph: when any of it changes, the program is captured anew."""
+"""What a capture bakes into a graph: when any of it changes, the program is captured again."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from itertools import chain, count
-from operator import is_
+import logging
+from collections import Counter
+from collections.abc import Iterable
+from itertools import count
 from typing import Any
 
 import torch
 from torch import nn
 
-_PLAIN = (bool, int, float, str)
+from crossfade.capture.reading import Reading
+from crossfade.capture.tokens import Serials, Token, shown
+
+log = logging.getLogger("crossfade")
+
+EVERY = 100
+"""Steps after which everything is read again, where not all of it is watched at every step."""
 _KEPT = 32
-"""States of the modules that are known again when they come back."""
+"""States that are known again when they come back."""
+_OFTEN = 3
+"""Captures that one value may cause before users are warned."""
 
 
 class BakedIn:
-    """What the forwards of a model's modules bake into a graph: their own numbers, words and switches (dropout's p,
-    training), which parameters they have, and the shapes of their buffers.
+    """What the forwards of a model's modules and the loss function bake into a graph: their numbers, words and switches
+    (dropout's p, training), containers, configs and plain tensors with what is in them, functions with what they read,
+    hooks, classes, which parameters there are, and the shapes of buffers.
 
-    Asked at every step: that nothing was replaced is seen without reading everything anew, nor walking the tree.
+    Asked at every step: that nothing was replaced is seen without reading everything again.
 
         >>> model = nn.Dropout(0.5)
         >>> baked_in = BakedIn([model])
         >>> first = baked_in.number()
+        >>> baked_in.captured()
+        ''
         >>> model.p = 0.1
         >>> baked_in.number() == first
         False
+        >>> baked_in.captured()
+        'model.p changed from 0.5 to 0.1'
         >>> model.p = 0.5
         >>> baked_in.number() == first
         True
     """
 
-    def __init__(self, modules: Iterable[nn.Module]) -> None:
-        self._modules = tuple(modules)
-        self._numbers: dict[tuple[Any, ...], int] = {}
+    def __init__(self, models: Iterable[nn.Module], loss_fn: Any = None) -> None:
+        self._models, self._loss_fn = tuple(models), loss_fn
+        self._serials = Serials()
+        self._numbers: dict[tuple[tuple[str, Token], ...], int] = {}
         self._new = count()
         self._number = -1
-        self._registries: list[Mapping[str, Any]] = []
-        self._lengths: list[int] = []
-        self._values: list[Any] = []
-        self._parameters: list[tuple[nn.Parameter, bool, torch.dtype]] = []
-        self._buffers: list[tuple[torch.Tensor, torch.Size, torch.dtype]] = []
+        self._asked = 0
+        self._reading: Reading | None = None
+        self._captured: dict[str, Token] | None = None
+        self._causes: Counter[str] = Counter()
+        self.reason = ""
+        """What had changed when a program was captured last."""
 
     def number(self) -> int:
         """A number for all of it: the same again whenever all is the same."""
-        if self._number < 0 or not self._is_current():
-            read = tuple(map(_read, self._modules))
-            known = self._numbers.pop(read, None)
-            self._number = self._numbers[read] = next(self._new) if known is None else known
-            if len(self._numbers) > _KEPT:
-                del self._numbers[next(iter(self._numbers))]  # what was longest not seen
-            self._remember()
+        if self._reading is None or not self._is_current(self._reading):
+            self._read()
         return self._number
 
-    def _is_current(self) -> bool:
-        return (
-            list(map(len, self._registries)) == self._lengths
-            and all(map(is_, self._standing(), self._values))
-            and all(p.requires_grad is trained and p.dtype is dtype for p, trained, dtype in self._parameters)
-            and all(b.shape == shape and b.dtype is dtype for b, shape, dtype in self._buffers)
+    def captured(self) -> str:
+        """Remember that a program is captured with what was read last; what of it has changed since the one before."""
+        now = self._reading.tokens if self._reading is not None else {}
+        changed = _changes(self._captured, now) if self._captured is not None else {}
+        self._captured, self.reason = now, _in_words(changed)
+        for path in changed:
+            self._causes[path] += 1
+            if self._causes[path] == _OFTEN:
+                log.warning("%s", _too_often(path, changed[path]))
+        return self.reason
+
+    def path_of(self, value: Any) -> str:
+        """Where something was found when all was read last, if it was."""
+        return self._reading.path_of(value) if self._reading is not None else ""
+
+    def facts(self) -> dict[str, str]:
+        """For the report: how all of it is watched, and which change led to the last capture."""
+        return {"guards": self.watched()} | ({"captured again": self.reason} if self.reason else {})
+
+    def watched(self) -> str:
+        """How much is watched, and how."""
+        assert self._reading is not None, "nothing was read yet"
+        watch, others = self._reading.watch, self._reading.if_replaced
+        seldom = [f"{number:,} {kind}" for kind, number in watch.seldom.items()]
+        only = [f"{number:,} {kind}" for kind, number in others.most_common(8)]
+        return "; ".join(
+            [f"{watch.values:,} values watched at every step"]
+            + ([f"compared every {EVERY} steps: {', '.join(seldom)}"] if seldom else [])
+            + ([f"seen only when replaced: {', '.join(only)}"] if only else [])
         )
 
-    def _standing(self) -> Iterator[Any]:
-        """Everything that the modules have, and what it is called."""
-        names = [one.keys() for one in self._registries]
-        return chain.from_iterable(chain(names, [one.values() for one in self._registries]))
+    def _is_current(self, reading: Reading) -> bool:
+        self._asked += 1
+        due = bool(reading.watch.seldom) and self._asked % EVERY == 0
+        return not due and reading.watch.is_current()
 
-    def _remember(self) -> None:
-        """Keep what stands where now: as long as these are the same objects, only tensors can have changed."""
-        self._registries = [held for one in self._modules for held in (vars(one), one._parameters, one._buffers)]
-        self._lengths = list(map(len, self._registries))
-        self._values = list(self._standing())
-        parameters = [p for module in self._modules for p in module._parameters.values() if p is not None]
-        buffers = [b for module in self._modules for b in module._buffers.values() if b is not None]
-        self._parameters = [(p, p.requires_grad, p.dtype) for p in parameters]
-        self._buffers = [(b, b.shape, b.dtype) for b in buffers]
+    def _read(self) -> None:
+        self._reading = Reading(self._models, self._loss_fn, self._serials)
+        key = tuple(self._reading.tokens.items())
+        known = self._numbers.pop(key, None)
+        self._number = self._numbers[key] = next(self._new) if known is None else known
+        if len(self._numbers) > _KEPT:
+            del self._numbers[next(iter(self._numbers))]  # what was longest not seen
 
 
-def _read(module: nn.Module) -> tuple[Any, ...]:
-    plain = [item for item in vars(module).items() if type(item[1]) in _PLAIN]
-    parameters = [(id(p), p.requires_grad, p.dtype) for p in module._parameters.values() if p is not None]
-    buffers = [(b.shape, b.dtype) for b in module._buffers.values() if b is not None]
-    return tuple(plain), tuple(parameters), tuple(buffers)
+def _changes(before: dict[str, Token], now: dict[str, Token]) -> dict[str, str]:
+    """What differs, by path; of something that was replaced, not also what is in it."""
+    if before is now:
+        return {}
+    paths = [path for path in {**before, **now} if before.get(path) != now.get(path)]
+    return {path: _change(before.get(path), now.get(path)) for path in paths}
+
+
+def _change(before: Token | None, now: Token | None) -> str:
+    if before is None or now is None:
+        return f"is new: {shown(now)}" if before is None else f"is gone: {shown(before)}"
+    was, became = shown(before), shown(now)
+    return f"changed from {was} to {became}" if was != became else f"changed ({became})"
+
+
+def _in_words(changed: dict[str, str]) -> str:
+    few = [f"{path} {how}" for path, how in list(changed.items())[:3]]
+    return ", ".join(few + ([f"and {len(changed) - 3:,} more"] if len(changed) > 3 else []))
+
+
+def _too_often(path: str, how: str) -> str:
+    return (
+        f"{path} has been the cause of {_OFTEN} captures, each of which takes seconds (last it {how}): keep what "
+        "changes at each step outside of the model and the loss, or pass it with the batch or in a buffer, as a tensor"
+    )
 
 
 def ambient() -> tuple[Any, ...]:
-    """What torch itself bakes in: autocast and the default dtype."""
+    """What torch itself bakes in: autocast, the default dtype and device, and which kernels may be chosen."""
     autocast = [(torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in ("cpu", "cuda")]
-    return (*autocast, torch.get_default_dtype())
+    kernels = [enabled() for enabled in _KERNELS]
+    return (*autocast, torch.get_default_dtype(), torch.get_default_device(), *kernels)
+
+
+_KERNELS = (
+    torch.are_deterministic_algorithms_enabled,
+    torch.backends.cuda.flash_sdp_enabled,
+    torch.backends.cuda.mem_efficient_sdp_enabled,
+    torch.backends.cuda.math_sdp_enabled,
+    torch.backends.cuda.cudnn_sdp_enabled,
+)

@@ -49,10 +49,7 @@ def trace(mode: FakeTensorMode, function: Callable[..., Any], inputs: Sequence[A
 
 
 def _capture_error(error: Exception, what: str) -> CaptureError:
-    """Name the user's line: the innermost frame outside torch and this package."""
-    ours = ("/torch/", "/crossfade/capture/")
-    frames = [f for f in traceback.extract_tb(error.__traceback__) if not any(part in f.filename for part in ours)]
-    where = f" at {frames[-1].filename}:{frames[-1].lineno}: `{frames[-1].line}`" if frames else ""
+    where = users_line(traceback.extract_tb(error.__traceback__))
     message = str(error).strip().splitlines()[0] if str(error).strip() else ""
     depends_on_data = any(word in f"{type(error).__name__} {error}" for word in ("DataDependent", "data-dependent"))
     if depends_on_data:
@@ -65,6 +62,13 @@ def _capture_error(error: Exception, what: str) -> CaptureError:
         f"{type(error).__name__} while capturing {what}{where}: {message}",
         remedy="make it run on fake tensors: no numpy, no data access, no tensors on other devices",
     )
+
+
+def users_line(frames: Sequence[traceback.FrameSummary]) -> str:
+    """Where the user's code is: the innermost frame outside torch and this package."""
+    ours = ("/torch/", "/crossfade/capture/")
+    users = [frame for frame in frames if not any(part in frame.filename for part in ours)]
+    return f" at {users[-1].filename}:{users[-1].lineno}: `{users[-1].line}`" if users else ""
 
 
 def _drop_profiler_marks(graph: fx.Graph) -> None:

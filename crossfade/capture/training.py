@@ -13,6 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from crossfade.capture.batch import BatchLayout, is_split
+from crossfade.capture.constants import NoWrites
+from crossfade.capture.side_effects import as_it_was
 from crossfade.capture.tracing import new_fake_mode, to_fake, trace
 from crossfade.errors import CaptureError, ModelError
 from crossfade.graph.private import (
@@ -90,13 +92,14 @@ def capture_forward_backward(
         wanted = [state[name] for name in trained]
         with torch.enable_grad(), swapped_state(model, state):  # until after the backward, which may run parts again
             filled = tree_unflatten(_fill(leaves, batch_values), spec)
-            loss = loss_of(model, loss_fn, filled) if forward is None else forward(state, filled)
-            with _NoDraws():
+            with NoWrites():
+                loss = loss_of(model, loss_fn, filled) if forward is None else forward(state, filled)
+            with _NoDraws(), NoWrites():
                 gradients = torch.autograd.grad(loss, wanted, allow_unused=True) if wanted else ()
         return [loss.detach(), *gradients, *(state[name] for name in buffers), *parameter_values]
 
     fakes = [to_fake(mode, p) for p in parameters.values()], [to_fake(mode, b) for b in buffers.values()], *tensors
-    with _as_it_was(model), _plain_kernels(model, plain_norms):
+    with as_it_was([model, loss_fn]), _plain_kernels(model, plain_norms):
         module = trace(mode, forward_backward, fakes, f"the forward and backward of {type(model).__name__}")
     names = [name for name, leaf in zip(layout.names, leaves, strict=True) if isinstance(leaf, Tensor)]
     inputs = (
@@ -123,18 +126,6 @@ class _NoDraws(TorchDispatchMode):
                 remedy="leave dropout out of checkpointed parts, or leave the checkpointing out",
             )
         return func(*args, **(kwargs or {}))
-
-
-@contextlib.contextmanager
-def _as_it_was(model: nn.Module) -> Iterator[None]:
-    """Give every module back the plain attributes it had: a forward that stores a tensor would keep a traced one."""
-    before = [(module, dict(vars(module))) for module in model.modules()]
-    try:
-        yield
-    finally:
-        for module, attributes in before:
-            vars(module).clear()
-            vars(module).update(attributes)
 
 
 @contextlib.contextmanager

@@ -31,6 +31,7 @@ from crossfade.errors import MeshError
 __all__ = [
     "FakeTensor",
     "FakeTensorMode",
+    "HOOKS_OF_TENSOR",
     "TorchDispatchMode",
     "backend_of_group",
     "bare_tensor",
@@ -41,6 +42,7 @@ __all__ = [
     "dispatch_functionalize",
     "fake_tensor",
     "forget_guards",
+    "global_module_hooks",
     "group_named",
     "guards_of",
     "has_forward_hooks",
@@ -159,7 +161,19 @@ def swapped_state(model: torch.nn.Module, state: dict[str, torch.Tensor]) -> Any
 
 def has_hooks(parameter: torch.Tensor) -> bool:
     """Whether the user put gradient hooks on a parameter. Known on 2.11, 2.13."""
-    return bool(parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None))
+    return any(getattr(parameter, name) for name in HOOKS_OF_TENSOR)
+
+
+HOOKS_OF_TENSOR = ("_backward_hooks", "_post_accumulate_grad_hooks")
+"""Where a tensor keeps its gradient hooks: None, or a dict of them. Known on 2.11, 2.13."""
+
+
+def global_module_hooks() -> dict[str, Any]:
+    """The hooks that run around every module's forward and backward, by torch's name for them. Known on 2.11, 2.13."""
+    from torch.nn.modules import module
+
+    kinds = ("forward_pre_hooks", "forward_hooks", "backward_pre_hooks", "backward_hooks")
+    return {kind: getattr(module, f"_global_{kind}") for kind in kinds}
 
 
 def has_forward_hooks(module: torch.nn.Module) -> bool:

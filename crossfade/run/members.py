@@ -122,7 +122,9 @@ class Members:
         if failed is not None:
             return f"failed: {failed}"
         if reached is None or int(reached) < step:
-            return f"has not reached step {step} (last seen in step {reached or 'none'})"
+            capturing = self._peek(f"capturing/{index}", wait=0.1)
+            why = f"; it captures again, since {capturing}" if capturing else ""
+            return f"has not reached step {step} (last seen in step {reached or 'none'}{why})"
         return ""
 
     def _next_meeting(self) -> str:

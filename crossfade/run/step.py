@@ -92,7 +92,8 @@ class Step:
 
     Calling it runs forward, loss, backward, gradient exchange and optimizer, changes the model's parameters and
     buffers and the optimizer's state in place, and returns the loss (of the whole batch, equal on every rank).
-    A batch of another shape, a changed optimizer option or a switch between `train()` and `eval()` captures anew.
+    A batch of another shape, a changed optimizer option, a switch between `train()` and `eval()`, and a change of
+    anything else that the forward or the loss reads, captures again.
     Parameters' `.grad` stay None: gradients live inside the step.
     """
 

@@ -363,6 +363,30 @@ def test_a_call_that_takes_too_long_ends_all_ranks() -> None:
         assert world.run(os.path.basename, "a/b") == ["b", "b"]
 
 
+def _one_changes(changing: int) -> str:
+    """Only one rank changes what the program was captured with."""
+    model = nn.Sequential(linear(), nn.Dropout(0.0))
+    step = compiled(model, mesh={"dp": 2}, timeout=6)
+    step(*BATCH)
+    if dist.get_rank() == changing:
+        model[1].p = 0.5
+    try:
+        step(*BATCH)
+    except RankFailedError as error:
+        return str(error)
+    return "no error"
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("changing", [0, 1])
+def test_a_rank_that_alone_captures_again_says_why(changing: int) -> None:
+    with cf.Ranks(2, timeout=60, start="forkserver") as world:
+        said = world.run(_one_changes, changing)
+    why = "captures again, since model.1.p changed from 0.0 to 0.5"
+    assert f"; this rank {why}; expected every rank to capture again at the same step" in said[changing]
+    assert "a failed collective in step 1" in said[1 - changing] and f"it {why}" in said[1 - changing]
+
+
 def test_errors_survive_the_way_between_processes() -> None:
     import pickle
 

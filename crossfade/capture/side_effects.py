@@ -1,0 +1,70 @@
+"""What a forward does beside computing: while it is captured, whatever it stores is put back."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections import OrderedDict, deque
+from collections.abc import Iterable, Iterator
+from operator import is_
+from typing import Any
+
+from torch import nn
+
+log = logging.getLogger("crossfade")
+
+_CONTAINERS = (dict, OrderedDict, list, set, deque)
+
+
+@contextlib.contextmanager
+def as_it_was(roots: Iterable[Any]) -> Iterator[None]:
+    """Give every module back the plain attributes it had, and the containers among them what was in them: a forward
+    that stores a tensor would keep a traced one. Roots that are modules, or methods of one, have modules.
+
+        >>> model = nn.ReLU()
+        >>> model.seen = []
+        >>> with as_it_was([model]):
+        ...     model.seen.append(1)
+        ...     model.last = 1
+        >>> model.seen, hasattr(model, "last")
+        ([], False)
+    """
+    owners = [getattr(root, "__self__", root) for root in roots]
+    modules = {module: name for root in owners if isinstance(root, nn.Module) for name, module in root.named_modules()}
+    before = [(module, dict(vars(module)), _contents(module)) for module in modules]
+    try:
+        yield
+    finally:
+        for module, attributes, contents in before:
+            _warn_of_counters(module, modules[module], attributes)
+            vars(module).clear()
+            vars(module).update(attributes)
+            for container, members in contents:
+                _refill(container, members)
+
+
+def _contents(module: nn.Module) -> list[tuple[Any, Any]]:
+    return [(value, value.copy()) for value in vars(module).values() if type(value) in _CONTAINERS]
+
+
+def _refill(container: Any, before: Any) -> None:
+    now, then = _members(container), _members(before)
+    if len(now) != len(then) or not all(map(is_, now, then)):
+        container.clear()
+        (container.update if isinstance(container, dict | set) else container.extend)(before)
+
+
+def _members(container: Any) -> list[Any]:
+    return [*container, *container.values()] if isinstance(container, dict) else list(container)
+
+
+def _warn_of_counters(module: nn.Module, name: str, before: dict[str, Any]) -> None:
+    """A forward that counts its calls runs only when it is captured."""
+    for attribute, was in before.items():
+        now = vars(module).get(attribute, was)
+        if type(was) in (int, float) and type(now) in (int, float) and now != was:
+            log.warning(
+                "%s of %s is changed by the forward (from %s to %s), which runs only when a step is captured, and is "
+                "put back: if it computes with it, make it a buffer",
+                attribute, name or f"the {type(module).__name__}", was, now,
+            )  # fmt: skip
