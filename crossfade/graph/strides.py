@@ -46,3 +46,16 @@ def same_layout(shape: Sequence[int], strides: Sequence[int], others: Sequence[i
     (True, False)
     """
     return all(one == other for size, one, other in zip(shape, strides, others, strict=True) if size != 1)
+
+
+def laid_out(value: Tensor, strides: Sequence[int]) -> Tensor:
+    """A value with its dims in memory in the order that strides say, copied if they are in another.
+
+    >>> laid_out(torch.ones(2, 3, 4), (12, 1, 3)).stride()
+    (12, 1, 3)
+    """
+    if same_layout(value.shape, value.stride(), strides):
+        return value
+    order = sorted(range(value.dim()), key=lambda dim: -strides[dim])
+    back = [order.index(dim) for dim in range(value.dim())]
+    return value.permute(order).contiguous().permute(back)
