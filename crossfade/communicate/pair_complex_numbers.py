@@ -64,11 +64,12 @@ class PairComplexNumbers(Pass):
 
     def _replace(self, program: Program, one: Collective, replaced: Replacements) -> None:
         communicate = _communicating(one)
+        source = replaced.new.get(one.inputs[0], one.inputs[0])  # another of these may have made it
 
         def in_pairs(value: Tensor) -> Tensor:
             return torch.view_as_complex(collectives.wait(communicate(torch.view_as_real(value.resolve_conj()))))
 
-        done = splice(program, in_pairs, one.inputs[0], before=one.node, like=one.node)
+        done = splice(program, in_pairs, source, before=one.node, like=one.node)
         for wait in one.waits:
             replaced.replace(wait, done)
         replaced.drop(one.node)

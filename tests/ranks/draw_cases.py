@@ -57,6 +57,18 @@ class Recurrent(nn.Module):
         return (y * torch.arange(1.0, 7.0)).square().mean()
 
 
+class Encoder(nn.Module):
+    """A transformer's layer as torch has it, samples along the second dim."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.3, batch_first=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.layer(x.transpose(0, 1)).transpose(0, 1)
+        return (y * x).square().mean()
+
+
 class TwoViews(nn.Module):
     """Two noisy views of each sample, one below the other, as in contrastive learning."""
 
@@ -65,8 +77,7 @@ class TwoViews(nn.Module):
         self.layer = nn.Linear(8, 8)
 
     def forward(self, x: Tensor) -> Tensor:
-        both = F.dropout(self.layer(torch.cat([x, x * 2])), 0.4)
-        first, second = both.chunk(2)
+        first, second = F.dropout(self.layer(torch.cat([x, x * 2])), 0.4).chunk(2)
         return ((first - second) * x).square().mean()
 
 
@@ -180,38 +191,13 @@ SEQUENCES: dict[str, Callable[[], nn.Module]] = {
     "MultiheadAttention, weights": lambda: Attention(batch_first=True, need_weights=True),
     "MultiheadAttention, batch second": lambda: Attention(batch_first=False, need_weights=False),
     "MultiheadAttention, batch second, weights": lambda: Attention(batch_first=False, need_weights=True),
-    "encoder, batch second": lambda: Then(nn.Identity(), nn.Identity()),
+    "encoder, batch second": Encoder,
+    "two views": TwoViews,
     "LSTM": lambda: Recurrent(nn.LSTM, batch_first=True),
     "LSTM, batch second": lambda: Recurrent(nn.LSTM, batch_first=False),
     "GRU": lambda: Recurrent(nn.GRU, batch_first=True),
 }
 
-
-class Encoder(nn.Module):
-    """A transformer's layer as torch has it, samples along the second dim."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.3, batch_first=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.layer(x.transpose(0, 1)).transpose(0, 1)
-        return (y * x).square().mean()
-
-
-class Vectors(nn.Module):
-    """Two views of each vector."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.views = TwoViews()
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.views(x[:, 0])
-
-
-SEQUENCES["encoder, batch second"] = Encoder
-SEQUENCES["two views"] = Vectors
 
 IMAGES: dict[str, Callable[[], nn.Module]] = {
     "conv and transpose": lambda: Then(_conv(), lambda x: drop(x.flatten(2).transpose(1, 2))),
@@ -241,6 +227,16 @@ IMAGES: dict[str, Callable[[], nn.Module]] = {
 
 MODELS = SEQUENCES | IMAGES
 
+REFUSED: dict[str, Callable[[], nn.Module]] = {
+    "rrelu": lambda: Then(_linear(), lambda x: F.rrelu(x, training=True)),
+    "poisson": lambda: Then(_linear(), lambda x: x * torch.poisson(x.detach().exp())),
+    "randperm": lambda: Then(_linear(), lambda x: x + x[torch.randperm(x.shape[0])]),
+    "sizes that nothing explains": lambda: Then(
+        _linear(), lambda x: x + torch.rand(x.shape[0] * 3).cumsum(0)[: x.shape[0]].view(-1, 1, 1)
+    ),
+}
+"""Draws of which no part is a rank's."""
+
 
 def batch_of(name: str, step: int, size: int = 8) -> Tensor:
     """A global batch."""
@@ -251,9 +247,7 @@ def batch_of(name: str, step: int, size: int = 8) -> Tensor:
 def start(name: str) -> tuple[nn.Module, torch.optim.Optimizer]:
     """A model and its optimizer, the same everywhere, and the same random numbers to come."""
     torch.manual_seed(0)
-    model = MODELS[name]()
-    if not list(model.parameters()):
-        model.bias = nn.Parameter(torch.ones(1))
+    model = (MODELS | REFUSED)[name]()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     torch.manual_seed(1)
     return model, optimizer
