@@ -207,6 +207,7 @@ IMAGES: dict[str, Callable[[], nn.Module]] = {
         nn.Sequential(_conv(), nn.BatchNorm2d(6), nn.ReLU(), nn.Conv2d(6, 4, 1)), drop
     ).to(memory_format=torch.channels_last),
     "batch norm of a transpose": lambda: Then(_conv(), lambda x: drop(F.batch_norm(x.mT, None, None, training=True))),
+    "batch norm behind batch norm": lambda: Then(nn.Sequential(_conv(), nn.BatchNorm2d(6), nn.BatchNorm2d(6)), drop),
     "permuted": lambda: Then(_conv(), _as_permuted(0, 2, 3, 1)),
     "dropout2d": lambda: Then(_conv(), lambda x: F.dropout2d(x.mT, 0.4)),
     "dropout3d": lambda: Then(_conv(), lambda x: F.dropout3d(x.unsqueeze(2).mT, 0.4)),

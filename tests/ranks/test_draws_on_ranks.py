@@ -26,6 +26,7 @@ OFTEN = [
     "torch.rand of the batch",
     "MultiheadAttention, batch second, weights",
     "conv and transpose",
+    "batch norm behind batch norm",
     "frames",
 ]
 LEAVES_LAST_BITS = ("LSTM", "GRU")  # where eager torch uses oneDNN's fused kernel
