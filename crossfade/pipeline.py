@@ -25,6 +25,7 @@ from crossfade.communicate.lower_all_gathers import LowerAllGathers
 from crossfade.communicate.lower_averages import LowerAverages
 from crossfade.communicate.lower_reduce_scatters import LowerReduceScatters
 from crossfade.communicate.merge_duplicate_collectives import MergeDuplicateCollectives
+from crossfade.communicate.pair_complex_numbers import PairComplexNumbers
 from crossfade.communicate.pipeline_gathers import PipelineGathers
 from crossfade.communicate.pipeline_scatters import PipelineScatters
 from crossfade.communicate.raise_launches import RaiseLaunches
@@ -148,9 +149,11 @@ def gradient_exchange(
 
 def updates_gathered(mode: DataParallelMode, axes: DataParallel, whole: tuple[str, ...] = ()) -> list[Pass]:
     """Passes that give every rank the whole of the parameters that it holds whole, if each updated only its rows."""
-    if mode != "zero1" and not whole:
+    if mode == "replicate":
         return []
-    return [GatherUpdates(axes.split.name, axes.split.size, None if mode == "zero1" else whole)]
+    gathered = mode == "zero1" or bool(whole)
+    updates = [GatherUpdates(axes.split.name, axes.split.size, None if mode == "zero1" else whole)] if gathered else []
+    return [*updates, PairComplexNumbers()]
 
 
 def communication() -> Pipeline:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import contextlib
 import difflib
 import fnmatch
+import functools
 import logging
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any, Literal, get_args
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
 
@@ -123,8 +125,48 @@ def machine_for(
     if given == "calibrate" and several and everyone is not None:
         return calibrate("calibrated", several, device=device, world=group_named(everyone))
     if given is None and axes is not None and mode in ("zero2", "zero3"):
-        return preset("loopback-gloo" if backend_on(device, axes.whole.backend) == "gloo" else "h100-nvlink-node")
+        return _nearest_preset(next(model.parameters()).device, backend_on(device, axes.whole.backend), mode)
     return given if isinstance(given, Machine) else None
+
+
+def _nearest_preset(device: torch.device, backend: str, mode: DataParallelMode) -> Machine:
+    """A machine for modes that need one, where none is given; with a warning where it is most likely another."""
+    if backend == "gloo":
+        return preset("loopback-gloo")
+    _warn_of_preset(mode, found_instead(device.type, backend, _name_of(device)))
+    return preset(_FOR_GPUS)
+
+
+_FOR_GPUS = "h100-nvlink-node"
+
+
+def _name_of(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else ""
+
+
+def found_instead(device: str, backend: str, name: str) -> str:
+    """What there is in place of the preset's H100s, in words; nothing if that is what there is.
+
+    >>> found_instead("cuda", "nccl", "NVIDIA H100 80GB HBM3"), found_instead("cuda", "nccl", "NVIDIA A10G")
+    ('', ', but the device here is NVIDIA A10G')
+    >>> found_instead("cpu", "mpi", "")
+    ', but the parameters are on cpu and travel over mpi'
+    """
+    if device != "cuda":
+        return f", but the parameters are on {device} and travel over {backend}"
+    return "" if "H100" in name else f", but the device here is {name}"
+
+
+@functools.cache
+def _warn_of_preset(mode: str, instead: str) -> None:
+    """Once in a process: who compiles many steps has read it."""
+    log.warning(
+        'no machine given: data_parallel="%s" is planned for the preset %s%s; pass machine="calibrate" to measure this '
+        "one, which takes some seconds, or the name of a preset",
+        mode,
+        _FOR_GPUS,
+        instead,
+    )
 
 
 def open_groups(axes: DataParallel, mode: DataParallelMode, timeout: float) -> tuple[Members, dict[str, str]]:

@@ -9,6 +9,7 @@ from torch import Tensor, fx
 
 from crossfade.graph.program import InputKind, OutputKind, Program
 from crossfade.graph.splice import inline, splice
+from crossfade.graph.strides import strides_for
 
 
 def accumulate(program: Program, times: int, *, mean: bool = True) -> Program:
@@ -86,10 +87,18 @@ def _with_larger_inputs(program: Program, times: int) -> Program:
 
 
 def _repeated(program: Program, value: Tensor, times: int) -> Any:
+    rows = value.shape[0] * times
     with program.fake_mode:
-        return torch.empty(value.shape[0] * times, *value.shape[1:], dtype=value.dtype, device=value.device)
+        return torch.empty_strided(
+            (rows, *value.shape[1:]), strides_for(value, rows), dtype=value.dtype, device=value.device
+        )
 
 
 def _part(whole: Program, larger: fx.Node, smaller: fx.Node, index: int) -> fx.Node:
     size = smaller.meta["val"].shape[0]
-    return splice(whole, lambda x: x[index * size : (index + 1) * size], larger, before=whole.output_node, like=smaller)
+
+    def take(x: Tensor) -> Tensor:
+        rows = x[index * size : (index + 1) * size]
+        return rows if rows.stride() == smaller.meta["val"].stride() else rows.clone()  # samples are not outermost
+
+    return splice(whole, take, larger, before=whole.output_node, like=smaller)

@@ -6,10 +6,12 @@ from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import torch
 from torch import Tensor
 
 from crossfade.errors import BatchError
 from crossfade.graph.private import tree_flatten, tree_flatten_with_path, tree_keystr
+from crossfade.graph.strides import plain_strides, strides_for
 
 BatchIs = Literal["global", "local"]
 
@@ -68,15 +70,27 @@ class BatchLayout:
         return self.micro_batch_size * self.ranks
 
     def take(self, batch: tuple[Any, ...], rank: int) -> list[Tensor]:
-        """This rank's part of the batch's tensors, micro-batches one after the other, contiguous."""
+        """This rank's part of the batch's tensors, micro-batches one after the other, laid out as they are given."""
         leaves, _ = tree_flatten(batch)
         return [self._part(leaf, rank) if is_split(leaf) else leaf for leaf in leaves if isinstance(leaf, Tensor)]
 
     def _part(self, tensor: Tensor, rank: int) -> Tensor:
-        if self.given == "global" and self.ranks > 1:
-            per_rank = tensor.reshape(self.accumulate, self.ranks, self.micro_batch_size, *tensor.shape[1:])[:, rank]
-            tensor = per_rank.reshape(-1, *tensor.shape[1:])
-        return tensor.contiguous()
+        own = self._own_rows(tensor, rank)
+        if tensor.stride() == plain_strides(tensor.shape):
+            return own.reshape(-1, *tensor.shape[1:])
+        rows = own.shape[0] * own.shape[1]
+        strides = strides_for(tensor, rows)
+        if own.shape[0] == 1 and own.stride()[1:] == strides:
+            return own[0]
+        like = torch.empty_strided((rows, *own.shape[2:]), strides, dtype=own.dtype, device=own.device)
+        like.unflatten(0, own.shape[:2]).copy_(own)
+        return like
+
+    def _own_rows(self, tensor: Tensor, rank: int) -> Tensor:
+        """A view of this rank's rows of every micro-batch."""
+        if self.given == "local" or self.ranks == 1:
+            return tensor.unsqueeze(0)
+        return tensor.unflatten(0, (self.accumulate, self.ranks, self.micro_batch_size))[:, rank]
 
     @property
     def _parts(self) -> int:
@@ -93,12 +107,14 @@ def is_split(leaf: Any) -> bool:
 
 
 def batch_key(batch: tuple[Any, ...]) -> Hashable:
-    """What a captured step depends on: the structure, dtypes and shapes of tensors, and all other values."""
+    """What a captured step depends on: the structure, dtypes, shapes and layouts of tensors, and all other values."""
     leaves, spec = tree_flatten(batch)
-    described = tuple(
-        (tuple(leaf.shape), leaf.dtype, leaf.device) if isinstance(leaf, Tensor) else leaf for leaf in leaves
-    )
-    return str(spec), described
+    return str(spec), tuple(_described(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves)
+
+
+def _described(leaf: Tensor) -> Hashable:
+    plain = leaf.stride() == plain_strides(leaf.shape)
+    return tuple(leaf.shape), leaf.dtype, leaf.device, None if plain else strides_for(leaf, leaf.shape[0])
 
 
 def _check_common_size(sizes: dict[str, int]) -> None:

@@ -6,6 +6,7 @@ eager torch. The learning rate of each parameter group is an input of the progra
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Collection, Hashable, Mapping
 from typing import Any
 
@@ -234,30 +235,35 @@ def _clip(parameters: Mapping[str, Tensor], limit: float | None, split_over: Map
     if not split_over:
         return [torch.nn.utils.clip_grad_norm_(list(parameters.values()), limit, foreach=False)]
     gradients = {name: parameter.grad for name, parameter in parameters.items() if parameter.grad is not None}
-    norm = _norm_of_all(gradients, split_over)
+    kind = functools.reduce(torch.promote_types, (one.dtype.to_real() for one in gradients.values()))
+    norm = _norm_of_all(gradients, split_over, torch.promote_types(kind, torch.float32))
     scale = torch.clamp(limit / (norm + 1e-6), max=1.0)  # as torch.nn.utils.clip_grad_norm_ does
     for one in gradients.values():
         one.mul_(scale)
-    return [norm.to(next(iter(gradients.values())).dtype)]
+    return [norm.to(kind)]
 
 
-def _norm_of_all(gradients: Mapping[str, Tensor], split_over: Mapping[str, str]) -> Tensor:
+def _norm_of_all(gradients: Mapping[str, Tensor], split_over: Mapping[str, str], wide: torch.dtype) -> Tensor:
     """The norm of gradients of which each rank of a group has a part, or all where they are not split.
 
     Squares are summed in float32 at least: those of half precision overflow at a norm of 256.
     """
-    first = next(iter(gradients.values()))
-    wide = torch.promote_types(first.dtype, torch.float32)
-    total = first.new_zeros((), dtype=wide)
+    total = next(iter(gradients.values())).new_zeros((), dtype=wide)
     for group in dict.fromkeys(split_over.values()):
         own = [one for name, one in gradients.items() if split_over.get(name) == group]
         if own:
-            squares = torch.stack([torch.linalg.vector_norm(one, dtype=wide).square() for one in own]).sum()
+            squares = torch.stack([_square_of_norm(one, wide) for one in own]).sum()
             total = total + collectives.wait(collectives.all_reduce(squares, "sum", group))
     for name, one in gradients.items():
         if name not in split_over:
-            total = total + torch.linalg.vector_norm(one, dtype=wide).square()
+            total = total + _square_of_norm(one, wide)
     return total.sqrt()
+
+
+def _square_of_norm(gradient: Tensor, wide: torch.dtype) -> Tensor:
+    """The sum of squares, of complex numbers of their absolute values, in a dtype that holds that of all gradients."""
+    own = torch.promote_types(gradient.dtype, torch.float32)
+    return torch.linalg.vector_norm(gradient, dtype=own).to(wide).square()
 
 
 def _append(

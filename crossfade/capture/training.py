@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from crossfade.capture.as_laid_out import AsLaidOut
 from crossfade.capture.batch import BatchLayout, is_split
 from crossfade.capture.constants import NoWrites
 from crossfade.capture.side_effects import as_it_was
@@ -26,6 +27,7 @@ from crossfade.graph.private import (
     tree_unflatten,
 )
 from crossfade.graph.program import Input, InputKind, Output, OutputKind, Program, identifier
+from crossfade.graph.strides import strides_for
 
 LossFunction = Callable[..., Tensor]
 
@@ -92,7 +94,7 @@ def capture_forward_backward(
         wanted = [state[name] for name in trained]
         with torch.enable_grad(), swapped_state(model, state):  # until after the backward, which may run parts again
             filled = tree_unflatten(_fill(leaves, batch_values), spec)
-            with NoWrites():
+            with NoWrites(), AsLaidOut():
                 loss = loss_of(model, loss_fn, filled) if forward is None else forward(state, filled)
             with _NoDraws(), NoWrites():
                 gradients = torch.autograd.grad(loss, wanted, allow_unused=True) if wanted else ()
@@ -176,7 +178,7 @@ def _as_leaf(value: Tensor, like: Tensor) -> Tensor:
 
 
 def resized(batch: tuple[Any, ...], batch_size: int, layout: BatchLayout) -> tuple[Any, ...]:
-    """A batch like the given one with `batch_size` samples, of zeros, contiguous as `take` makes it.
+    """A batch like the given one with `batch_size` samples, of zeros, laid out as `take` does.
 
     >>> batch = (torch.ones(4, 2), "words")
     >>> layout = BatchLayout.of(batch, ranks=1, accumulate=1, given="global")
@@ -185,8 +187,11 @@ def resized(batch: tuple[Any, ...], batch_size: int, layout: BatchLayout) -> tup
     """
 
     def one(leaf: Tensor) -> Tensor:
-        shape = (leaf.shape[0] * batch_size // layout.size, *leaf.shape[1:]) if is_split(leaf) else leaf.shape
-        return torch.zeros(shape, dtype=leaf.dtype, device=leaf.device)
+        if not is_split(leaf):
+            return torch.zeros(leaf.shape, dtype=leaf.dtype, device=leaf.device)
+        rows = leaf.shape[0] * batch_size // layout.size
+        strides = strides_for(leaf, rows)
+        return torch.empty_strided((rows, *leaf.shape[1:]), strides, dtype=leaf.dtype, device=leaf.device).zero_()
 
     return tree_map_only(Tensor, one, batch)
 

@@ -12,6 +12,10 @@ from typing import Any, NamedTuple
 
 import torch
 
+# suggest_memory_format: whether a tensor's strides are those of channels_last; kernels lay out their results by it.
+# Known on 2.11, 2.13.
+from torch._prims_common import suggest_memory_format
+
 # FakeTensorMode: tensors without data; torch.export and torch.compile stand on it. Known on 2.11, 2.13.
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
@@ -54,6 +58,7 @@ __all__ = [
     "serve_in_python",
     "size_expression",
     "statically_equal",
+    "suggest_memory_format",
     "swapped_state",
     "symbolic_float",
     "symbolic_shapes",

@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 
 from crossfade.errors import ModelError
 from crossfade.graph.program import rows_per_rank
+from crossfade.graph.strides import dense_strides, plain_strides
 
 
 @dataclass(frozen=True)
@@ -111,7 +112,7 @@ class Shards:
                 continue
             shape = self._shapes.get(name)
             if shape is not None and rows.shape == self._part_shape(shape):
-                self._kept[name, key] = self._seen(rows, shape)
+                self._kept[name, key] = self._seen(rows, shape, plain_strides(shape))
                 state[key] = self._kept[name, key].seen
             else:
                 state[key] = rows
@@ -159,7 +160,7 @@ class Shards:
         rows = torch.zeros(self._part_shape(whole.shape), dtype=whole.dtype, device=whole.device)
         own = self._own_rows(whole, rows.shape[0])
         rows[: own.shape[0]].copy_(own)
-        return self._seen(rows, whole.shape)
+        return self._seen(rows, whole.shape, dense_strides(whole))
 
     def _own_rows(self, whole: Any, count: int) -> Tensor:
         from torch.distributed.tensor import DTensor
@@ -170,13 +171,13 @@ class Shards:
             whole = whole.full_tensor()
         return whole[self.rank * count : (self.rank + 1) * count]
 
-    def _seen(self, rows: Tensor, shape: torch.Size) -> _Kept:
+    def _seen(self, rows: Tensor, shape: torch.Size, strides: tuple[int, ...]) -> _Kept:
+        """The DTensor over some rows; it has the strides that the whole had, by which what it computes is laid out."""
         from torch.distributed.tensor import DTensor
 
         own = max(0, min(shape[0] - self.rank * rows.shape[0], rows.shape[0]))
-        stride = torch.empty(shape, device="meta").stride()
         placements = self._placements()
-        seen = DTensor.from_local(rows[:own], self.mesh, placements, run_check=False, shape=shape, stride=stride)
+        seen = DTensor.from_local(rows[:own], self.mesh, placements, run_check=False, shape=shape, stride=strides)
         return _Kept(rows, seen)
 
     def _placements(self) -> list[Any]:

@@ -13,7 +13,11 @@ from crossfade.graph.effects import memory_of
 from crossfade.graph.passes import Numerics, Outcome, Pass, PassResult, Verdict
 from crossfade.graph.program import OutputKind, Program, tensor_bytes
 
-_CONVERSIONS = (torch.ops.aten._to_copy.default, torch.ops.prims.convert_element_type.default)
+_CONVERSIONS = (
+    torch.ops.aten._to_copy.default,
+    torch.ops.aten.clone.default,  # into another layout
+    torch.ops.prims.convert_element_type.default,
+)
 
 
 @dataclass(frozen=True)

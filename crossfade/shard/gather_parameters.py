@@ -10,6 +10,7 @@ from crossfade.graph import collectives
 from crossfade.graph.passes import Numerics, Outcome, Pass, PassResult, Verdict
 from crossfade.graph.program import InputKind, Program, rows_per_rank, tensor_bytes
 from crossfade.graph.splice import splice
+from crossfade.graph.strides import laid_out
 
 
 @dataclass(frozen=True)
@@ -57,16 +58,21 @@ class GatherParameters(Pass):
             whole, first = node.meta["val"], min(node.users, key=position.__getitem__, default=None)
             node.meta["val"] = part_of(whole, self.ranks)
             if first is not None:
-                start = self._gather(program, node, whole.shape[0], before=first)
+                start = self._gather(program, node, whole, before=first)
                 reason = "gathers a parameter before its first use"
                 verdicts.append(Verdict.inserted(start, reason, made_for=name, bytes=tensor_bytes(whole)))
         return PassResult(bool(split), {"split": len(split), "gathered": len(verdicts) - len(left)}, tuple(verdicts))
 
-    def _gather(self, program: Program, part: fx.Node, rows: int, *, before: fx.Node) -> fx.Node:
+    def _gather(self, program: Program, part: fx.Node, whole: Tensor, *, before: fx.Node) -> fx.Node:
         users = list(part.users)
-        whole = splice(program, lambda one: gathered(one, rows, self.ranks, self.group), part, before=before, like=part)
+
+        def gather(rows: Tensor) -> Tensor:
+            value = gathered(rows, whole.shape[0], self.ranks, self.group)
+            return laid_out(value, whole.stride())  # what is computed with channels_last weights is laid out so too
+
+        done = splice(program, gather, part, before=before, like=part)
         for user in users:
-            user.replace_input_with(part, whole)
+            user.replace_input_with(part, done)
         return next(iter(part.users))
 
 

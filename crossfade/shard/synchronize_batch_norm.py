@@ -73,10 +73,9 @@ class SynchronizeBatchNorm(Pass):
         """Replace each training-mode batch norm over samples, forward and backward."""
         verdicts = []
         given = {one.node for one in collectives.find(program.graph)}
-        for node in list(program.graph.nodes):
-            if node.op != "call_function" or "batch_norm" not in str(node.target):
-                continue
-            reason = self._reason_against(node)
+        norms = [n for n in program.graph.nodes if n.op == "call_function" and "batch_norm" in str(n.target)]
+        reasons = [self._reason_against(node) for node in norms]  # asked before one's result feeds the next, unmarked
+        for node, reason in zip(norms, reasons, strict=True):
             if reason is None:
                 self._replace(program, node)
                 what = "gradient sums" if node.target is _BACKWARD else "statistics"

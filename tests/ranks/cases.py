@@ -306,10 +306,10 @@ def _own(batch: Batch, ranks: int) -> Batch:
 
 def trained(losses: list[float], model: nn.Module, opt: torch.optim.Optimizer, **extra: Any) -> Trained:
     """What training left behind, whole."""
-    state = {name: _whole(value) for name, value in model.state_dict().items()}
-    return Trained(losses, copy.deepcopy(state), tree_map_only(Tensor, _whole, opt.state_dict()), extra)
+    state = {name: whole(value) for name, value in model.state_dict().items()}
+    return Trained(losses, copy.deepcopy(state), tree_map_only(Tensor, whole, opt.state_dict()), extra)
 
 
-def _whole(value: Tensor) -> Tensor:
+def whole(value: Tensor) -> Tensor:
     """A tensor on the CPU; of a distributed one, all of it."""
     return (value.full_tensor() if isinstance(value, DTensor) else value).detach().cpu()

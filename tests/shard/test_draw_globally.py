@@ -147,7 +147,7 @@ def test_left(reason: str):
     ("call", "dims", "message"),
     [
         ("aten.rand_like(x)", (0, 1), r"whose dims \(0, 1\) all grow with the batch"),
-        ("aten.bernoulli(x)", (0,), "whose numbers cannot be drawn for the whole batch"),
+        ("aten.poisson(x)", (0,), "whose numbers cannot be drawn for the whole batch"),
     ],
 )
 def test_draws_that_cannot_be_divided_are_refused(call, dims, message):

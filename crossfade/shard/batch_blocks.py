@@ -1,0 +1,102 @@
+"""Where samples lie within a dim that was made of several: `[time, batch]` flattened is not `[batch, time]` flattened.
+
+A dim that holds samples is so many blocks, each with a run of elements of every sample in turn: one block if samples
+are its outermost part, as many as there are time steps if these are.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from crossfade.graph.effects import is_random
+
+BLOCKS = "batch_blocks"
+
+_aten = torch.ops.aten
+_VIEWS = {_aten.view.default, _aten._unsafe_view.default, _aten.reshape.default}
+_PIECES = {_aten.slice.Tensor, _aten.split.Tensor, _aten.split_with_sizes.default}
+
+GrowingDims = Callable[[fx.Node], tuple[int, ...]]
+
+
+def mark_blocks(graph: fx.Graph, samples: int, growing: GrowingDims) -> None:
+    """Note on every node with one dim of samples how many blocks that dim is; None where that is not known."""
+    for node in graph.nodes:
+        if len(growing(node)) == 1:
+            node.meta[BLOCKS] = _blocks(node, samples, growing)
+    for node in graph.nodes:
+        if node.op == "call_function" and is_random(node) and blocks_of(node) is None:
+            node.meta[BLOCKS] = _as_used(node, growing)
+
+
+def blocks_of(node: fx.Node) -> int | None:
+    """The blocks of a node's dim of samples: one if nobody has said otherwise, None if it is not known."""
+    return node.meta.get(BLOCKS, 1)
+
+
+def _blocks(node: fx.Node, samples: int, growing: GrowingDims) -> int | None:
+    size = _size(node, growing)
+    if size == samples or node.op == "placeholder":
+        return 1
+    source: Any = node.args[0] if node.target is operator.getitem else node
+    operands = [one for one in source.all_input_nodes if len(growing(one)) == 1 and blocks_of(one) is not None]
+    if source.target is _aten.cat.default and all(_size(one, growing) < size for one in operands):
+        return _joined(source, samples, growing)
+    for one in operands:
+        if source.target in _VIEWS:
+            return _whole_number(_cycles(one, growing), _before(node, growing))
+        if _size(one, growing) == size:
+            return blocks_of(one)
+        if source.target in _PIECES or source.target is _aten.repeat.default:
+            return _whole_number((blocks_of(one) or 0) * size, _size(one, growing))
+    return None
+
+
+def _joined(node: fx.Node, samples: int, growing: GrowingDims) -> int | None:
+    """The blocks of values one below the other, if each block has as many elements of every sample."""
+    parts: Any = node.args[0]
+    blocks = [blocks_of(one) if len(growing(one)) == 1 else None for one in parts]
+    if any(one is None for one in blocks):
+        return None
+    runs = {_size(one, growing) / (count or 1) / samples for one, count in zip(parts, blocks, strict=True)}
+    return sum(count or 0 for count in blocks) if len(runs) == 1 else None
+
+
+def _as_used(node: fx.Node, growing: GrowingDims) -> int | None:
+    """The blocks of a value drawn for given sizes, from what it is used for."""
+    for user in node.users:
+        known = blocks_of(user) if len(growing(user)) == 1 else None
+        if known is not None and user.target in _VIEWS:
+            return _whole_number(_cycles(user, growing), _before(node, growing))
+        if known is not None and _size(user, growing) == _size(node, growing):
+            return known
+    return None
+
+
+def _cycles(node: fx.Node, growing: GrowingDims) -> int:
+    """How often samples come round when all elements are counted: what a reshape does not change."""
+    return (blocks_of(node) or 0) * _before(node, growing)
+
+
+def _before(node: fx.Node, growing: GrowingDims) -> int:
+    """The number of elements along the dims ahead of the samples'."""
+    return math.prod(_value(node).shape[: growing(node)[0]])
+
+
+def _size(node: fx.Node, growing: GrowingDims) -> int:
+    return _value(node).shape[growing(node)[0]]
+
+
+def _value(node: fx.Node) -> Tensor:
+    value = node.meta["val"]
+    return value[0] if isinstance(value, (tuple, list)) else value
+
+
+def _whole_number(number: int, divisor: int) -> int | None:
+    return number // divisor if divisor and number % divisor == 0 and number else None
