@@ -105,6 +105,29 @@ def written_owners(nodes: Iterable[fx.Node], roots: dict[fx.Node, fx.Node]) -> s
     return {roots[target] for node in writers for target in written_inputs(node)}
 
 
+def rewritten_at_waits(nodes: Iterable[fx.Node], roots: dict[fx.Node, fx.Node]) -> dict[fx.Node, list[fx.Node]]:
+    """For each memory that the wait on a sibling may write again, the coalesced collectives whose results these are.
+
+    Whichever result is waited for, all may be written: gloo copies every output of a coalesced reduce-scatter out at
+    each wait. Somebody could tell only where another node writes one of them; other lists are left out.
+    """
+    nodes = list(nodes)
+    started = [one for node in nodes if (one := collectives.view(node)) is not None and one.coalesced]
+    if not started:
+        return {}
+    writers: dict[fx.Node, set[fx.Node]] = {}
+    for node in nodes:
+        for target in written_inputs(node):
+            writers.setdefault(roots[target], set()).add(node)
+    lists: dict[fx.Node, list[fx.Node]] = {}
+    for one in started:
+        owners = {roots[result] for result in one.results}
+        if any(writers.get(owner, set()) - {one.node} for owner in owners):
+            for owner in owners:
+                lists.setdefault(owner, []).append(one.node)
+    return lists
+
+
 def strided_owners(nodes: Iterable[fx.Node], roots: dict[fx.Node, fx.Node]) -> set[fx.Node]:
     """The owners of memory that some view takes apart by strides, counted from the memory's beginning."""
     return {roots[node] for node in nodes if node.target is torch.ops.aten.as_strided.default}
