@@ -66,6 +66,25 @@ def memory_of(node: fx.Node) -> Any:
         node = shared
 
 
+def aliased_by(node: fx.Node) -> fx.Node | None:
+    """The node that this one's memory comes from at once: a view's argument, the list of an element; None if its own.
+
+    >>> from crossfade.graph.text import parse
+    >>> program = parse('''
+    ... x: f32[4] = input("x")
+    ... halves: (f32[2], f32[2]) = aten.split.Tensor(x, 2)
+    ... left: f32[2] = halves[0]
+    ... neg: f32[2] = aten.neg(left)
+    ... return output("neg", neg)
+    ... ''')
+    >>> [aliased_by(node) for node in program.graph.nodes]
+    [None, x, halves, None, None]
+    """
+    if node.target is operator.getitem:
+        return node.args[0] if _element(node)[0] is not None else None  # type: ignore[return-value]
+    return _aliased_input(node) if node.op == "call_function" else None
+
+
 def written_inputs(node: fx.Node) -> list[fx.Node]:
     """The argument nodes whose memory this node writes, from its operator's schema."""
     if node.op != "call_function" or not may_write(node.target):
