@@ -39,7 +39,8 @@ from crossfade.graph.passes import Pass, run_passes
 from crossfade.graph.pipelined import ANYWHERE
 from crossfade.graph.pipelines import Pipeline
 from crossfade.graph.private import backend_of_group, tree_flatten, tree_unflatten
-from crossfade.graph.program import Program, from_graph_module
+from crossfade.graph.program import Program
+from crossfade.graph.verify import accept
 from crossfade.report.report import Report
 from crossfade.run.mesh import DataParallel, backend_on
 from crossfade.schedule.bucket_sizes import BucketSize
@@ -324,7 +325,7 @@ def optimize(
     """
     structure: Any = module.graph.output_node().args[0]
     _, spec = tree_flatten(structure)
-    before = from_graph_module(module, groups=groups)
+    before = accept(module, groups=groups)
     if backends is None:
         backends = _backends_here(before)
     if passes is None:

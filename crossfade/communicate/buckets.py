@@ -18,9 +18,10 @@ from crossfade.graph.collectives import Collective, Kind
 from crossfade.graph.contraction import Contraction
 from crossfade.graph.effects import memory_of
 from crossfade.graph.order import Order, reorder
+from crossfade.graph.own_results import return_copies
 from crossfade.graph.passes import Outcome, Pass, PassResult, Verdict
 from crossfade.graph.program import Program, paused_garbage_collection
-from crossfade.graph.splice import Replacements, insert_call, splice
+from crossfade.graph.splice import Replacements, splice
 
 _aten = torch.ops.aten
 
@@ -234,19 +235,9 @@ def _merge(
 
 
 def _unshare_results(program: Program, members: Sequence[fx.Node]) -> None:
-    """Return copies of what lies in a bucket: results must not share memory, nor keep a whole bucket alive.
-
-    Copies are made at the end, so that they keep no wait up there.
-    """
-    end = program.output_node
+    """Return copies of what lies in a bucket: members' results must not share memory, nor keep a whole bucket alive."""
     together = Counter(memory_of(member) for member in dict.fromkeys(members))
-    copies = {
-        value: insert_call(program, _aten.clone.default, value, before=end, like=value)
-        for value in dict.fromkeys(program.results)
-        if isinstance(value, fx.Node) and together[memory_of(value)] > 1
-    }
-    if copies:
-        program.set_results([copies.get(value, value) for value in program.results])
+    return_copies(program, {member: member for member in members if together[memory_of(member)] > 1})
 
 
 def _fold(members: Sequence[Collective], how: BucketPass, written: set[fx.Node]) -> tuple[list[fx.Node], CopyIn]:

@@ -14,9 +14,10 @@ from torch import fx
 from crossfade.graph import collectives
 from crossfade.graph.collectives import Collective, Kind
 from crossfade.graph.effects import alias_roots, is_random, written_inputs, written_owners
+from crossfade.graph.own_results import return_copies
 from crossfade.graph.passes import Numerics, Outcome, Pass, PassResult, Verdict
 from crossfade.graph.program import Program
-from crossfade.graph.splice import erase_if_dead, insert_call
+from crossfade.graph.splice import erase_if_dead
 
 _aten = torch.ops.aten
 _TOLD_BY_SHAPES = {
@@ -190,12 +191,11 @@ def _merge(program: Program, merged: dict[fx.Node, fx.Node]) -> None:
 
 def _unshare_results(program: Program, roots: dict[fx.Node, fx.Node], merged: dict[fx.Node, fx.Node]) -> None:
     """Copy what would be returned beside another collective's result in the same memory."""
-    end = program.output_node
     returned_by: dict[fx.Node, fx.Node] = {}
-    results: list[Any] = []
+    apart = set()
     for value in program.results:
         root = roots[value] if isinstance(value, fx.Node) else None
         if root is not None and returned_by.setdefault(merged.get(root, root), root) is not root:
-            value = insert_call(program, torch.ops.aten.clone.default, value, before=end, like=value)
-        results.append(value)
-    program.set_results(results)
+            apart.add(root)
+    waits = (node for node in program.graph.nodes if collectives.is_wait(node)) if apart else ()
+    return_copies(program, {wait: roots[wait] for wait in waits if roots[wait] in apart})

@@ -67,7 +67,8 @@ def _places(order: Order, starts: list[fx.Node]) -> dict[fx.Node, int]:
     place = dict(order.position)
     first = max((order.position[node] for node in order.nodes if node.op == "placeholder"), default=0)
     for start in starts:
-        place[start] = max([first, *(place[before] for before in order.predecessors(start))])
+        needed = max((place[before] for before in order.predecessors(start)), default=0)
+        place[start] = max(needed, min(first, order.position[start]))
     return place
 
 

@@ -66,6 +66,25 @@ def memory_of(node: fx.Node) -> Any:
         node = shared
 
 
+def aliased_by(node: fx.Node) -> fx.Node | None:
+    """The node that this one's memory comes from at once: a view's argument, the list of an element; None if its own.
+
+    >>> from crossfade.graph.text import parse
+    >>> program = parse('''
+    ... x: f32[4] = input("x")
+    ... halves: (f32[2], f32[2]) = aten.split.Tensor(x, 2)
+    ... left: f32[2] = halves[0]
+    ... neg: f32[2] = aten.neg(left)
+    ... return output("neg", neg)
+    ... ''')
+    >>> [aliased_by(node) for node in program.graph.nodes]
+    [None, x, halves, None, None]
+    """
+    if node.target is operator.getitem:
+        return node.args[0] if _element(node)[0] is not None else None  # type: ignore[return-value]
+    return _aliased_input(node) if node.op == "call_function" else None
+
+
 def written_inputs(node: fx.Node) -> list[fx.Node]:
     """The argument nodes whose memory this node writes, from its operator's schema."""
     if node.op != "call_function" or not may_write(node.target):
@@ -103,6 +122,29 @@ def written_owners(nodes: Iterable[fx.Node], roots: dict[fx.Node, fx.Node]) -> s
     """The owners of memory that something writes."""
     writers = (node for node in nodes if node.op == "call_function" and may_write(node.target))
     return {roots[target] for node in writers for target in written_inputs(node)}
+
+
+def rewritten_at_waits(nodes: Iterable[fx.Node], roots: dict[fx.Node, fx.Node]) -> dict[fx.Node, list[fx.Node]]:
+    """For each memory that the wait on a sibling may write again, the coalesced collectives whose results these are.
+
+    Whichever result is waited for, all may be written: gloo copies every output of a coalesced reduce-scatter out at
+    each wait. Somebody could tell only where another node writes one of them; other lists are left out.
+    """
+    nodes = list(nodes)
+    started = [one for node in nodes if (one := collectives.view(node)) is not None and one.coalesced]
+    if not started:
+        return {}
+    writers: dict[fx.Node, set[fx.Node]] = {}
+    for node in nodes:
+        for target in written_inputs(node):
+            writers.setdefault(roots[target], set()).add(node)
+    lists: dict[fx.Node, list[fx.Node]] = {}
+    for one in started:
+        owners = {roots[result] for result in one.results}
+        if any(writers.get(owner, set()) - {one.node} for owner in owners):
+            for owner in owners:
+                lists.setdefault(owner, []).append(one.node)
+    return lists
 
 
 def strided_owners(nodes: Iterable[fx.Node], roots: dict[fx.Node, fx.Node]) -> set[fx.Node]:

@@ -99,9 +99,14 @@ class Memory:
         """When a user has read its input for good: a collective goes on reading until it is waited for."""
         if user.op == "output" or not (hasattr(user.target, "_schema") or user.target is operator.getitem):
             return NEVER  # what an operator without a schema keeps is not known
-        started = collectives.view(user)
-        ends = (user, *(started.waits if started else ()))
+        ends = (user, *self._waits_after(user))
         return max(self.position.get(node, NEVER) for node in ends)  # what was added since stands at the end
+
+    def _waits_after(self, user: fx.Node) -> tuple[fx.Node, ...]:
+        """The waits that end what a user begins; an element of a coalesced collective may be written at every one."""
+        start = user.args[0] if user.target is operator.getitem else user
+        started = collectives.view(start)  # type: ignore[arg-type]
+        return started.waits if started is not None else ()
 
     def touched(self, node: fx.Node) -> tuple[set[Region], set[Region]]:
         """The regions that an operator reads, and those that it writes; a view touches none."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import heapq
 import operator
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +23,7 @@ from crossfade.graph.effects import (
     is_random,
     memory_behind,
     rewritten,
+    rewritten_at_waits,
     strided_owners,
     written_inputs,
 )
@@ -262,7 +263,8 @@ def _ordering_edges(
     """For each node, the earlier nodes it must stay below for a reason other than data."""
     edges: dict[fx.Node, list[tuple[fx.Node, str]]] = {}
     special = [node for node in nodes if node.op == "call_function" and not is_pure(node.target)]
-    writes = {node: targets for node in special if (targets := _written_memory(node, roots))}
+    lists = rewritten_at_waits(special, roots)
+    writes = {node: targets for node in special if (targets := _written_memory(node, roots, lists))}
     written = {root for targets in writes.values() for root in targets}
     readers: dict[fx.Node, list[fx.Node]] = {}
     writer: dict[fx.Node, fx.Node] = {}
@@ -281,7 +283,7 @@ def _ordering_edges(
             continue
         if written:
             targets = writes.get(node, {})
-            touched = [root for root in _read_memory(node, roots) if root in written]
+            touched = [root for root in _read_memory(node, roots, lists) if root in written]
             for root in touched:
                 after(node, writer.get(root), "writes memory read by")
                 if root not in targets:
@@ -299,12 +301,18 @@ def _ordering_edges(
     return edges
 
 
-def _written_memory(node: fx.Node, roots: dict[fx.Node, fx.Node]) -> dict[fx.Node, None]:
-    """What a node writes. A wait ends the writing of its collective's results, which others may name without it."""
-    if collectives.is_wait(node):
-        start = collectives.started_by(node)
-        return {roots[node]: None} if start is not None and _is_named_without_wait(start) else {}
-    return dict.fromkeys(roots[target] for target in written_inputs(node))
+def _written_memory(
+    node: fx.Node, roots: dict[fx.Node, fx.Node], lists: Mapping[fx.Node, Sequence[fx.Node]]
+) -> dict[fx.Node, None]:
+    """What a node writes. A wait ends the writing of its collective's results, which others may name without it; of a
+    list whose elements are written in place it is the list that it writes."""
+    if not collectives.is_wait(node):
+        return dict.fromkeys(roots[target] for target in written_inputs(node))
+    start = collectives.started_by(node)
+    if start is None:
+        return {}
+    own = [roots[node]] if _is_named_without_wait(start) else []
+    return dict.fromkeys([*own, *(one for one in lists.get(roots[node], ()) if one is start)])
 
 
 def _is_named_without_wait(start: fx.Node) -> bool:
@@ -315,10 +323,13 @@ def _is_named_without_wait(start: fx.Node) -> bool:
     return not all(collectives.is_wait(user) for user in users)
 
 
-def _read_memory(node: fx.Node, roots: dict[fx.Node, fx.Node]) -> dict[fx.Node, None]:
+def _read_memory(
+    node: fx.Node, roots: dict[fx.Node, fx.Node], lists: Mapping[fx.Node, Sequence[fx.Node]]
+) -> dict[fx.Node, None]:
     """What a node reads; a wait also ends the reading of its collective's inputs, which goes on until then."""
     if node.target is operator.getitem:
         return {}
     start = collectives.started_by(node) if collectives.is_wait(node) else None
     sources = [*node.all_input_nodes, *(start.all_input_nodes if start is not None else ())]
-    return dict.fromkeys(root for source in sources for root in memory_behind(source, roots))
+    found = dict.fromkeys(root for source in sources for root in memory_behind(source, roots))
+    return found | dict.fromkeys(one for root in found for one in lists.get(root, ())) if lists else found

@@ -21,7 +21,7 @@ from crossfade.graph.operators import remembered
 from crossfade.graph.private import FakeTensor
 from crossfade.graph.program import MADE_FOR, Program, attribute, source_line
 from crossfade.graph.text import render, render_type
-from crossfade.graph.verify import verify
+from crossfade.graph.verify import verify, verify_given
 
 TEXT_LIMIT = 20_000
 """Programs with more nodes than this keep no before/after text unless asked: printing would cost more than the pass."""
@@ -160,7 +160,8 @@ def run_passes(program: Program, passes: Sequence[Pass], *, keep_text: bool | No
     """Run `passes` over a copy of `program`; the result's history has a record of each.
 
     The runner times each pass, verifies the program after it, compares the `changed` it reports with a hash of the
-    graph, and wraps whatever goes wrong with the pass's name. `keep_text` forces the before/after texts on or off.
+    graph, and wraps whatever goes wrong with the pass's name; a program that was broken before is a `VerifyError`.
+    `keep_text` forces the before/after texts on or off.
 
         >>> from crossfade.graph.text import parse
         >>> from crossfade.simplify.remove_dead_code import RemoveDeadCode
@@ -173,10 +174,14 @@ def run_passes(program: Program, passes: Sequence[Pass], *, keep_text: bool | No
         {'removed': 1}
     """
     check_requirements(program.facts, passes)
-    program, look = program.copy(), _Look()
+    done, look = program.copy(), _Look()
     for one in passes:
-        look = _run_one(program, one, keep_text, look)
-    return program
+        try:
+            look = _run_one(done, one, keep_text, look)
+        except PassError:
+            verify_given(program)  # was it broken before?
+            raise
+    return done
 
 
 def check_requirements(facts: Iterable[str], passes: Sequence[Pass]) -> None:

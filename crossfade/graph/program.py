@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import itertools
 import keyword
 import operator
 import re
@@ -74,7 +75,8 @@ class Program:
     `inputs` and `outputs` run parallel to the placeholders and to the output node's flat tuple. `groups` maps the
     group names that collectives use to their sizes: logical names (`dp`), resolved to process groups only when run.
     `constants` holds what `get_attr` nodes name: tensors, and the graphs that higher-order operators call. `history`
-    is what each pass did; `facts` what passes established.
+    is what each pass did; `facts` what passes established. Inputs stand above all else: FX lets a placeholder stand
+    anywhere above its first use, and a program that is made puts it where passes look for it.
 
         >>> from crossfade.graph.text import parse
         >>> program = parse('''
@@ -95,12 +97,25 @@ class Program:
     history: tuple[PassRecord, ...] = ()
 
     def __post_init__(self) -> None:
+        self.check_signature()
+        self._put_inputs_first()
+
+    def check_signature(self) -> None:
+        """Refuse a signature that does not describe every placeholder and every result."""
         if len(self.placeholders) != len(self.inputs) or len(self.results) != len(self.outputs):
             raise CaptureError(
                 f"{len(self.placeholders)} placeholders and {len(self.results)} results in the graph",
                 expected=f"{len(self.inputs)} and {len(self.outputs)}, as the signature says",
                 remedy="describe every placeholder and every flat output once",
             )
+
+    def _put_inputs_first(self) -> None:
+        leading = sum(1 for _ in itertools.takewhile(lambda node: node.op == "placeholder", self.graph.nodes))
+        placeholders = self.placeholders
+        if leading < len(placeholders):
+            first = next(node for node in self.graph.nodes if node.op != "placeholder")
+            for node in placeholders[leading:]:
+                first.prepend(node)
 
     @property
     def placeholders(self) -> list[fx.Node]:

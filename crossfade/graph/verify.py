@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import operator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -13,7 +15,7 @@ from crossfade.graph import collectives
 from crossfade.graph.effects import alias_roots, written_inputs
 from crossfade.graph.nested import nested_graphs, opened
 from crossfade.graph.private import tree_flatten
-from crossfade.graph.program import Program, described, source_line
+from crossfade.graph.program import Program, described, from_graph_module, source_line
 from crossfade.graph.text import render_node, render_type
 
 _Nodes = dict[fx.Node, fx.Node]
@@ -51,23 +53,61 @@ def verify(program: Program, *, recompute: bool = False, nested: bool = True) ->
                 verify(inside, recompute=recompute)
 
 
-def _verify_structure(program: Program) -> None:
+def accept(module: fx.GraphModule, *, groups: Mapping[str, int] | None = None) -> Program:
+    """A graph that somebody gives, as a program that is well formed; see `from_graph_module`.
+
+    >>> from torch.fx.experimental.proxy_tensor import make_fx
+    >>> start = lambda x: collectives.all_reduce(x, "sum", "dp")
+    >>> accept(make_fx(start, tracing_mode="fake")(torch.ones(3)))
+    Traceback (most recent call last):
+    ...
+    crossfade.errors.VerifyError: found in the graph given: all_reduce = ..., never waited for; expected a wait on ...
+    """
+    with _said_of_the_graph_given():
+        _lint(module.graph)
+    program = from_graph_module(module, groups=groups)
+    verify_given(program)
+    return program
+
+
+def verify_given(program: Program) -> None:
+    """Like `verify`, before any pass has run: whatever is wrong, no pass is to blame."""
+    with _said_of_the_graph_given():
+        verify(program)
+
+
+@contextlib.contextmanager
+def _said_of_the_graph_given() -> Iterator[None]:
     try:
-        program.graph.lint()
-        program.__post_init__()
+        yield
+    except VerifyError as error:
+        blamed = VerifyError(f"in the graph given: {error.found}", expected=error.expected, remedy=error.remedy)
+        blamed.node = getattr(error, "node", None)  # type: ignore[attr-defined]
+        raise blamed from error
+
+
+def _verify_structure(program: Program) -> None:
+    _lint(program.graph)
+    try:
+        program.check_signature()
     except CaptureError as error:
         raise VerifyError(error.found, expected=error.expected, remedy=error.remedy) from error
+    for node in program.graph.find_nodes(op="get_attr"):
+        if node.target not in program.constants:
+            known = ", ".join(program.constants) or "none"
+            raise _error(node, "which has no value", f"one of: {known}", "add it to Program.constants")
+
+
+def _lint(graph: fx.Graph) -> None:
+    try:
+        graph.lint()
     except RuntimeError as error:
         first_line = str(error).partition("\n")[0]  # lint prints the whole graph after it
         raise VerifyError(
             f"a malformed graph ({first_line})",
             expected="a graph that passes lint",
-            remedy="define each value once, above its uses",
+            remedy="define each value once, above its uses, and give the module all that its graph names",
         ) from error
-    for node in program.graph.find_nodes(op="get_attr"):
-        if node.target not in program.constants:
-            known = ", ".join(program.constants) or "none"
-            raise _error(node, "which has no value", f"one of: {known}", "add it to Program.constants")
 
 
 def _error(node: fx.Node, what: str, expected: str, remedy: str) -> VerifyError:
@@ -80,7 +120,8 @@ def _error(node: fx.Node, what: str, expected: str, remedy: str) -> VerifyError:
 def _verify_metadata(graph: fx.Graph) -> None:
     for node in graph.nodes:
         if "val" not in node.meta and _makes_value(node):
-            raise _error(node, "without metadata", 'meta["val"] on every node', "build nodes with splice.splice")
+            remedy = "build nodes with splice.splice, and trace what you give with make_fx"
+            raise _error(node, "without metadata", 'meta["val"] on every node', remedy)
 
 
 def _makes_value(node: fx.Node) -> bool:
@@ -94,7 +135,8 @@ def _verify_collectives(program: Program) -> None:
     for node in program.graph.nodes:
         if (group := collectives.group_of(node)) is not None and group not in program.groups:
             known = ", ".join(program.groups) or "none"
-            raise _error(node, f"on group {group!r}", f"one of: {known}", "add the group to Program.groups")
+            remedy = f'add it to the groups of the program, with its ranks: groups={{"{group}": 2}}'
+            raise _error(node, f"on group {group!r}", f"one of: {known}", remedy)
     found = collectives.find(program.graph)
     for one in found:
         for result in one.results:

@@ -39,10 +39,10 @@ class _Homes:
         self.roots = alias_roots(nodes)
         self.moved: dict[fx.Node, fx.Node] = {}
         self.last_use = {self.roots[source]: position[node] for node in nodes for source in node.all_input_nodes}
-        for one in collectives.find(program.graph):  # what it sends is read until it is waited for
+        for one in collectives.find(program.graph):  # what it sends is read, and a list written, until the last wait
             end = max((position[wait] for wait in one.waits), default=len(nodes))
-            for source in one.inputs:
-                root = self.roots[source]
+            for held in (*one.inputs, *(one.results if one.coalesced else ())):
+                root = self.roots[held]
                 self.last_use[root] = max(self.last_use.get(root, 0), end)
 
     def of(self, node: fx.Node) -> fx.Node:

@@ -9,6 +9,7 @@ import pytest
 from crossfade.communicate.raise_launches import RaiseLaunches
 from crossfade.graph.passes import run_passes
 from crossfade.graph.text import parse
+from crossfade.graph.verify import verify
 
 GROUPS = {"dp": 2, "tp": 2}
 
@@ -83,6 +84,26 @@ CASES = {
         "s a ws",
         ["s: moved: started as early as it can be: 1 nodes earlier, after y"],
     ),
+    "inputs stand between collectives": (
+        """
+        x: f32[4] = input("x")
+        s: f32[4] = c10d.all_reduce(x, "sum", "dp")
+        ws: f32[4] = c10d.wait_tensor(s)
+        y: f32[4] = input("y")
+        a: f32[4] = aten.add.Tensor(ws, y)
+        b: f32[4] = aten.exp(y)
+        t: f32[4] = c10d.all_reduce(a, "sum", "dp")
+        wt: f32[4] = c10d.wait_tensor(t)
+        z: f32[4] = input("z")
+        c: f32[4] = aten.add.Tensor(wt, z)
+        return output("b", b), output("c", c)
+        """,
+        "s ws a t b wt c",
+        [
+            "s: left alone: it already starts as early as it can: after z",
+            "t: moved: started as early as it can be: 1 nodes earlier, after a",
+        ],
+    ),
     "a coalesced start": (
         """
         x: f32[4] = input("x")
@@ -138,3 +159,21 @@ def test_twice_is_once():
     for text, *_ in CASES.values():
         once = run_passes(parse(textwrap.dedent(text), groups=GROUPS), [RaiseLaunches()])
         assert not run_passes(once, [RaiseLaunches()]).history[-1].changed
+
+
+def test_a_graph_whose_inputs_were_moved_down_since_stays_valid():
+    program = parse(
+        """
+        x: f32[4] = input("x")
+        y: f32[4] = input("y")
+        s: f32[4] = c10d.all_reduce(x, "sum", "dp")
+        ws: f32[4] = c10d.wait_tensor(s)
+        a: f32[4] = aten.add.Tensor(ws, y)
+        return output("a", a)
+        """,
+        groups=GROUPS,
+    )
+    _, y, _, _, a, _ = program.graph.nodes
+    a.prepend(y)
+    assert not RaiseLaunches().run(program).changed
+    verify(program)

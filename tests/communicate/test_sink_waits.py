@@ -70,6 +70,26 @@ CASES = {
             "s: moved: waited for just before its first use: 2 nodes later, before n1",
         ],
     ),
+    "a write to a sibling holds up every wait of the list": (
+        """
+        x: f32[4] = input("x")
+        s: (f32[2], f32[2]) = c10d.reduce_scatter_tensor_coalesced([x, x], "sum", 2, "dp")
+        s0: f32[2] = s[0]
+        s1: f32[2] = s[1]
+        w0: f32[2] = c10d.wait_tensor(s0)
+        w1: f32[2] = c10d.wait_tensor(s1)
+        e: f32[4] = aten.exp(x)
+        write: f32[2] = aten.mul_.Tensor(w0, 10)
+        f: f32[4] = aten.sin(x)
+        n1: f32[2] = aten.neg(w1)
+        return output("0", write), output("1", n1), output("e", e), output("f", f)
+        """,
+        "s e s0 s1 w0 w1 write f n1",
+        [
+            "s: moved: waited for just before its first use: 1 nodes later, before write",
+            "s: moved: waited for just before its first use: 1 nodes later, before write",
+        ],
+    ),
     "a writer of what a gather reads holds its wait up": (
         """
         x: f32[4] = input("x")

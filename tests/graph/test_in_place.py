@@ -59,3 +59,19 @@ def test_regions_of_views_and_of_what_went_in_place():
     region = memory.region[node["v"]]
     assert (region.root, region.start, region.end) == (node["n"], 24, 32)
     assert memory.last_read(memory.region[node["b"]]) == memory.position[node["s"]]
+
+
+def test_an_element_may_be_written_until_the_last_of_its_siblings_is_waited_for():
+    program = parse("""
+    x: f32[4] = input("x")
+    both: (f32[2], f32[2]) = c10d.reduce_scatter_tensor_coalesced([x, x], "sum", 2, "dp")
+    b0: f32[2] = both[0]
+    b1: f32[2] = both[1]
+    w0: f32[2] = c10d.wait_tensor(b0)
+    e: f32[2] = aten.exp(w0)
+    w1: f32[2] = c10d.wait_tensor(b1)
+    return output("e", e), output("w1", w1)
+    """)
+    node = {one.name: one for one in program.graph.nodes}
+    memory = Memory(program)
+    assert memory.last_read(memory.region[node["w0"]], ignoring=(node["e"],)) == memory.position[node["w1"]]

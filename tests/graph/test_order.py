@@ -113,6 +113,20 @@ IN_PLACE_COALESCED = """
     r1: f32[4] = aten.neg(q)
     return output("a", r0), output("b", r1)
 """
+WRITTEN_SIBLING = """
+    x: f32[4] = input("x")
+    both: (f32[2], f32[2]) = c10d.reduce_scatter_tensor_coalesced([x, x], "sum", 2, "dp")
+    b0: f32[2] = both[0]
+    b1: f32[2] = both[1]
+    early: f32[4] = aten.exp(x)
+    w0: f32[2] = c10d.wait_tensor(b0)
+    w1: f32[2] = c10d.wait_tensor(b1)
+    write: f32[2] = aten.mul_.Tensor(w0, 2)
+    r0: f32[2] = aten.neg(w0)
+    r1: f32[2] = aten.neg(w1)
+    return output("a", r0), output("b", r1), output("c", early)
+"""
+READ_SIBLING = WRITTEN_SIBLING.replace("mul_", "mul")
 OWN_ELEMENTS = """
     x: f32[4] = input("x")
     pair: (f32[], f32[]) = aten.aminmax(x)
@@ -209,6 +223,12 @@ RISES = [
     (IN_PLACE_COALESCED, "r1", "w1", "w1 writes memory read by r1"),
     (IN_PLACE_COALESCED, "r0", "w0", "w0 writes memory read by r0"),
     (IN_PLACE_COALESCED, "r1", "r0", None),
+    (WRITTEN_SIBLING, "write", "w1", "w1 writes memory read by write"),
+    (WRITTEN_SIBLING, "w1", "w0", "w0 writes memory read by w1"),
+    (WRITTEN_SIBLING, "w0", "early", None),
+    (WRITTEN_SIBLING, "r1", "write", None),
+    (READ_SIBLING, "write", "w1", None),
+    (READ_SIBLING, "w1", "w0", None),
     (OWN_ELEMENTS, "read_high", "write", None),
     (OWN_ELEMENTS, "read_low", "write", "write writes memory read by read_low"),
     (SPLIT_ELEMENTS, "read", "write", "write writes memory read by read"),
@@ -241,6 +261,8 @@ SINKS = [
     (GROUPS_APART, "b", "wb", "wb uses b"),
     (READ_UNTIL_WAIT, "wait", "write", "write writes memory read by wait"),
     (IN_PLACE_COLLECTIVE, "wait", "after", "after reads memory written by wait"),
+    (WRITTEN_SIBLING, "w1", "write", "write reads memory written by w1"),
+    (READ_SIBLING, "w1", "r0", None),
     (SIDE_EFFECTS, "first", "second", "second has a side effect after first"),
     (NO_INPUTS, "write", "output", "output ends the graph, after write"),
     (NO_INPUTS, "ones", "write", None),

@@ -149,3 +149,19 @@ def test_sizes_that_are_symbols_count_by_their_hint():
     value = next(iter(module.graph.nodes)).meta["val"]
     assert isinstance(value.shape[0], torch.SymInt)
     assert (size_hint(value.shape[0]), tensor_bytes(value)) == (6, 120)
+
+
+def test_inputs_stand_first_wherever_they_stood():
+    program = parse("""
+    x: f32[4] = input("x")
+    n: f32[4] = aten.neg(x)
+    y: f32[4] = input("y")
+    a: f32[4] = aten.add.Tensor(n, y)
+    return output("a", a)
+    """)
+    assert [node.name for node in program.graph.nodes] == ["x", "y", "n", "a", "output"]
+    _, y, _, a, _ = program.graph.nodes
+    a.prepend(y)
+    for again in (program.copy(), from_graph_module(program.module())):
+        assert [node.name for node in again.graph.nodes] == ["x", "y", "n", "a", "output"]
+    assert [node.name for node in program.graph.nodes] == ["x", "n", "y", "a", "output"]

@@ -174,7 +174,7 @@ BROKEN = {
         return output("y", wait)
         """,
         'found start = c10d.all_reduce(x, "sum", "pp"), on group \'pp\'; expected one of: dp, tp. '
-        "Remedy: add the group to Program.groups.",
+        'Remedy: add it to the groups of the program, with its ranks: groups={"pp": 2}.',
     ),
     "constant-without-value": (
         """

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from exchange_programs import Choices, Sampler, inputs_for, sampled_passes
+from written_programs import WritingSampler, some_passes
 
 from crossfade.communicate.bucket_plan import MB
 from crossfade.communicate.lower_all_gathers import LowerAllGathers
@@ -66,3 +67,33 @@ def run_alone_and_together(numbers: list[int], ranks: int) -> dict[str, Any]:
             spelled = "\n".join(one.spelling for one in variant)
             seen["difference"] = f"results {same} after\n{spelled}\n{program}\n\nbecame\n\n{done}"
     return seen
+
+
+def run_optimized(numbers: list[int], ranks: int) -> dict[str, Any]:
+    """On each rank: what some passes launch, and what differs after them, in numbers or in who shares memory."""
+    sizes, positions, names = groups_of(ranks)
+    choices = Choices(numbers)
+    used = dict(list(sizes.items())[: 1 + choices.below(3)])
+    passes = some_passes(choices, used, positions)
+    program = WritingSampler(choices, used, positions).program()
+    done = run_passes(program, passes, keep_text=False)
+    expected, found = (_run(one, names) for one in (program, done))
+    seen: dict[str, Any] = {"launches": launches(done)}
+    spelled = "\n".join(one.spelling for one in passes)
+    for what, before, after in zip(("values", "sharing of memory"), expected, found, strict=True):
+        if before != after:
+            seen["difference"] = f"{what} {before} became {after} after\n{spelled}\n{program}\n\nbecame\n\n{done}"
+    return seen
+
+
+def _run(program: Program, names: Mapping[str, str]) -> tuple[list[Any], dict[tuple[int, int], int]]:
+    """The values of all inputs and results, and of any two in one storage how far apart they begin."""
+    given = inputs_for(program, dist.get_rank())
+    tensors = [*given, *Executable(program, names)([*given])]
+    apart = {
+        (i, j): one.data_ptr() - other.data_ptr()
+        for i, one in enumerate(tensors)
+        for j, other in enumerate(tensors[:i])
+        if one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
+    }
+    return [(str(one.dtype), one.tolist()) for one in tensors], apart

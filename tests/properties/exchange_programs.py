@@ -8,7 +8,7 @@ regroups collectives must keep every bit.
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -248,6 +248,14 @@ class Sampler:
     def group(self) -> str:
         return self.choices.of(list(self.groups))
 
+    def kinds(self) -> list[Callable[[], None]]:
+        kinds = [self.all_reduce, self.all_gather, self.reduce_scatter, self.burst, self.burst]
+        kinds += [self.negate, self.add, self.convert, self.view, self.write, self.wait]
+        return [*kinds, self.again, self.in_place, self.coalesced, self.own_slice, self.sum_of_sums]
+
+    def returned(self, inputs: list[fx.Node]) -> list[fx.Node]:
+        return [node for node in self.values if node.op == "call_function"][-12:] + self.results or inputs
+
     def program(self) -> Program:
         inputs = []
         for index in range(1 + self.choices.below(5)):
@@ -257,14 +265,12 @@ class Sampler:
             self.largest[node] = 2.0
             inputs.append(node)
         self.values += inputs
-        kinds = [self.all_reduce, self.all_gather, self.reduce_scatter, self.burst, self.burst]
-        kinds += [self.negate, self.add, self.convert, self.view, self.write, self.wait]
-        kinds += [self.again, self.in_place, self.coalesced, self.own_slice, self.sum_of_sums]
+        kinds = self.kinds()
         while self.choices.left:
             self.choices.of(kinds)()
         while self.in_flight:
             self.wait()
-        results = [node for node in self.values if node.op == "call_function"][-12:] + self.results or inputs
+        results = self.returned(inputs)
         self.graph.output(tuple(results))
         signature = tuple(Input(InputKind.INPUT, node.name) for node in inputs)
         outputs = tuple(Output(OutputKind.OUTPUT, str(index)) for index in range(len(results)))

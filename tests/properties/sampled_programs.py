@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -91,6 +91,7 @@ class _Sampler:
     values: list[fx.Node] = field(default_factory=list)
     in_flight: list[_Flight] = field(default_factory=list)
     landed: list[_Flight] = field(default_factory=list)
+    lists: dict[fx.Node, list[fx.Node]] = field(default_factory=dict)
 
     def emit(self, target: Any, args: tuple, value: Any, *, like: fx.Node | None = None, **effects: Any) -> fx.Node:
         """Add a node; its result lives in the memory of `like`, or in its own."""
@@ -218,6 +219,7 @@ class _Sampler:
             self.emit(operator.getitem, (both, i), one.meta["val"], like=one if in_place else None)
             for i, one in enumerate(pair)
         ]
+        self.lists[both] = elements
         self.launch(elements, pair, pair if in_place else [])
 
     def launch(self, results: list[fx.Node], read: list[fx.Node], written: list[fx.Node]) -> None:
@@ -244,6 +246,19 @@ class _Sampler:
         effects = {"writes": flight.writes, "also_reads": flight.reads}
         self.values.append(self.emit(c10d.wait_tensor.default, (result,), value, like=result, **effects))
 
+    def add_rewriting(self, start: fx.Node, elements: list[fx.Node]) -> None:
+        """If a node writes a result of a list, every wait of that list writes what is behind all of them."""
+        numbers = frozenset(self.memory[element] for element in elements)
+        waits = {user for element in elements for user in element.users if user.target is c10d.wait_tensor.default}
+        writers = {node for node, effects in self.effects.items() if effects.writes & numbers}
+        if all(node is start or node.target is c10d.wait_tensor.default for node in writers):
+            return
+        behind = frozenset({-1 - len(self.memory) - list(self.lists).index(start)})
+        for node, effects in self.effects.items():
+            if (effects.reads | effects.writes) & numbers:
+                writes = effects.writes | behind if node in waits else effects.writes
+                self.effects[node] = replace(effects, reads=effects.reads | behind, writes=writes)
+
     def program(self, steps: int) -> Sampled:
         for index, shape in enumerate(self.draw(st.lists(st.sampled_from(list(FAKES)), min_size=1, max_size=3))):
             node = self.graph.placeholder(f"input_{index}")
@@ -256,6 +271,8 @@ class _Sampler:
             self.draw(st.sampled_from(kinds))()
         while self.in_flight:
             self.wait()
+        for start, elements in self.lists.items():
+            self.add_rewriting(start, elements)
         self.graph.output(tuple(self.values))
         inputs = tuple(Input(InputKind.INPUT, node.name) for node in self.graph.find_nodes(op="placeholder"))
         outputs = tuple(Output(OutputKind.OUTPUT, str(index)) for index in range(len(self.values)))
@@ -276,7 +293,10 @@ def sampled_programs(draw: Callable) -> Sampled:
 
 @dataclass
 class Machine:
-    """Runs nodes one by one. A collective moves its data at its wait, and what it is writing reads as NaN before."""
+    """Runs nodes one by one. A collective moves its data at its wait, and what it is writing reads as NaN before.
+
+    A coalesced one moves the data of all its results at the wait of each, as gloo's reduce-scatter does.
+    """
 
     pending: dict[int, Callable[[], None]] = field(default_factory=dict)
     started: dict[str, list[str]] = field(default_factory=dict)
@@ -309,9 +329,9 @@ class Machine:
         if target is c10d.all_reduce_.default:
             return self.reduce(args[0].clone(), args[0])
         if target is c10d.all_reduce_coalesced_.default:
-            return [self.reduce(one.clone(), one) for one in args[0]]
+            return self.reduce_list([one.clone() for one in args[0]], args[0])
         if target is c10d.all_reduce_coalesced.default:
-            return [self.reduce(one, torch.empty_like(one)) for one in args[0]]
+            return self.reduce_list(args[0], [torch.empty_like(one) for one in args[0]])
         return self.reduce(args[0], torch.empty_like(args[0]))
 
     def gather(self, source: torch.Tensor, buffer: torch.Tensor) -> torch.Tensor:
@@ -321,3 +341,12 @@ class Machine:
     def reduce(self, source: torch.Tensor, buffer: torch.Tensor) -> torch.Tensor:
         self.pending[buffer.data_ptr()] = lambda: buffer.copy_(source * 2)
         return buffer.fill_(float("nan"))
+
+    def reduce_list(self, sources: list[torch.Tensor], buffers: list[torch.Tensor]) -> list[torch.Tensor]:
+        def move() -> None:
+            for source, buffer in zip(sources, buffers, strict=True):
+                buffer.copy_(source * 2)
+
+        for buffer in buffers:
+            self.pending[buffer.data_ptr()] = move
+        return [buffer.fill_(float("nan")) for buffer in buffers]

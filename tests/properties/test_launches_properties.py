@@ -1,4 +1,4 @@
-"""Ranks launch alike: the same collectives with computation in another order become the same launches."""
+"""Ranks launch alike: the same collectives with computation or inputs in another order become the same launches."""
 
 from __future__ import annotations
 
@@ -6,14 +6,15 @@ from random import Random
 
 import pytest
 from exchange_programs import Choices, Sampler, sampled_passes
-from hypothesis import given
+from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from torch import fx
 
 from crossfade.graph import collectives
 from crossfade.graph.order import Order, reorder
-from crossfade.graph.passes import run_passes
-from crossfade.graph.program import Program
+from crossfade.graph.passes import fingerprint, run_passes
+from crossfade.graph.program import Program, from_graph_module
+from crossfade.pipeline import optimization, optimize
 
 GROUPS = {"all": 2, "tp": 2, "dp": 2}
 POSITIONS = dict.fromkeys(GROUPS, 0)
@@ -55,3 +56,28 @@ def test_where_computation_stands_decides_no_launch(names: tuple[str, ...], numb
     other = with_computation_shuffled(program, Random(seed))
     here, there = (run_passes(one, passes, keep_text=False) for one in (program, other))
     assert launches(here) == launches(there)
+
+
+def with_inputs_shuffled(program: Program, random: Random) -> fx.GraphModule:
+    """The same graph, each input anywhere above the next one and its own first use."""
+    graph = fx.Graph()
+    graph.output(graph.graph_copy(program.graph, {}))
+    below = graph.output_node()
+    for node in reversed(graph.find_nodes(op="placeholder")):
+        nodes = list(graph.nodes)
+        ends = min(nodes.index(one) for one in (below, *node.users))
+        nodes[random.randint(nodes.index(node) + 1, ends)].prepend(node)
+        below = node
+    return fx.GraphModule({}, graph)
+
+
+@settings(max_examples=settings().max_examples // 10, phases=[Phase.explicit, Phase.generate])
+@given(numbers=st.lists(st.integers(0, 999), min_size=24, max_size=120), seed=st.integers(0, 2**16))
+def test_where_inputs_stand_decides_nothing(numbers: list[int], seed: int) -> None:
+    choices = Choices(numbers)
+    passes = [*sampled_passes(choices, GROUPS, POSITIONS), *optimization()]
+    program = Sampler(choices, GROUPS, POSITIONS).program()
+    module = with_inputs_shuffled(program, Random(seed))
+    done = [optimize(one, passes=passes, groups=GROUPS).module for one in (program.module(), module)]
+    here, there = (fingerprint(from_graph_module(one, groups=GROUPS)) for one in done)
+    assert here == there
