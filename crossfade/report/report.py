@@ -11,6 +11,7 @@ from crossfade.cost.fused import is_fused, read_fused
 from crossfade.cost.keys import Keys
 from crossfade.cost.timeline import Timeline
 from crossfade.errors import CrossfadeError
+from crossfade.files.plain import read_text
 from crossfade.graph.collectives import count_by_kind
 from crossfade.graph.passes import Outcome, PassRecord, Verdict
 from crossfade.graph.program import Program
@@ -274,7 +275,9 @@ class Report:
         """
         from crossfade.report.json_text import load
 
-        return load(source.read_text(encoding="utf-8") if isinstance(source, Path) else source)
+        if isinstance(source, Path):
+            return load(read_text(source, CrossfadeError, "give a file that Report.to_json wrote"), str(source))
+        return load(source)
 
     def to_html(self, path: str | Path) -> Path:
         """Write the report as one self-contained page and return where it is.
