@@ -101,7 +101,7 @@ class _Metadata(pickle._Unpickler):
             raise StateError(
                 f"{METADATA} that names {module}.{name}",
                 expected="only classes of checkpoint metadata",
-                remedy="do not use this checkpoint, unless you know where it comes from: torch itself runs what it names",
+                remedy="do not use this checkpoint, unless you know where it comes from: torch runs what it names",
             )
         return found
 

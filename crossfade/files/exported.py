@@ -110,9 +110,10 @@ class _Archive:
             raise self.refused(record, "which is no tensor")
 
     def bytes(self, record: str, entry: Found) -> None:
-        """A tensor of no bytes is made of its sizes alone: none may be reserved for it."""
+        """A tensor of no bytes is made of its sizes alone: none may be reserved for it, except on the meta device."""
+        kept = entry["tensor_meta"]["device"]["type"].text() != "meta"
         sizes = [size["as_int"].whole(least=0) for size in entry["tensor_meta"]["sizes"].items()]
-        if math.prod(sizes) > 0 and not self.reader.get_record_size(record):
+        if kept and math.prod(sizes) > 0 and not self.reader.get_record_size(record):
             raise entry["tensor_meta"]["sizes"].wrong("the size of an empty tensor, since its record is empty")
 
     def model(self, record: str) -> None:

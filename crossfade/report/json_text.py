@@ -6,14 +6,16 @@ A timeline has its sums beside its spans; reading it back takes the spans.
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import asdict
 
 from crossfade.cost.timeline import Timeline
 from crossfade.errors import CrossfadeError
 from crossfade.files.found import Found
 from crossfade.files.plain import decoded_json
-from crossfade.report.report import Report, Table
-from crossfade.report.timeline import hidden, timelines
+from crossfade.graph.passes import PassRecord
+from crossfade.report.report import CollectiveCounts, Report, Table
+from crossfade.report.timeline import MemoryPoint, hidden, timelines
 from crossfade.report.units import Cell
 
 FORMAT = 1
@@ -39,14 +41,21 @@ def load(text: str, where: str = "a report") -> Report:
     'step'
     """
     content = _checked(text, where)
-    # Reports of earlier versions have no timelines, and no memory.
-    lanes = {name: _timeline(content.get(name, None)) for name in ("predicted", "measured")}
-    memory = [(at.value, size.whole(least=0)) for at, size in map(_pair, content.get("memory", []).items())]
-    given = {"memory": tuple(memory), "tables": tuple(map(_table, content["tables"].items())), **lanes}
-    plain = {name: value for name, value in content.value.items() if name != "format"}
-    for name in ("records", "collectives_before", "collectives_after", "nodes_before", "facts", "program"):
-        content[name]
-    return content.at(plain, "").record(Report, **given)
+    return Report(
+        title=content["title"].text(),
+        records=content["records"].read_as(tuple[PassRecord, ...]),
+        collectives_before=content["collectives_before"].read_as(CollectiveCounts),
+        collectives_after=content["collectives_after"].read_as(CollectiveCounts),
+        nodes_before=content["nodes_before"].whole(least=0),
+        nodes_after=content["nodes_after"].whole(least=0),
+        facts=content["facts"].read_as(Mapping[str, str]),
+        tables=tuple(_table(item) for item in content["tables"].items()),
+        program=content["program"].text(),
+        # Reports of earlier versions have none of these.
+        predicted=_timeline(content.get("predicted", None)),
+        measured=_timeline(content.get("measured", None)),
+        memory=tuple(item.read_as(MemoryPoint) for item in content.get("memory", []).items()),
+    )
 
 
 def _checked(text: str, where: str) -> Found:
@@ -54,7 +63,9 @@ def _checked(text: str, where: str) -> Found:
     content = decoded_json(text, where, CrossfadeError, remedy, finite=False)
     found = content.get("format", "none") if isinstance(content, dict) else "none"
     if found != FORMAT:
-        raise CrossfadeError(f"JSON of report format {found!r:.80}", expected=f"format {FORMAT}", remedy=remedy)
+        raise CrossfadeError(
+            f"{where}, JSON of report format {str(found)[:80]}", expected=f"format {FORMAT}", remedy=remedy
+        )
     return Found(content, where, "", CrossfadeError, remedy)
 
 
@@ -65,12 +76,6 @@ def _table(item: Found) -> Table:
     if wrong is not None:
         raise item.wrong("as many cells in each row as there are columns")
     return Table(item["title"].text(), columns, rows, item.get("note", "").text())
-
-
-def _pair(item: Found) -> tuple[Found, Found]:
-    if not isinstance(item.value, list) or len(item.value) != 2 or not isinstance(item.value[0], (str, int, float)):
-        raise item.wrong("a time and the bytes from then on")
-    return item.items()[0], item.items()[1]
 
 
 def _sums(timeline: Timeline) -> dict[str, float | None]:
