@@ -47,9 +47,13 @@ class CheckpointReader(FileSystemReader):
 class PlainPlanner(DefaultLoadPlanner):
     """Reads values that are no tensors, if they are plain data."""
 
+    def __init__(self, folder: Path) -> None:
+        super().__init__()
+        self.folder = folder
+
     def load_bytes(self, read_item: Any, value: io.BytesIO) -> None:
         """Put one value into the state."""
-        check_plain(value.getvalue(), f"{read_item.storage_index.fqn!r} of the checkpoint", StateError)
+        check_plain(value.getvalue(), f"{self.folder}, {read_item.storage_index.fqn!r}", StateError, _REMEDY)
         super().load_bytes(read_item, value)
 
 
@@ -74,11 +78,16 @@ def load_into(state: dict[str, Any], folder: Path, group: Any = None) -> None:
     from torch.distributed.checkpoint.api import CheckpointException
 
     try:
-        checkpoint.load(state, storage_reader=CheckpointReader(folder), planner=PlainPlanner(), process_group=group,
-                        no_dist=group is None)  # fmt: skip
+        checkpoint.load(
+            state,
+            storage_reader=CheckpointReader(folder),
+            planner=PlainPlanner(folder),
+            process_group=group,
+            no_dist=group is None,
+        )
     except CrossfadeError:
         raise
-    except (Exception, CheckpointException) as error:  # torch's is no Exception, and carries those of all ranks
+    except (Exception, CheckpointException) as error:  # the latter is no Exception, and carries those of all ranks
         reason = next(iter(error.failures.values()))[0] if isinstance(error, CheckpointException) else error
         if isinstance(reason, CrossfadeError):
             raise reason from error
@@ -113,6 +122,7 @@ class _Metadata(pickle._Unpickler):
         super().load_build()  # type: ignore[misc]
 
     dispatch[pickle.BUILD[0]] = load_build
+    del dispatch[pickle.BYTEARRAY8[0]]  # reserves as much as the file says
 
 
 @functools.cache

@@ -37,9 +37,9 @@ def load_exported(path: Path, *, trusted: bool = False) -> tuple[ExportedProgram
 
     With `trusted`, whatever `torch.export.load` does with the file is done, also running code from it.
     """
-    extra: dict[str, Any] = {}
     try:
         if trusted:
+            extra: dict[str, Any] = {"": ""}  # torch fills it, unless it is empty
             return torch.export.load(path, extra_files=extra), extra
         _Archive(path).check()
         contents = load_archive(str(path))

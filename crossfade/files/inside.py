@@ -17,6 +17,7 @@ def named_inside(folder: Path, name: str, where: str, error: type[CrossfadeError
     remedy = "put the file itself into the folder, and name it there"
     try:
         path = folder / name
+        path.exists()  # raises where no file can have this name
         lies_inside = not Path(name).is_absolute() and ".." not in Path(name).parts and _leads_inside(folder, path)
     except (OSError, ValueError, RuntimeError) as reason:  # null bytes, names that are too long, links in a circle
         raise error(f"{name!r} in {where}, which is no name of a file ({reason})", remedy=remedy) from reason

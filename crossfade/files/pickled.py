@@ -24,24 +24,33 @@ def load_tensors(path: Path, error: type[CrossfadeError], *, trusted: bool = Fal
     except CrossfadeError:
         raise
     except Exception as reason:
-        raise _unreadable(str(path), reason, error) from reason
+        raise _unreadable(str(path), reason, error, f"save it again, or {TRUST}") from reason
 
 
-def check_plain(data: bytes, where: str, error: type[CrossfadeError]) -> Any:
+def check_plain(
+    data: bytes, where: str, error: type[CrossfadeError], remedy: str = f"save it again, or {TRUST}"
+) -> Any:
     """What some bytes of `torch.save` hold, if these are tensors, numbers and texts alone."""
     try:
         return torch.load(io.BytesIO(data), weights_only=True)
     except Exception as reason:
-        raise _unreadable(where, reason, error) from reason
+        raise _unreadable(where, reason, error, remedy) from reason
 
 
-def _unreadable(where: str, reason: Exception, error: type[CrossfadeError]) -> CrossfadeError:
-    said = str(reason).strip().partition("\n")[0][:300]
-    return error(
-        f"{where}, which cannot be read as tensors ({type(reason).__name__}: {said})",
-        expected="what torch.save wrote of tensors, numbers and texts",
-        remedy=f"save it again, or {TRUST}",
-    )
+def _unreadable(where: str, reason: Exception, error: type[CrossfadeError], remedy: str) -> CrossfadeError:
+    expected = "what torch.save wrote of tensors, numbers and texts"
+    found = f"{where}, which cannot be read as tensors ({type(reason).__name__}: {_gist(str(reason))})"
+    return error(found, expected=expected, remedy=remedy)
+
+
+def _gist(message: str) -> str:
+    """What torch found, without its advice.
+
+    >>> _gist("Load failed. Do it if you must. WeightsUnpickler error: Unsupported global: posix.mkdir was not allowed")
+    'Unsupported global: posix.mkdir was not allowed'
+    """
+    _, _, found = message.rpartition("WeightsUnpickler error: ")
+    return found.strip().partition("\n")[0].partition(". ")[0][:200]
 
 
 def _check_sizes(path: Path) -> None:

@@ -11,17 +11,27 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-VALUES: list[Any] = [
-    None, True, False, -1, 0, 1, 2**31, 2**63, 10**30, 10**400, 0.5, -0.0, 1e308, float("nan"), float("inf"), "", "x", "0",
-    "../../etc/passwd", "/etc/passwd", "\x00", "\ud800", "x" * 5000, "__import__('os').system('true')", [], {}, [[]], [None],
-    {"": None}, [0] * 50, [-1, "x", None], {"shard": -5}, {"shard": 10**12}, {"as_int": -3}, {"as_int": 10**15},
-]  # fmt: skip
+NUMBERS = [-1, 0, 1, 2**31, 2**63, 10**30, 10**400, 0.5, -0.0, 1e308, float("nan"), float("inf")]
+WORDS = [
+    "",
+    "x",
+    "0",
+    "../../etc/passwd",
+    "/etc/passwd",
+    "\x00",
+    "\ud800",
+    "x" * 5000,
+    "__import__('os').system('true')",
+]
+NESTED = [[], {}, [[]], [None], {"": None}, [0] * 50, [-1, "x", None]]
+SIZES = [{"shard": -5}, {"shard": 10**12}, {"as_int": -3}, {"as_int": 10**15}]
+VALUES: list[Any] = [None, True, False, *NUMBERS, *WORDS, *NESTED, *SIZES]
 
 
 def mutated(data: bytes, name: str, dice: random.Random) -> bytes:
     """A file's bytes, changed in one or several ways that suit its kind."""
     ways: list[Callable[[bytes, random.Random], bytes]] = [flipped, cut, inserted, doubled, overwritten, emptied]
-    if name.endswith(".json") or name.endswith(".txt") or name.endswith(".yaml"):
+    if name.endswith((".json", ".txt", ".yaml")):
         ways += [lettered, swapped_lines]
     if name.endswith(".json"):
         ways += [structured] * 8
@@ -126,7 +136,7 @@ def _changed(tree: Any, dice: random.Random) -> Any:
         other, there = dice.choice(places)
         value = (
             json.loads(json.dumps(other[there]))
-            if there in other or isinstance(other, list) and there < len(other)
+            if there in other or (isinstance(other, list) and there < len(other))
             else 0
         )
         node[key] = value

@@ -116,7 +116,15 @@ def _parameter_data(one: ParameterSharding) -> dict[str, Any]:
 
 
 def _parameter(data: Found) -> ParameterSharding:
-    return data.record(ParameterSharding, dtype=data["dtype"].one_of(ALL_DTYPES))
+    for size in (*data["shape"].items(), *data["blocks"].items()):
+        size.whole(least=0)
+    data["ranks"].whole(least=1)
+    if data["dim"].value is not None:
+        data["dim"].whole(least=0, most=max(len(data["shape"].items()) - 1, 0))
+    found: ParameterSharding = data.record(ParameterSharding, dtype=data["dtype"].one_of(ALL_DTYPES))
+    if found.dim is not None and (not found.shape or sum(found.blocks) not in (0, found.shape[found.dim])):
+        raise data["blocks"].wrong("blocks that fill the dim")
+    return found
 
 
 def _spelled(placement: Placement) -> Any:
