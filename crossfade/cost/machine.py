@@ -193,7 +193,7 @@ class Machine:
     def from_json(cls, text: str) -> Machine:
         """A machine from its JSON; whatever is missing, unknown or impossible is named."""
         remedy = "write it with Machine.save or crossfade calibrate"
-        plain = decoded_json(text, "a machine", MachineError, remedy)
+        plain = decoded_json(text, "text", MachineError, remedy, finite=False)
         found = _record(cls, plain, "machine")
         fabrics = _mapping(found["fabrics"], "fabrics")
         found["fabrics"] = {axis: _fabric(one, f"fabrics.{axis}") for axis, one in fabrics.items()}

@@ -34,7 +34,7 @@ def dump(report: Report) -> str:
     return json.dumps(content, indent=2) + "\n"
 
 
-def load(text: str, where: str = "a report") -> Report:
+def load(text: str, where: str = "text") -> Report:
     """The report that `dump` wrote; `where` it stands is said in errors.
 
     >>> load(dump(Report("step"))).title

@@ -271,7 +271,7 @@ class Report:
 
         >>> Report.from_json('{"format": 0}')
         Traceback (most recent call last):
-        crossfade.errors.CrossfadeError: found a report, JSON of report format 0; expected format 1...
+        crossfade.errors.CrossfadeError: found text, JSON of report format 0; expected format 1...
         """
         from crossfade.report.json_text import load
 

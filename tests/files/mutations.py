@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import io
 import json
 import pickle
@@ -125,7 +126,7 @@ def _places(tree: Any) -> list[tuple[Any, Any]]:
 def _changed(tree: Any, dice: random.Random) -> Any:
     places = _places(tree)
     if not places or dice.random() < 0.02:
-        return dice.choice(VALUES)
+        return copy.deepcopy(dice.choice(VALUES))
     node, key = dice.choice(places)
     what = dice.random()
     if what < 0.2:
@@ -145,7 +146,7 @@ def _changed(tree: Any, dice: random.Random) -> Any:
     elif what < 0.65 and isinstance(node[key], int):
         node[key] = dice.choice((node[key] + 1, -node[key], node[key] * 1000, float(node[key]), str(node[key])))
     else:
-        node[key] = dice.choice(VALUES)
+        node[key] = copy.deepcopy(dice.choice(VALUES))
     return tree
 
 
