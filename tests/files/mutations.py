@@ -143,7 +143,7 @@ def _changed(tree: Any, dice: random.Random) -> Any:
         node[key] = value
     elif what < 0.55 and isinstance(node[key], str):
         node[key] = lettered(node[key].encode("utf-8", "replace"), dice).decode("utf-8", "replace")
-    elif what < 0.65 and isinstance(node[key], int):
+    elif what < 0.65 and isinstance(node[key], int) and abs(node[key]) < 2**60:
         node[key] = dice.choice((node[key] + 1, -node[key], node[key] * 1000, float(node[key]), str(node[key])))
     else:
         node[key] = copy.deepcopy(dice.choice(VALUES))

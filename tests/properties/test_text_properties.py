@@ -61,6 +61,11 @@ def program_of(names: list[str], value: object, dtype: torch.dtype) -> Program:
     return Program(graph, signature, results)
 
 
+def is_utf8(text: str) -> bool:
+    """Operators take no other strings."""
+    return text.isascii() or text.encode("utf-8", "replace").decode() == text
+
+
 def same(one: object, other: object) -> bool:
     """Equality that knows NaN, the sign of zero, and types."""
     return type(one) is type(other) and repr(one) == repr(other)
@@ -78,7 +83,7 @@ def test_printing_and_parsing_are_a_fixed_point(names: list[str], value: object,
     assert all(node.meta["val"].dtype is dtype for node in again.placeholders)
 
 
-@given(NAMES, st.floats(), st.sampled_from(["preserve_format", "contiguous_format"]))
+@given(NAMES.filter(is_utf8), st.floats(), st.sampled_from(["preserve_format", "contiguous_format"]))
 def test_arguments_come_back_as_they_were(message: str, number: float, layout: str) -> None:
     program = parse('x: f32[4] = input("x")\nok = aten.all(x)\ny = aten.clone(x)\nreturn output("y", y)')
     nodes = {node.name: node for node in program.graph.nodes}
