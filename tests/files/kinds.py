@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,10 +15,11 @@ from crossfade.capture.exported import capture_exported
 from crossfade.cost.machine import Machine
 from crossfade.cost.measure import Measurements
 from crossfade.cost.presets import PRESETS, preset
-from crossfade.errors import BatchError
+from crossfade.errors import BatchError, CrossfadeError
 from crossfade.files.exported import load_exported
 from crossfade.files.pickled import load_tensors
 from crossfade.files.program_text import read_program_text
+from crossfade.graph import collectives
 from crossfade.graph.passes import run_passes
 from crossfade.graph.text import parse
 from crossfade.pipeline import optimization
@@ -82,8 +84,11 @@ def write_text(folder: Path) -> None:
 
 
 def read_text(folder: Path) -> object:
-    program = read_program_text(folder / "program.txt", groups={"dp": 2})
-    return run_passes(program, optimization())
+    program = read_program_text(folder / "program.txt")
+    program.groups = dict.fromkeys(collectives.group_sizes(program.graph), 2)
+    with contextlib.suppress(CrossfadeError):  # about the program, which has been read
+        run_passes(program, optimization())
+    return program
 
 
 def write_report(folder: Path) -> None:
