@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: help demo test lint bench fuzz models clean
+.PHONY: help demo test lint bench fuzz fuzz-files models clean
 .DEFAULT_GOAL := help
 
 help: ## list the targets
@@ -33,8 +33,11 @@ lint: $(READY) ## formatting, lint and types
 bench: $(READY) ## step time against torch's DDP on this machine, as ratios
 	$(BIN)/python -m benchmarks.step
 
-fuzz: $(READY) ## the sampled-program tests, many more examples
+fuzz: $(READY) fuzz-files ## the sampled-program tests, many more examples, and wrong files
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/properties --hypothesis-profile=fuzz -m 'models or not models' -n 2
+
+fuzz-files: $(READY) ## 5,000 wrong files of every kind: refused by name, nothing runs (half an hour)
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.files.fuzz --count 5000
 
 models: $(READY) ## real models in all combinations (an hour): simplified, trained, split over ranks; docs/models.md
 	$(BIN)/python -m pytest tests/models tests/ranks tests/shard tests/cost -m models

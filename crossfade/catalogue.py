@@ -89,13 +89,22 @@ def pass_from_spelling(spelling: str) -> Pass:
     kind = known_passes()[name]
     defaults: dict[str, Any] = {option.name: option.default for option in fields(kind)}
     try:
-        call: Any = ast.parse(f"options({options}" if options else "options()", mode="eval").body
-        values = {item.arg: ast.literal_eval(item.value) for item in call.keywords}
+        values = _literals(f"options({options}" if options else "options()")
         kinds = get_type_hints(kind)
         return kind(**{key: _as_option(kinds[key], defaults[key], value) for key, value in values.items()})
-    except (SyntaxError, ValueError, KeyError) as error:
+    except (SyntaxError, ValueError, KeyError, TypeError, RecursionError, MemoryError) as error:
         expected = ", ".join(options_of(kind)) or "no options"
         raise PassError(f"the options of {spelling}", expected=expected, remedy="correct them") from error
+
+
+def _literals(call: str) -> dict[str, Any]:
+    """The keyword arguments of a call, each a literal and there once; ValueError if there is anything else."""
+    match ast.parse(call, mode="eval").body:
+        case ast.Call(func=ast.Name(), args=[], keywords=keywords):
+            names = [str(item.arg) for item in keywords if item.arg]
+            if len(set(names)) == len(keywords):
+                return {str(item.arg): ast.literal_eval(item.value) for item in keywords}
+    raise ValueError(call)
 
 
 def _as_option(kind: Any, default: Any, value: Any) -> Any:

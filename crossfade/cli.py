@@ -19,6 +19,7 @@ app = typer.Typer(
     add_completion=False,
 )
 console = Console()
+Trusted = Annotated[bool, typer.Option("--trusted", help="Run code that the file holds: you know where it comes from.")]
 
 
 @app.command()
@@ -55,12 +56,12 @@ def explain(
     Without --passes, runs what `crossfade.optimize` runs. Prints the improved program last.
     """
     from crossfade import catalogue, pipeline
+    from crossfade.files.program_text import read_program_text
     from crossfade.graph import collectives
     from crossfade.graph.passes import run_passes
-    from crossfade.graph.text import parse
     from crossfade.report.report import Report
 
-    before = parse(program.read_text())
+    before = read_program_text(program)
     before.groups = dict.fromkeys(collectives.group_sizes(before.graph), group_size)
     chosen = [catalogue.pass_from_spelling(one) for one in passes.split()] if passes else pipeline.optimization()
     after = run_passes(before, chosen)
@@ -135,6 +136,7 @@ def simplify(
     without: Annotated[list[str] | None, typer.Option(help="Leave this pass out.")] = None,
     before: Annotated[list[str] | None, typer.Option(help="NAME=SPELLING: add a pass before another.")] = None,
     after: Annotated[list[str] | None, typer.Option(help="NAME=SPELLING: add a pass after another.")] = None,
+    trusted: Trusted = False,
     html: Annotated[Path | None, typer.Option(help="Also write an HTML report here.")] = None,
 ) -> None:
     """Make an exported model smaller, for inference, and say what each pass did.
@@ -145,7 +147,7 @@ def simplify(
 
     from crossfade import pipeline, simplification
 
-    exported = simplification.load(model)
+    exported = simplification.load(model, trusted=trusted)
     whole = pipeline.simplification()
     chosen = simplification.choose(
         whole, only=only or (), without=without or (), before=before or (), after=after or ()
@@ -174,6 +176,7 @@ def shard(
     weights: Annotated[
         Path | None, typer.Option(help="A checkpoint to take weights from: safetensors, or a folder.", exists=True)
     ] = None,
+    trusted: Trusted = False,
 ) -> None:
     """Split a model over ranks: one program for all, and a file of weights for each, which `crossfade run` runs.
 
@@ -183,7 +186,7 @@ def shard(
 
     from crossfade import shard_models, simplification
 
-    prepared = shard_models.shard_model(simplification.load(model), mesh, plan)
+    prepared = shard_models.shard_model(simplification.load(model, trusted=trusted), mesh, plan)
     written = []
     with Progress(console=console, transient=True) as progress:
         task = progress.add_task("ranks written", total=prepared.local.ranks)
@@ -199,6 +202,7 @@ def run(
     folder: Annotated[Path, typer.Argument(help="What `crossfade shard` wrote.", exists=True, file_okay=False)],
     inputs: Annotated[Path, typer.Option(help="torch.save of a tuple of arguments, a dict, or a tensor.", exists=True)],
     output: Annotated[Path | None, typer.Option("--output", "-o", help="torch.save the outputs here.")] = None,
+    trusted: Trusted = False,
 ) -> None:
     """Run a sharded model once, on as many local ranks as it was split over.
 
@@ -206,7 +210,7 @@ def run(
     """
     from crossfade.run_sharded import run_folder
 
-    ran = run_folder(folder, inputs, output)
+    ran = run_folder(folder, inputs, output, trusted=trusted)
     if ran is None:  # another rank of torchrun's reports
         return
     for position, described in enumerate(ran.outputs):

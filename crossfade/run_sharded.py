@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from crossfade.errors import BatchError
+from crossfade.files.pickled import load_tensors
 from crossfade.graph.private import tree_flatten, tree_unflatten
 from crossfade.run.ranks import Ranks
 from crossfade.shard.tensor.folder import read_account
@@ -32,28 +33,31 @@ class Ran:
     loading: float
 
 
-def run_folder(folder: Path, inputs: Path, output: Path | None = None, *, timeout: float = 600.0) -> Ran | None:
+def run_folder(
+    folder: Path, inputs: Path, output: Path | None = None, *, timeout: float = 600.0, trusted: bool = False
+) -> Ran | None:
     """Run a saved program on whole inputs, and save its whole outputs; under torchrun, None on all ranks but the first.
 
-    `inputs` was written by `torch.save`: a tuple of arguments, a dict of named ones, or one tensor.
+    `inputs` was written by `torch.save`: a tuple of arguments, a dict of named ones, or one tensor. Nothing in
+    the files is run, unless they are `trusted`.
     """
     account = read_account(folder)
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         with Ranks(account.ranks, timeout=timeout) as ranks:
-            return ranks.run(_run, str(folder), str(inputs), str(output or ""))[0]
+            return ranks.run(_run, str(folder), str(inputs), str(output or ""), trusted)[0]
     dist.init_process_group("gloo")
     try:
-        ran = _run(str(folder), str(inputs), str(output or ""))
+        ran = _run(str(folder), str(inputs), str(output or ""), trusted)
         return ran if dist.get_rank() == 0 else None
     finally:
         dist.destroy_process_group()
 
 
-def _run(folder: str, inputs: str, output: str) -> Ran:
+def _run(folder: str, inputs: str, output: str, trusted: bool) -> Ran:
     began = time.perf_counter()
-    sharded = Sharded.load(folder, {read_account(Path(folder)).axis: dist.get_world_size()})
+    sharded = Sharded.load(folder, {read_account(Path(folder)).axis: dist.get_world_size()}, trusted=trusted)
     module = sharded.module()
-    args, kwargs = read_inputs(Path(inputs), sharded)
+    args, kwargs = read_inputs(Path(inputs), sharded, trusted=trusted)
     loaded = time.perf_counter()
     with torch.no_grad():
         result = module(*args, **kwargs)
@@ -68,9 +72,9 @@ def _run(folder: str, inputs: str, output: str) -> Ran:
     return Ran(sharded.ranks, [one.removeprefix("torch.") for one in described], ended - loaded, loaded - began)
 
 
-def read_inputs(path: Path, sharded: Sharded) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def read_inputs(path: Path, sharded: Sharded, *, trusted: bool = False) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """A rank's parts of the whole inputs that a file holds, as the program is called."""
-    given = torch.load(path, weights_only=True)
+    given = load_tensors(path, BatchError, trusted=trusted)
     if isinstance(given, Mapping) and given.keys() == sharded.inputs.keys():
         given = [given[name] for name in sharded.inputs]
     leaves, _ = tree_flatten(given)

@@ -24,6 +24,7 @@ from torch.export.graph_signature import (
 from crossfade.capture.exported import capture_exported
 from crossfade.catalogue import pass_from_spelling
 from crossfade.errors import CaptureError, PassError
+from crossfade.files.exported import load_exported
 from crossfade.graph.passes import Pass, run_passes
 from crossfade.graph.pipelines import Pipeline
 from crossfade.graph.private import exported_program
@@ -111,17 +112,9 @@ def _with_constants_lifted(program: Program, specs: list[InputSpec]) -> tuple[li
     return specs, tensors
 
 
-def load(path: Path) -> ExportedProgram:
-    """A saved exported program."""
-    try:
-        return torch.export.load(path)
-    except Exception as error:
-        reason = str(error).strip().partition("\n")[0]
-        raise CaptureError(
-            f"{path.name}, which torch.export does not read ({type(error).__name__}: {reason})",
-            expected="a file written by torch.export.save",
-            remedy="save the model with torch.export.save(torch.export.export(model, inputs), path)",
-        ) from error
+def load(path: Path, *, trusted: bool = False) -> ExportedProgram:
+    """A saved exported program. Nothing in the file is run, unless it is `trusted`."""
+    return load_exported(path, trusted=trusted)[0]
 
 
 def save(exported: ExportedProgram, path: Path) -> None:

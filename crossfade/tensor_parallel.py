@@ -94,10 +94,19 @@ class Sharded:
         return write_weights(path, self.program, account, self.rank)
 
     @classmethod
-    def load(cls, folder: str | Path, mesh: MeshLike, *, axis: str | None = None, rank: int | None = None) -> Sharded:
+    def load(
+        cls,
+        folder: str | Path,
+        mesh: MeshLike,
+        *,
+        axis: str | None = None,
+        rank: int | None = None,
+        trusted: bool = False,
+    ) -> Sharded:
         """What `save` or `crossfade shard` wrote: the program, and this rank's weights, mapped from its file.
 
-        `mesh`, `axis` (else the one it was saved for) and `rank` are as for `shard`.
+        `mesh`, `axis` (else the one it was saved for) and `rank` are as for `shard`. Nothing in the files is run,
+        unless they are `trusted`: a program with objects of its own kind needs that.
         """
         path = Path(folder)
         account = read_account(path)
@@ -108,7 +117,7 @@ class Sharded:
                 expected=f"{account.ranks}, for which it was saved",
                 remedy=f"start {account.ranks} ranks, or shard the model for {ranks}",
             )
-        program = read_weights(path, read_program(path, account), account, own)
+        program = read_weights(path, read_program(path, account, trusted=trusted), account, own)
         return cls(
             program,
             account.plan,

@@ -9,9 +9,9 @@ from crossfade.cost.estimate import estimate
 from crossfade.cost.machine import Machine
 from crossfade.cost.presets import PRESETS, preset
 from crossfade.cost.timeline import Timeline, simulate
+from crossfade.files.program_text import read_program_text
 from crossfade.graph import collectives
 from crossfade.graph.memory import live_by_name
-from crossfade.graph.text import parse
 from crossfade.overlap import Plan, plan_overlap
 from crossfade.report.report import Report
 
@@ -43,7 +43,7 @@ class Outlook:
 
 def outlook(program: Path, machine: str, group_size: int, memory_limit: int | None = None) -> Outlook:
     """Predict a program in text form on a preset, or on a machine kept as a JSON file."""
-    before = parse(program.read_text())
+    before = read_program_text(program)
     before.groups = dict.fromkeys(collectives.group_sizes(before.graph), group_size)
     found = Machine.load(machine) if machine.endswith(".json") else preset(machine)
     plan = plan_overlap(before, found, memory_limit=memory_limit)

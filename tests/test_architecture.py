@@ -27,12 +27,12 @@ def imports(path: Path) -> list[str]:
 
 
 def may_import(source: str, target: str) -> bool:
-    """Stages see the vocabulary and the cost model; the vocabulary sees itself; the rest sees everything."""
+    """Stages see the vocabulary, files and the cost model; the vocabulary sees itself; the rest sees everything."""
     if target in (source, "errors"):
         return True
-    if source == "graph":
-        return False
-    return target in ("graph", "cost") if source in STAGES else source != "errors"
+    if source in ("graph", "files"):
+        return source == "files" and target == "graph"
+    return target in ("graph", "cost", "files") if source in STAGES else source != "errors"
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))

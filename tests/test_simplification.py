@@ -107,7 +107,7 @@ def test_kept_calls_are_refused():
 def test_files_of_another_kind_are_refused(tmp_path: Path):
     path = tmp_path / "model.pt2"
     path.write_text("not a model")
-    with pytest.raises(CaptureError, match=r"found model.pt2, which torch.export does not read"):
+    with pytest.raises(CaptureError, match=r"model.pt2, which torch.export does not read"):
         load(path)
 
 

@@ -294,7 +294,7 @@ def test_folders_that_do_not_fit_say_so(tmp_path: Path) -> None:
     (tmp_path / "sharded.json").write_text(json.dumps({**said, "program": "0" * 32}))
     refused(StateError, "program.pt2 of another program")
     (tmp_path / "sharded.json").write_text(json.dumps({**said, "format": 7}))
-    refused(StateError, "of format 7")
+    refused(StateError, "sharded.json, format = 7")
     (tmp_path / "sharded.json").write_text(json.dumps(said))
     (tmp_path / "program.pt2").unlink()
     refused(StateError, "no program.pt2")

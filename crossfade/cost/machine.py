@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from crossfade.errors import MachineError
+from crossfade.files.found import is_number
+from crossfade.files.plain import decoded_json, read_text
 from crossfade.graph.collectives import Kind
 
 ANY_AXIS = "*"
@@ -190,12 +192,8 @@ class Machine:
     @classmethod
     def from_json(cls, text: str) -> Machine:
         """A machine from its JSON; whatever is missing, unknown or impossible is named."""
-        try:
-            plain = json.loads(text)
-        except json.JSONDecodeError as error:
-            raise MachineError(
-                f"text that is not JSON ({error})", remedy="write it with Machine.save or crossfade calibrate"
-            ) from error
+        remedy = "write it with Machine.save or crossfade calibrate"
+        plain = decoded_json(text, "text", MachineError, remedy, finite=False)
         found = _record(cls, plain, "machine")
         fabrics = _mapping(found["fabrics"], "fabrics")
         found["fabrics"] = {axis: _fabric(one, f"fabrics.{axis}") for axis, one in fabrics.items()}
@@ -207,7 +205,11 @@ class Machine:
         path = Path(path)
         if not path.exists():
             raise MachineError(f"no file {path}", remedy="measure one with `crossfade calibrate --save FILE`")
-        return cls.from_json(path.read_text())
+        try:
+            return cls.from_json(read_text(path, MachineError, "give a machine's JSON file"))
+        except MachineError as error:
+            named = error.found if str(path) in error.found else f"{path}, {error.found}"
+            raise MachineError(named, expected=error.expected, remedy=error.remedy) from error
 
 
 def _fabric(plain: Any, where: str) -> Fabric:
@@ -279,7 +281,6 @@ def _text(value: Any, where: str) -> None:
 
 def _number(value: Any, where: str, least: float | None = None) -> None:
     """A finite number, more than 0, or at least `least`."""
-    good = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
-    if not good or (value < least if least is not None else value <= 0):
+    if not is_number(value) or (value < least if least is not None else value <= 0):
         expected = "a number of at least 0" if least is not None else "a number more than 0"
         raise MachineError(f"{where} = {value!r}", expected=expected, remedy="correct it, or calibrate anew")

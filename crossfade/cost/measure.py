@@ -26,6 +26,8 @@ from crossfade.cost.presets import preset
 from crossfade.cost.sample import Call, Memory
 from crossfade.cost.walk import Walk, fitting
 from crossfade.errors import MachineError
+from crossfade.files.found import Found
+from crossfade.files.plain import decoded_json, read_text
 from crossfade.graph.passes import Pass, run_passes
 from crossfade.graph.private import below_autograd, unwrapped_operator
 from crossfade.graph.program import Program
@@ -69,15 +71,17 @@ class Measurements(dict[str, float]):
     @classmethod
     def from_json(cls, text: str) -> Measurements:
         """A table from its JSON."""
-        try:
-            plain = json.loads(text)
-            seconds = {str(key): float(value) for key, value in plain["seconds"].items()}
-            return cls(seconds, left_out=plain["left_out"], unmeasurable=plain["unmeasurable"])
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise MachineError(
-                f"text that is no table of measurements ({type(error).__name__}: {error})",
-                remedy="write it with Measurements.save",
-            ) from error
+        return cls._read(text, "a table of measurements")
+
+    @classmethod
+    def _read(cls, text: str, where: str) -> Measurements:
+        remedy = "write it with Measurements.save"
+        found = Found(decoded_json(text, where, MachineError, remedy), where, "", MachineError, remedy)
+        return cls(
+            {key: float(entry.number()) for key, entry in found["seconds"].entries().items()},
+            left_out=[item.text() for item in found["left_out"].items()],
+            unmeasurable={key: entry.text() for key, entry in found["unmeasurable"].entries().items()},
+        )
 
     def save(self, path: str | Path) -> Path:
         """Write the table as a JSON file."""
@@ -91,7 +95,7 @@ class Measurements(dict[str, float]):
         path = Path(path)
         if not path.exists():
             raise MachineError(f"no file {path}", remedy="measure first, and save with Measurements.save")
-        return cls.from_json(path.read_text())
+        return cls._read(read_text(path, MachineError, "give a file of Measurements.save"), str(path))
 
 
 def measure(

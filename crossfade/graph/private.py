@@ -39,10 +39,13 @@ __all__ = [
     "TorchDispatchMode",
     "backend_of_group",
     "bare_tensor",
+    "checkpoint_classes",
     "default_store",
     "device_sleep",
     "exported_program",
     "exported_with",
+    "load_archive",
+    "open_archive",
     "dispatch_functionalize",
     "fake_tensor",
     "forget_guards",
@@ -62,6 +65,7 @@ __all__ = [
     "swapped_state",
     "symbolic_float",
     "symbolic_shapes",
+    "symbolic_size",
     "symmetric_products",
     "tree_flatten",
     "tree_flatten_with_path",
@@ -79,6 +83,17 @@ def symbolic_shapes() -> Any:
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
     return ShapeEnv(allow_scalar_outputs=True)
+
+
+def symbolic_size(env: Any, name: str, hint: int) -> Any:
+    """A size that is known by its name, as export's own reader makes it. Known on 2.11, 2.13."""
+    import sympy
+
+    symbol = sympy.Symbol(name, positive=True, integer=True)
+    add = env.add_backed_var_to_val if hasattr(env, "add_backed_var_to_val") else env.add_var_to_val
+    add(symbol, hint)
+    env.constrain_symbol_range(symbol, compiler_min=2, compiler_max=1 << 62)
+    return env.create_symintnode(symbol, hint=hint)
 
 
 def symbolic_float(env: Any, name: str, value: float) -> Any:
@@ -334,3 +349,24 @@ def symmetric_products() -> SymmetricProducts:
         gathers_last_dim=hasattr(module, "_pipelined_all_gather_and_consume_last_dim"),
         scatters_last_dim="out_chunk_dim" in exchange.parameters,
     )
+
+
+def checkpoint_classes() -> list[Any]:
+    """What the metadata of torch.distributed.checkpoint is made of, as it pickles it. Known on 2.11, 2.13."""
+    from torch.distributed.checkpoint import filesystem, metadata
+    from torch.serialization import _get_layout
+
+    named = [getattr(metadata, name) for name in metadata.__all__]
+    return [*named, metadata._MEM_FORMAT_ENCODING, filesystem._StorageInfo, _get_layout]
+
+
+def open_archive(path: str) -> Any:
+    """torch's reader of .pt2 archives: `get_all_records`, `get_record`, `get_record_size`. Known on 2.11, 2.13."""
+    return torch._C.PyTorchFileReader(path)
+
+
+def load_archive(path: str) -> Any:
+    """What torch.export.load reads, without its second try as a format of torch 2.7. Known on 2.11, 2.13."""
+    from torch.export.pt2_archive._package import load_pt2
+
+    return load_pt2(path)

@@ -6,14 +6,17 @@ A timeline has its sums beside its spans; reading it back takes the spans.
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import asdict
-from typing import Any
 
-from crossfade.cost.timeline import Computed, Timeline, Travelled
+from crossfade.cost.timeline import Timeline
 from crossfade.errors import CrossfadeError
-from crossfade.graph.passes import Outcome, PassRecord, Verdict
+from crossfade.files.found import Found
+from crossfade.files.plain import decoded_json
+from crossfade.graph.passes import PassRecord
 from crossfade.report.report import CollectiveCounts, Report, Table
-from crossfade.report.timeline import hidden, timelines
+from crossfade.report.timeline import MemoryPoint, hidden, timelines
+from crossfade.report.units import Cell
 
 FORMAT = 1
 
@@ -31,49 +34,48 @@ def dump(report: Report) -> str:
     return json.dumps(content, indent=2) + "\n"
 
 
-def load(text: str) -> Report:
-    """The report that `dump` wrote.
+def load(text: str, where: str = "text") -> Report:
+    """The report that `dump` wrote; `where` it stands is said in errors.
 
     >>> load(dump(Report("step"))).title
     'step'
     """
-    content = _checked(text)
+    content = _checked(text, where)
     return Report(
-        title=content["title"],
-        records=tuple(_record(item) for item in content["records"]),
-        collectives_before=_counts(content["collectives_before"]),
-        collectives_after=_counts(content["collectives_after"]),
-        nodes_before=content["nodes_before"],
-        nodes_after=content["nodes_after"],
-        facts=content["facts"],
-        tables=tuple(Table(**item) for item in content["tables"]),
-        program=content["program"],
+        title=content["title"].text(),
+        records=content["records"].read_as(tuple[PassRecord, ...]),
+        collectives_before=content["collectives_before"].read_as(CollectiveCounts),
+        collectives_after=content["collectives_after"].read_as(CollectiveCounts),
+        nodes_before=content["nodes_before"].whole(least=0),
+        nodes_after=content["nodes_after"].whole(least=0),
+        facts=content["facts"].read_as(Mapping[str, str]),
+        tables=tuple(_table(item) for item in content["tables"].items()),
+        program=content["program"].text(),
         # Reports of earlier versions have none of these.
-        predicted=_timeline(content.get("predicted")),
-        measured=_timeline(content.get("measured")),
-        memory=tuple((at, size) for at, size in content.get("memory", ())),
+        predicted=_timeline(content.get("predicted", None)),
+        measured=_timeline(content.get("measured", None)),
+        memory=tuple(item.read_as(MemoryPoint) for item in content.get("memory", []).items()),
     )
 
 
-def _checked(text: str) -> dict[str, Any]:
+def _checked(text: str, where: str) -> Found:
     remedy = "give it what Report.to_json wrote, with this version of crossfade"
-    try:
-        content = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise CrossfadeError(f"text that is no JSON ({error})", expected="a report", remedy=remedy) from error
+    content = decoded_json(text, where, CrossfadeError, remedy, finite=False)
     found = content.get("format", "none") if isinstance(content, dict) else "none"
     if found != FORMAT:
-        raise CrossfadeError(f"JSON of report format {found}", expected=f"format {FORMAT}", remedy=remedy)
-    return content
+        raise CrossfadeError(
+            f"{where}, JSON of report format {str(found)[:80]}", expected=f"format {FORMAT}", remedy=remedy
+        )
+    return Found(content, where, "", CrossfadeError, remedy)
 
 
-def _record(item: dict[str, Any]) -> PassRecord:
-    verdicts = tuple(Verdict(**{**one, "outcome": Outcome(one["outcome"])}) for one in item["verdicts"])
-    return PassRecord(**{**item, "verdicts": verdicts})
-
-
-def _counts(item: dict[str, list[int]]) -> CollectiveCounts:
-    return {kind: (number, size) for kind, (number, size) in item.items()}
+def _table(item: Found) -> Table:
+    rows = [[cell.read_as(Cell) for cell in row.items()] for row in item["rows"].items()]
+    columns = [column.text() for column in item["columns"].items()]
+    wrong = next((row for row in rows if len(row) != len(columns)), None)
+    if wrong is not None:
+        raise item.wrong("as many cells in each row as there are columns")
+    return Table(item["title"].text(), columns, rows, item.get("note", "").text())
 
 
 def _sums(timeline: Timeline) -> dict[str, float | None]:
@@ -81,9 +83,8 @@ def _sums(timeline: Timeline) -> dict[str, float | None]:
     return {**sums, "hidden": hidden(timeline)}
 
 
-def _timeline(item: dict[str, Any] | None) -> Timeline | None:
-    if item is None:
+def _timeline(item: Found) -> Timeline | None:
+    if item.value is None:
         return None
-    computation = tuple(Computed(**one) for one in item["computation"])
-    communication = tuple(Travelled(**one) for one in item["communication"])
-    return Timeline(computation, communication, item["seconds"], item["source"])
+    spans = {name: item[name].value for name in ("computation", "communication", "seconds", "source")}
+    return item.at(spans, "").record(Timeline)

@@ -11,6 +11,7 @@ from crossfade.cost.fused import is_fused, read_fused
 from crossfade.cost.keys import Keys
 from crossfade.cost.timeline import Timeline
 from crossfade.errors import CrossfadeError
+from crossfade.files.plain import read_text
 from crossfade.graph.collectives import count_by_kind
 from crossfade.graph.passes import Outcome, PassRecord, Verdict
 from crossfade.graph.program import Program
@@ -270,11 +271,13 @@ class Report:
 
         >>> Report.from_json('{"format": 0}')
         Traceback (most recent call last):
-        crossfade.errors.CrossfadeError: found JSON of report format 0; expected format 1...
+        crossfade.errors.CrossfadeError: found text, JSON of report format 0; expected format 1...
         """
         from crossfade.report.json_text import load
 
-        return load(source.read_text(encoding="utf-8") if isinstance(source, Path) else source)
+        if isinstance(source, Path):
+            return load(read_text(source, CrossfadeError, "give a file that Report.to_json wrote"), str(source))
+        return load(source)
 
     def to_html(self, path: str | Path) -> Path:
         """Write the report as one self-contained page and return where it is.

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from crossfade.errors import CrossfadeError
+from crossfade.errors import CrossfadeError, StateError
+from crossfade.files.plain import decoded_json
 from crossfade.run.shards import is_distributed
 
 _OLD, _NEW = ".old", ".new"
@@ -162,18 +163,32 @@ def save(state: Mapping[str, Any], folder: str | Path, group: Any, *, first: boo
 
 def load(state: dict[str, Any], folder: str | Path, group: Any) -> None:
     """Read into a state, its tensors in place, what `save` wrote from any number of ranks."""
-    from torch.distributed import checkpoint
+    from crossfade.files.checkpoints import load_into, read_metadata
 
     folder = Path(folder)
     old = folder.with_name(folder.name + _OLD)
     found = folder if folder.exists() else old
     if not found.exists():
         raise CrossfadeError(f"no checkpoint at {folder}", remedy="save one there with step.save()")
-    with _plain_errors(f"loading from {found}"):
-        saved = checkpoint.FileSystemReader(found).read_metadata().state_dict_metadata
-        if not any(key.startswith("random.") for key in saved):  # of ranks that each had a generator of their own
-            state.pop("random", None)
-        checkpoint.load(state, checkpoint_id=found, process_group=group, no_dist=group is None)
+    saved = read_metadata(found).state_dict_metadata
+    if not any(key.startswith("random.") for key in saved):  # of ranks that each had a generator of their own
+        state.pop("random", None)
+    load_into(state, found, group)
+    _check_loaded(state, found)
+
+
+def _check_loaded(state: Mapping[str, Any], folder: Path) -> None:
+    """What is no tensor in a checkpoint is what `state_of` writes there."""
+    where, remedy = f"{folder}, 'groups'", "load a checkpoint that step.save() wrote"
+    groups = (
+        decoded_json(state["groups"], where, StateError, remedy, finite=False)
+        if isinstance(state["groups"], str)
+        else None
+    )
+    if not isinstance(groups, list) or not all(isinstance(group, dict) for group in groups):
+        raise StateError(where, expected="the optimizer's options as JSON", remedy=remedy)
+    if type(state["steps"]) is not int or not 0 <= state["steps"] < 2**62:
+        raise StateError(f"{folder}, 'steps' = {state['steps']!r:.80}", expected="a number of steps", remedy=remedy)
 
 
 def _refuse_other_files(folder: Path) -> None:

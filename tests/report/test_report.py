@@ -189,7 +189,7 @@ def test_json_keys_are_stable(report: Report) -> None:
 
 @pytest.mark.parametrize(
     ("text", "found"),
-    [("{", "text that is no JSON"), ("[]", "report format none"), ('{"format": 7}', "report format 7")],
+    [("{", "text, which is not JSON"), ("[]", "report format none"), ('{"format": 7}', "report format 7")],
 )
 def test_json_of_something_else_is_refused(text: str, found: str) -> None:
     with pytest.raises(CrossfadeError, match=found):

@@ -11,46 +11,32 @@ Every file names the program that it belongs to, by a hash that all ranks find b
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import hashlib
 import json
 import uuid
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, fx
 from torch.export import ExportedProgram
 
 from crossfade.errors import StateError
-from crossfade.graph.passes import Outcome, Verdict
+from crossfade.files.exported import load_exported
+from crossfade.files.found import Found
+from crossfade.files.plain import read_json
+from crossfade.files.tensors import TensorsFile, safetensors_for
 from crossfade.graph.private import exported_with, tree_map_only
+from crossfade.graph.text import render_type
+from crossfade.shard.tensor.account import FORMAT, Account, account_of, check_fits, to_data
 from crossfade.shard.tensor.devices import device_types, like, moved
 from crossfade.shard.tensor.fill import devices_of
 from crossfade.shard.tensor.partition import RANK
-from crossfade.shard.tensor.placements import PARTIAL, REPLICATE, Partial, Placement, Shard
-from crossfade.shard.tensor.plan_resolved import ModuleBoundary, ParameterSharding, ResolvedPlan
-from crossfade.shard.tensor.sources import safetensors_for
+from crossfade.shard.tensor.placements import Placement, Shard
+
+__all__ = ["Account", "fingerprint", "read_account", "read_program", "read_weights", "write_program", "write_weights"]
 
 PROGRAM, ACCOUNT = "program.pt2", "sharded.json"
-FORMAT = 1
-
-
-@dataclass(frozen=True)
-class Account:
-    """What `sharded.json` says."""
-
-    axis: str
-    ranks: int
-    program: str
-    """The hash of the program."""
-    plan: ResolvedPlan
-    placements: Mapping[str, Placement]
-    inputs: Mapping[str, Placement]
-    outputs: tuple[Placement, ...]
-    verdicts: tuple[Verdict, ...]
 
 
 def weights_file(rank: int, ranks: int) -> str:
@@ -85,7 +71,7 @@ def write_program(folder: Path, exported: ExportedProgram, account: Account) -> 
     with _finished(folder / PROGRAM) as path:
         torch.export.save(bare, path, extra_files={ACCOUNT: account.program})
     with _finished(folder / ACCOUNT) as path:
-        path.write_text(json.dumps(_to_data(account), indent=1) + "\n", encoding="utf-8")
+        path.write_text(json.dumps(to_data(account), indent=1) + "\n", encoding="utf-8")
 
 
 def write_weights(folder: Path, exported: ExportedProgram, account: Account, rank: int) -> Path:
@@ -120,22 +106,22 @@ def read_account(folder: Path) -> Account:
     if not path.exists():
         raise StateError(f"no {ACCOUNT} in {folder}", expected="a folder that Sharded.save or `crossfade shard` wrote",
                          remedy="correct the path, or save there first")  # fmt: skip
-    data = json.loads(path.read_text(encoding="utf-8"))
-    if data.get("format") != FORMAT:
-        raise StateError(f"{path} of format {data.get('format')}", expected=f"{FORMAT}",
-                         remedy="load it with the version of Crossfade that wrote it, or save it again")  # fmt: skip
-    return _from_data(data)
+    remedy = "load it with the version of Crossfade that wrote it, or save it again"
+    found = Found(read_json(path, StateError, remedy), str(path), "", StateError, remedy)
+    found["format"].whole(least=FORMAT, most=FORMAT)
+    return account_of(found)
 
 
-def read_program(folder: Path, account: Account) -> ExportedProgram:
-    """The program for this process's device, still without its state."""
+def read_program(folder: Path, account: Account, *, trusted: bool = False) -> ExportedProgram:
+    """The program for this process's device, still without its state. Nothing in the file is run, unless it is
+    `trusted`."""
     path = folder / PROGRAM
     if not path.exists():
         raise StateError(f"no {PROGRAM} in {folder}", expected="the file that rank 0 writes",
                          remedy="save on every rank of the axis, and wait for rank 0")  # fmt: skip
-    extra = {ACCOUNT: ""}
-    exported = torch.export.load(path, extra_files=extra)
-    _check_program(path, extra[ACCOUNT], account)
+    exported, extra = load_exported(path, trusted=trusted)
+    _check_program(path, extra.get(ACCOUNT, ""), account)
+    check_fits(folder, account, exported)
     if "cuda" in device_types(exported):  # saved on the first rank's
         exported = moved(exported, {"cuda": torch.device("cuda", torch.cuda.current_device())})
     return exported
@@ -148,9 +134,9 @@ def read_weights(folder: Path, exported: ExportedProgram, account: Account, rank
         there = ", ".join(sorted(file.name for file in folder.glob("*.safetensors"))) or "none"
         raise StateError(f"no {path.name} in {folder} (there: {there})", expected="a file of each rank",
                          remedy="save on every rank of the axis, or copy the file here")  # fmt: skip
-    with safetensors_for(path).safe_open(str(path), framework="pt") as opened:
-        _check_program(path, (opened.metadata() or {}).get("program", ""), account)
-        held = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
+    opened = TensorsFile(path)
+    _check_program(path, opened.metadata().get("program", ""), account)
+    held = {name: opened.tensor(name) for name in opened.names}
     held[RANK] = torch.tensor(rank)
     devices = devices_of(exported)
     held = {name: value.to(devices.get(name, value.device)) for name, value in held.items()}
@@ -160,6 +146,10 @@ def read_weights(folder: Path, exported: ExportedProgram, account: Account, rank
         raise StateError(f"{path.name} without {', '.join(lacking[:3])}",
                          expected="everything that the program splits or trains",
                          remedy="save this rank again")  # fmt: skip
+    for name, empty in exported.state_dict.items():
+        if name in held and (held[name].shape, held[name].dtype) != (empty.shape, empty.dtype):
+            raise StateError(f"{path}, {name!r}, of {render_type(held[name])}", expected=render_type(empty),
+                             remedy="save this rank again")  # fmt: skip
     read = {name: like(held[name], empty) for name, empty in exported.state_dict.items() if name in held}
     state = {name: read[aliases.get(name, name)] for name in exported.state_dict}
     return exported_with(exported, state, {name: held.get(name, value) for name, value in exported.constants.items()})
@@ -188,73 +178,3 @@ def _apart(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         seen.add(storage.data_ptr())
         result[name] = (tensor.clone() if shared else tensor).contiguous()
     return result
-
-
-def _to_data(account: Account) -> dict[str, Any]:
-    plan = account.plan
-    return {
-        "format": FORMAT,
-        "axis": account.axis,
-        "ranks": account.ranks,
-        "program": account.program,
-        "versions": {"torch": torch.__version__},
-        "inputs": {name: _spelled(one) for name, one in account.inputs.items()},
-        "outputs": [_spelled(one) for one in account.outputs],
-        "placements": {name: _spelled(one) for name, one in account.placements.items()},
-        "plan": {
-            "parameters": [_parameter_data(one) for one in plan.parameters.values()],
-            "boundaries": [dataclasses.asdict(one) for one in plan.boundaries.values()],
-            "aliases": dict(plan.aliases),
-            "notes": list(plan.notes),
-        },
-        "verdicts": [dataclasses.asdict(one) for one in account.verdicts],
-    }
-
-
-def _from_data(data: Mapping[str, Any]) -> Account:
-    said = data["plan"]
-    parameters = [_parameter(one) for one in said["parameters"]]
-    boundaries = [ModuleBoundary(**one) for one in said["boundaries"]]
-    plan = ResolvedPlan(
-        {one.name: one for one in parameters},
-        {one.module: one for one in boundaries},
-        said["aliases"],
-        data["ranks"],
-        tuple(said["notes"]),
-    )
-    return Account(
-        data["axis"],
-        data["ranks"],
-        data["program"],
-        plan,
-        {name: _read(one) for name, one in data["placements"].items()},
-        {name: _read(one) for name, one in data["inputs"].items()},
-        tuple(_read(one) for one in data["outputs"]),
-        tuple(Verdict(**{**one, "outcome": Outcome(one["outcome"])}) for one in data["verdicts"]),
-    )
-
-
-def _parameter_data(one: ParameterSharding) -> dict[str, Any]:
-    return {**dataclasses.asdict(one), "dtype": str(one.dtype).removeprefix("torch.")}
-
-
-def _parameter(data: Mapping[str, Any]) -> ParameterSharding:
-    lists = {"blocks": tuple(data["blocks"]), "shape": tuple(data["shape"])}
-    return ParameterSharding(**{**data, **lists, "dtype": getattr(torch, data["dtype"])})
-
-
-def _spelled(placement: Placement) -> Any:
-    """
-    >>> _spelled(Shard(1)), _spelled(Shard(0, sizes=(4, 2))), _spelled(REPLICATE)
-    ({'shard': 1}, {'shard': 0, 'sizes': [4, 2]}, 'replicate')
-    """
-    if not isinstance(placement, Shard):
-        return "partial" if isinstance(placement, Partial) else "replicate"
-    blocks = {"sizes": list(placement.sizes)} if placement.sizes else {"outer": placement.outer}
-    return {"shard": placement.dim, **({} if blocks == {"outer": 1} else blocks)}
-
-
-def _read(data: Any) -> Placement:
-    if isinstance(data, str):
-        return PARTIAL if data == "partial" else REPLICATE
-    return Shard(data["shard"], data.get("outer", 1), tuple(data.get("sizes", ())))

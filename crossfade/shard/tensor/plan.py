@@ -95,7 +95,11 @@ class Plan(Mapping[str, Style]):
     @classmethod
     def load(cls, path: str | Path) -> Plan:
         """A plan from a `.json` or `.yaml` file: names and strings, or `{style, blocks, input, output}`."""
-        return cls(plan_file.read(Path(path)))
+        entries = plan_file.read(Path(path))
+        try:
+            return cls(entries)
+        except PlanError as error:
+            raise PlanError(f"{path}, {error.found}", expected=error.expected, remedy=error.remedy) from error
 
     def save(self, path: str | Path) -> None:
         """Write the plan where `load` reads it, `.json` or `.yaml`."""

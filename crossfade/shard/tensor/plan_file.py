@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from crossfade.errors import PlanError
+from crossfade.files.plain import decoded_json, read_text
+
+_ALIASES = re.compile(r"^[^#'\"]*(?::|-|\{|\[|,)\s+[&*]\w", re.MULTILINE)
 
 
 def write(data: Mapping[str, Any], path: Path) -> None:
@@ -22,8 +26,8 @@ def write(data: Mapping[str, Any], path: Path) -> None:
 
 def read(path: Path) -> dict[str, Any]:
     """The entries that a file holds."""
-    text = path.read_text(encoding="utf-8")
-    data = _parsed_yaml(text, path) if _is_yaml(path) else _parsed_json(text, path)
+    text, remedy = read_text(path, PlanError, "correct the file"), "correct the file"
+    data = _parsed_yaml(text, path) if _is_yaml(path) else decoded_json(text, str(path), PlanError, remedy)
     if not isinstance(data, dict) or not all(isinstance(name, str) for name in data):
         raise PlanError(
             f"{path} without a mapping in it", expected="names and styles", remedy="write 'name: style' lines"
@@ -31,18 +35,15 @@ def read(path: Path) -> dict[str, Any]:
     return data
 
 
-def _parsed_json(text: str, path: Path) -> Any:
-    try:
-        return json.loads(text)
-    except ValueError as error:
-        raise PlanError(f"{path}, which is not JSON ({error})", remedy="correct the file") from error
-
-
 def _parsed_yaml(text: str, path: Path) -> Any:
     yaml = _yaml(path)
+    if _ALIASES.search(text):  # aliases of aliases make much of little
+        raise PlanError(
+            f"{path} with an anchor or an alias in it", expected="names and styles", remedy="write them out"
+        )
     try:
         return yaml.safe_load(text)
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise PlanError(f"{path}, which is not YAML ({error})", remedy="correct the file") from error
 
 

@@ -123,7 +123,7 @@ REFUSED: Mapping[str, str] = {
     "isolated": "it leaves to the module's own code what each rank computes",
 }
 
-_SHARD = re.compile(r"shard\((-?\d+)\)")
+_SHARD = re.compile(r"shard\((-?\d{1,9})\)", re.ASCII)
 
 
 def read_style(entry: Any) -> Style:
@@ -175,11 +175,13 @@ def _from_string(text: str) -> Style:
 
 
 def _fused(style: Style, blocks: int | Sequence[int]) -> Style:
+    if not isinstance(blocks, int) and (isinstance(blocks, str) or not isinstance(blocks, Sequence)):
+        raise _unreadable(f"blocks={blocks!r}", "how many blocks, or their sizes")
     counted = blocks if isinstance(blocks, int) else tuple(blocks)
     sizes = (counted,) if isinstance(counted, int) else counted
     if not style.shards or style.blocks != 1:
         raise _unreadable(f"Fused({style}, ...)", "a style that splits a parameter and has no blocks itself")
-    if not sizes or not all(isinstance(size, int) and size > 0 for size in sizes):
+    if not sizes or not all(type(size) is int and 0 < size < 2**31 for size in sizes):
         raise _unreadable(f"blocks={blocks!r}", "how many blocks, or their sizes")
     counted = counted[0] if isinstance(counted, tuple) and len(counted) == 1 else counted
     return replace(style, blocks=counted, spelling=f"{style} in {_blocks_text(counted)}")

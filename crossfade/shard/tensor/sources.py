@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import json
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -12,6 +11,10 @@ import torch
 from torch import Tensor
 
 from crossfade.errors import StateError
+from crossfade.files.found import Found
+from crossfade.files.inside import named_inside
+from crossfade.files.plain import read_json
+from crossfade.files.tensors import TensorsFile
 from crossfade.shard.tensor.devices import has_numbers
 from crossfade.shard.tensor.placements import Placement, Shard, block_sizes
 
@@ -111,8 +114,7 @@ class SafetensorsFiles:
     """Safetensors files, read slice by slice. What is kept whole stays mapped from the file until it is used."""
 
     def __init__(self, path: Path) -> None:
-        self._open = safetensors_for(path).safe_open
-        self._opened: dict[Path, Any] = {}
+        self._opened: dict[Path, TensorsFile] = {}
         indices = [] if path.is_file() else sorted(path.glob("*.safetensors.index.json"))
         if len(indices) > 1:
             raise StateError(
@@ -121,12 +123,11 @@ class SafetensorsFiles:
                 remedy="give the path of a folder that holds one checkpoint",
             )
         if indices:
-            listed = json.loads(indices[0].read_text())["weight_map"]
-            self.files = {name: path / file for name, file in listed.items()}
+            self.files = _listed(indices[0])
         else:
             self.files = {}
-            for file in [path] if path.is_file() else sorted(path.glob("*.safetensors")):
-                for name in self._file(file).keys():  # noqa: SIM118
+            for file in [path] if path.is_file() else _files_in(path):
+                for name in self._file(file).names:
                     if name in self.files:
                         raise StateError(
                             f"{name} in {self.files[name].name} and in {file.name}",
@@ -144,24 +145,23 @@ class SafetensorsFiles:
 
     def shape(self, name: str) -> tuple[int, ...]:
         """From the file's header."""
-        return tuple(self._file(self.files[name]).get_slice(name).get_shape())
+        return self._file(self.files[name]).shape(name)
 
     def part(self, name: str, placement: Placement, rank: int, ranks: int) -> Tensor:
         """Only the part's bytes are copied."""
         opened = self._file(self.files[name])
         if not isinstance(placement, Shard):
-            return opened.get_tensor(name)
-        view = opened.get_slice(name)
-        ranges = own_ranges(placement, view.get_shape()[placement.dim], rank, ranks)
+            return opened.tensor(name)
+        ranges = own_ranges(placement, opened.shape(name)[placement.dim], rank, ranks)
         ahead = (slice(None),) * placement.dim
-        return torch.cat([view[(*ahead, slice(*one))] for one in ranges], placement.dim)
+        return torch.cat([opened.part(name, (*ahead, slice(*one))) for one in ranges], placement.dim)
 
-    def _file(self, file: Path) -> Any:
+    def _file(self, file: Path) -> TensorsFile:
         """A file, opened once: its header is long where it has many tensors."""
         if file not in self._opened:
             if not file.exists():
                 raise StateError(f"no file {file}, which the index lists", remedy="complete the checkpoint")
-            self._opened[file] = self._open(str(file), framework="pt")
+            self._opened[file] = TensorsFile(file)
         return self._opened[file]
 
 
@@ -169,10 +169,10 @@ class DistributedCheckpoint:
     """A folder that `torch.distributed.checkpoint` wrote, read tensor by tensor."""
 
     def __init__(self, path: Path) -> None:
-        from torch.distributed.checkpoint import FileSystemReader
+        from crossfade.files.checkpoints import read_metadata
 
         self.path = path
-        items = FileSystemReader(str(path)).read_metadata().state_dict_metadata
+        items = read_metadata(path).state_dict_metadata
         self.items: dict[str, Any] = {name: item for name, item in items.items() if hasattr(item, "size")}
 
     def __contains__(self, name: str) -> bool:
@@ -188,21 +188,27 @@ class DistributedCheckpoint:
 
     def part(self, name: str, placement: Placement, rank: int, ranks: int) -> Tensor:
         """One whole tensor at a time is read, and its part kept."""
-        import torch.distributed.checkpoint as dcp
+        from crossfade.files.checkpoints import load_into
 
         item = self.items[name]
         whole = torch.empty(item.size, dtype=item.properties.dtype)
-        dcp.load({name: whole}, checkpoint_id=str(self.path), no_dist=True)
+        load_into({name: whole}, self.path)
         return local_part(whole, placement, rank, ranks)
 
 
-def safetensors_for(path: Path) -> Any:
-    """The safetensors package, which is wanted for a path."""
-    try:
-        import safetensors.torch
-    except ImportError as error:
-        raise StateError(f"{path} but no safetensors package", remedy="install safetensors") from error
-    return safetensors
+def _listed(index: Path) -> dict[str, Path]:
+    """The files of tensors, by their names, as an index lists them: all in its folder."""
+    remedy = "download or write the index again"
+    found = Found(read_json(index, StateError, remedy), str(index), "", StateError, remedy)
+    entries = found["weight_map"].entries()
+    paths = {file: named_inside(index.parent, file, str(index), StateError)
+             for file in {entry.text() for entry in entries.values()}}  # fmt: skip
+    return {name: paths[entry.value] for name, entry in entries.items()}
+
+
+def _files_in(folder: Path) -> list[Path]:
+    names = sorted(file.name for file in folder.glob("*.safetensors"))
+    return [named_inside(folder, name, f"the folder {folder}", StateError) for name in names]
 
 
 def own_ranges(shard: Shard, size: int, rank: int, ranks: int) -> list[tuple[int, int]]:
