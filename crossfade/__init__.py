@@ -7,6 +7,7 @@ loss = step(inputs, targets)
 step.report.show()
 """
 
+from crossfade.check.compatible import check_compatible
 from crossfade.cost.machine import Machine
 from crossfade.errors import CrossfadeError
 from crossfade.graph.passes import Pass, PassResult, Verdict, run_passes
@@ -37,6 +38,7 @@ __all__ = [
     "Sharded",
     "Step",
     "Verdict",
+    "check_compatible",
     "compile_step",
     "optimize",
     "run_passes",

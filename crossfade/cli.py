@@ -1,4 +1,4 @@
-"""The command line: `crossfade calibrate | demo | explain | launch | passes | run | shard | simplify | simulate`."""
+"""The command line: `crossfade --help` lists its commands."""
 
 from __future__ import annotations
 
@@ -71,6 +71,29 @@ def explain(
     console.print(str(after), highlight=False, markup=False, soft_wrap=True)
     if html is not None:
         console.print(f"HTML report: {report.to_html(html)}", soft_wrap=True)
+
+
+@app.command()
+def check(
+    programs: Annotated[
+        list[Path], typer.Argument(help="A program's text for each rank, by number; or one for all.", exists=True)
+    ],
+    mesh: Annotated[str, typer.Option(help="Axes and their ranks, row-major: dp=2,tp=4.")] = "",
+    group: Annotated[
+        list[str] | None, typer.Option(help="A group's ranks: pp=0,1; may be given several times, also per name.")
+    ] = None,
+    backend: Annotated[str, typer.Option(help="gloo, nccl, or any: whether launches may block each other.")] = "any",
+    json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
+) -> None:
+    """Prove that the ranks' collectives fit together and no rank waits for ever, or print the shortest counter-example.
+
+    Without --mesh and --group, every group has all ranks. Exits with 1 where it cannot be proved.
+    """
+    from crossfade.check.files import check_files
+
+    found = check_files(programs, mesh, group or [], backend)
+    console.print(found.to_json() if json else str(found), highlight=False, markup=False, soft_wrap=True)
+    raise typer.Exit(0 if found.ok else 1)
 
 
 @app.command()

@@ -33,6 +33,7 @@ def test_the_public_names_are_these() -> None:
         "Sharded",
         "Step",
         "Verdict",
+        "check_compatible",
         "compile_step",
         "optimize",
         "run_passes",
