@@ -14,6 +14,7 @@ from crossfade.graph.passes import Pass, PassResult, Verdict, run_passes
 from crossfade.graph.pipelines import Pipeline
 from crossfade.graph.program import Program
 from crossfade.pipeline import Optimized, optimize
+from crossfade.report.expect import Expect
 from crossfade.report.report import Report
 from crossfade.run.ranks import Ranks
 from crossfade.run.step import Step
@@ -25,6 +26,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "CrossfadeError",
+    "Expect",
     "Fused",
     "Machine",
     "Optimized",

@@ -49,28 +49,37 @@ def explain(
     passes: Annotated[str, typer.Option(help="Passes to run, e.g. 'bucket-all-reduces(cap_mb=2) sink-waits'.")] = "",
     group_size: Annotated[int, typer.Option(help="Ranks in each process group the program names.", min=1)] = 2,
     html: Annotated[Path | None, typer.Option(help="Also write an HTML report here.")] = None,
+    machine: Annotated[str, typer.Option(help="Plan for this machine: a preset's name or a JSON file.")] = "",
+    strict: Annotated[str, typer.Option(help="What is expected, e.g. 'bucketed:all exposed<=5ms'.")] = "",
 ) -> None:
     """Run passes over a program written as text, and say what became of each collective and why.
 
-    Without --passes, runs what `crossfade.optimize` runs. Prints the improved program last.
+    Without --passes, runs what `crossfade.optimize` runs. Prints the improved program last. With --strict, exits with
+    1 and lists what falls short; see docs/strict.md.
     """
-    from crossfade import catalogue, pipeline
+    from crossfade import catalogue, pipeline, whatif
     from crossfade.graph import collectives
     from crossfade.graph.passes import run_passes
     from crossfade.graph.text import parse
+    from crossfade.report.expect import Expect
     from crossfade.report.report import Report
+    from crossfade.report.strict import Judged, hold
 
+    expect, found = Expect.of(strict or None), whatif.machine_of(machine) if machine else None
     before = parse(program.read_text())
     before.groups = dict.fromkeys(collectives.group_sizes(before.graph), group_size)
-    chosen = [catalogue.pass_from_spelling(one) for one in passes.split()] if passes else pipeline.optimization()
+    usual = pipeline.optimization(machine=found, groups=before.groups)
+    chosen = [catalogue.pass_from_spelling(one) for one in passes.split()] if passes else usual
     after = run_passes(before, chosen)
     report = Report.of(before, after, title=program.name)
+    report = report.with_timelines(predicted=whatif.predicted(after, found)) if found is not None else report
     report.show(console)
     for name, verdict in report.verdicts:
         console.print(f"[dim]{name}:[/] {escape(str(verdict))}", highlight=False, soft_wrap=True)
     console.print(str(after), highlight=False, markup=False, soft_wrap=True)
     if html is not None:
         console.print(f"HTML report: {report.to_html(html)}", soft_wrap=True)
+    hold(expect, Judged(report, before))
 
 
 @app.command()

@@ -6,7 +6,7 @@ import contextlib
 import math
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -26,6 +26,7 @@ from crossfade.cost.presets import preset
 from crossfade.cost.timeline import Timeline
 from crossfade.errors import CrossfadeError
 from crossfade.graph.effects import is_random
+from crossfade.graph.events import events_of
 from crossfade.graph.memory import live_by_name
 from crossfade.graph.passes import Pass, fingerprint, run_passes
 from crossfade.graph.program import OutputKind, Program
@@ -45,13 +46,15 @@ from crossfade.pipeline import (
     simplification,
     updates_gathered,
 )
-from crossfade.report.report import Report
+from crossfade.report.expect import Expect
+from crossfade.report.report import PassVerdict, Report
+from crossfade.report.strict import Judged, Shortfall, refuse, shortfalls
 from crossfade.run.checkpoint import checksum, checksums, random_state
 from crossfade.run.codegen import native
 from crossfade.run.collect_small_operators import CollectSmallOperators
 from crossfade.run.fuse_adam_updates import FuseAdamUpdates
 from crossfade.run.group_small_operators import GroupSmallOperators
-from crossfade.run.members import Members
+from crossfade.run.members import Members, account
 from crossfade.run.mesh import (
     DataParallel,
     MeshLike,
@@ -97,6 +100,7 @@ def compile_step(
     memory_limit: int | None = None,
     passes: Sequence[Pass] | None = None,
     timeout: float = 60.0,
+    strict: Expect | Mapping[str, Any] | str | bool | None = None,
 ) -> Step:
     """One training step of a plain single-device model as one graph, data-parallel over a mesh.
 
@@ -138,6 +142,8 @@ def compile_step(
             optimizer's small operators are then called one by one.
         passes: communication passes to use instead of `crossfade.pipeline.communication()`.
         timeout: seconds after which a collective, or the check that all ranks run the same program, fails.
+        strict: what is expected of the compiled step, as `Expect` or a text like `"exposed<=5ms bucketed:gradients"`;
+            True for `no-remedies rules`. The first step raises what falls short, on every rank, before it trains.
 
     Returns:
         A callable `step(*batch) -> loss`. The first call on each shape of batch captures and compiles.
@@ -148,6 +154,7 @@ def compile_step(
         >>> losses[-1] < losses[0]
         True
     """
+    expect = Expect.of(strict)
     check_options(data_parallel=(data_parallel, DataParallelMode))
     check_options(batch=(batch, BatchIs), semantics=(semantics, Semantics), loss_is=(loss_is, LossIs))
     check_numbers(accumulate, clip_grad_norm, timeout)
@@ -187,7 +194,7 @@ def compile_step(
     shards = shards_of(model, optimizer, axes, mode, members, kept_whole) if axes and members else None
     compiler = _StepCompiler(
         model, BakedIn(model.modules()), loss_fn, optimizer, axes, mode, shards, batch, accumulate, clip_grad_norm,
-        semantics, loss_is, None if passes is None else tuple(passes), planned_for, memory_limit, tensor,
+        semantics, loss_is, None if passes is None else tuple(passes), planned_for, memory_limit, tensor, expect,
     )  # fmt: skip
     return Step(
         model, optimizer, lambda b: compiler.build(b, members), compiler.key, everyone[0],
@@ -197,9 +204,10 @@ def compile_step(
     )  # fmt: skip
 
 
-def _agree(members: Members, program: Program, common: Sequence[str]) -> None:
-    """Compare a program, and what else ranks must have in common, with the others."""
-    members.agree(" ".join([fingerprint(program), *common]), "\n".join([*common, str(program)]))
+def _agree(members: Members, built: Built, common: Sequence[str], causes: Sequence[str] = ()) -> None:
+    """Compare a program, and what else ranks must have in common, with the others; `causes` would explain the rest."""
+    schedules, rest = [built.exchanges, events_of(built.program).launches], "\n".join([*common, str(built.program)])
+    members.agree(" ".join([fingerprint(built.program), *causes, *common]), account(causes, schedules, rest))
 
 
 @contextlib.contextmanager
@@ -234,6 +242,7 @@ class _StepCompiler:
     machine: Machine | None
     memory_limit: int | None
     tensor: TensorParallel | None = None
+    expect: Expect | None = None
 
     def key(self, batch: tuple[Any, ...]) -> Any:
         """What a captured program depends on."""
@@ -253,16 +262,28 @@ class _StepCompiler:
             built = self._build(batch, members)
         with _telling(members, beyond):
             if split is not None:
-                _agree(split.members, built.program, [self._stream(built.program), *self._rates()])
+                _agree(split.members, built, [self._stream(built.program), *self._rates()])
         with _telling(beyond):
             if members is not None:
                 alone = self.semantics == "per-rank"
                 stream = "random numbers of each rank's own" if alone else self._stream(built.program)
                 state = [*checksums(self.model, self.optimizer), *self._rates()]
-                _agree(members, built.program, [f"planned for {self.machine}", stream, *state])
+                _agree(members, built, [stream, *state], [f"planned for {self.machine}"])
         if beyond is not None:
-            _agree(beyond, built.program, [])
+            _agree(beyond, built, [])
+        self._hold(built, members)
         return built
+
+    def _hold(self, built: Built, members: Members | None) -> None:
+        """Raise what falls short of what is expected, on all ranks if on the first: predicted times differ a little."""
+        if self.expect is None:
+            return
+        everyone, found = self.tensor.everyone[0] if self.tensor is not None else members, built.shortfalls
+        if everyone is not None:
+            shared = everyone.share(lambda: [asdict(one) for one in found])
+            everyone.agree("strict", "strict")  # after a share, and before the next
+            found = tuple(Shortfall(**one) for one in shared)
+        refuse(self.expect, found)
 
     def _stream(self, program: Program) -> str:
         """What ranks that draw from one random stream must have in common beside the program."""
@@ -307,7 +328,12 @@ class _StepCompiler:
         report = Report.of(before, program, title=type(self.model).__name__, facts=facts)
         report = report.with_timelines(predicted=timeline, memory=live_by_name(program)) if timeline else report
         stepped = {out.name for out in before.outputs if out.kind is OutputKind.UPDATE}
-        return Built(program, layout, report, self.state_keys(stepped))
+        exchanges, short = tuple(events_of(before).launches), self._shortfalls(report, before)
+        return Built(program, layout, report, self.state_keys(stepped), exchanges, short)
+
+    def _shortfalls(self, report: Report, before: Program) -> tuple[Shortfall, ...]:
+        earlier = [PassVerdict("shard", one) for one in self.tensor.verdicts] if self.tensor is not None else []
+        return tuple(shortfalls(self.expect, Judged(report, before, earlier))) if self.expect is not None else ()
 
     def _packing(self) -> Pass:
         """Within a memory limit nothing is kept from step to step beside buckets."""

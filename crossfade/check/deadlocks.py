@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections import deque
 
-from crossfade.check.findings import Finding, Place, Problem, ordinal
+from crossfade.check.findings import Finding, Place, Problem
 from crossfade.check.walk import Operation, Walk
 from crossfade.graph.events import Wait
+from crossfade.graph.launches import ordinal
 
 
 def deadlocks(walk: Walk) -> list[Finding]:

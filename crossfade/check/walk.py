@@ -15,10 +15,10 @@ from collections import deque
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 
-from crossfade.check.findings import Finding, Place, Problem, ordinal
+from crossfade.check.findings import Finding, Place, Problem
 from crossfade.check.groups import Groups
 from crossfade.graph.events import Events, Wait
-from crossfade.graph.launches import Launch, Sent, Size, difference
+from crossfade.graph.launches import Launch, Sent, Size, difference, ordinal
 
 Role = tuple[int, str]
 """A global rank and what it does in a channel: `member`, `send` or `recv`."""

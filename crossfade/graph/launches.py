@@ -127,6 +127,12 @@ class Apart:
     ours: Launch | None
     theirs: Launch | None
 
+    def said(self, our_rank: int, their_rank: int) -> str:
+        """The difference as a sentence about two ranks."""
+        sides = ((our_rank, self.ours), (their_rank, self.theirs))
+        each = [f"rank {rank} starts {one} ({one.where})" if one else f"rank {rank} ends" for rank, one in sides]
+        return f"the {ordinal(self.number)} collective of {self.group}, which differs in {self.what}: {', '.join(each)}"
+
 
 def first_apart(ours: Sequence[Launch], theirs: Sequence[Launch]) -> Apart | None:
     """The first launch in which two ranks differ that ought to run one program; None if they communicate alike."""
@@ -143,6 +149,15 @@ def first_apart(ours: Sequence[Launch], theirs: Sequence[Launch]) -> Apart | Non
         if (mine.sent, mine.received, mine.messages) != (other.sent, other.received, other.messages):
             return Apart(number, group, "messages" if mine.messages or other.messages else "splits", mine, other)
     return None
+
+
+def ordinal(number: int) -> str:
+    """
+    >>> [ordinal(number) for number in (1, 2, 3, 4, 11, 22)]
+    ['1st', '2nd', '3rd', '4th', '11th', '22nd']
+    """
+    ending = "th" if 10 <= number % 100 <= 20 else {1: "st", 2: "nd", 3: "rd"}.get(number % 10, "th")
+    return f"{number}{ending}"
 
 
 def as_json(launches: Sequence[Launch]) -> list[dict[str, Any]]:

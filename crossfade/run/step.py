@@ -73,6 +73,10 @@ class Built:
     report: Any
     state_keys: Mapping[str, Collection[str]]
     """For each parameter that is stepped, the entries of optimizer state that the program takes."""
+    exchanges: tuple[Any, ...] = ()
+    """What was to be communicated before it was put together, each with what it is for."""
+    shortfalls: tuple[Any, ...] = ()
+    """What is short of what `strict=` expects, as this rank sees it."""
 
 
 @dataclass(frozen=True)
