@@ -39,12 +39,6 @@ _USED = "its neighbour is not ready that early"
 _DELAYED = "a collective that depends on its result would be delayed"
 _AWAITED = "another collective depends on its result, and would be delayed with it"
 
-_REMEDIES = {
-    _CAP: "a larger cap_mb packs more",
-    _LARGE: "a larger alone_mb packs it",
-}
-"""What changes the verdict, where an option does."""
-
 
 @dataclass(frozen=True)
 class Bucket:
@@ -145,8 +139,7 @@ class _Planner:
         """Put a collective into the open bucket of its key, or into a new one, or leave it."""
         reason = self._reason_against(one)
         if reason is not None:
-            remedy = _REMEDIES.get(reason, "")
-            self.left.append(Verdict.of(one.node, Outcome.LEFT, reason, remedy=remedy, bytes=one.bytes))
+            self.left.append(Verdict.of(one.node, Outcome.LEFT, reason, bytes=one.bytes))
             self.units.open(one.node)
             return
         key = self._key(one)
@@ -212,7 +205,8 @@ class _Planner:
         one = bucket.members[0]
         capped = bucket.why_alone == _CAP
         detail = f"cap {self.policy.cap(bucket.index) / MB:g} MB" if capped else ""
-        remedy = _REMEDIES.get(bucket.why_alone, "")
+        first = ", and first_mb for the first bucket," if self.policy.cap(0) != self.policy.cap(1) else ""
+        remedy = f"a larger cap_mb{first} packs more" if capped else ""
         return Verdict.of(one.node, Outcome.LEFT, bucket.why_alone, detail=detail, remedy=remedy, bytes=one.bytes)
 
 

@@ -10,9 +10,9 @@ from torch import fx
 
 from crossfade.errors import StrictError
 from crossfade.graph import collectives
-from crossfade.graph.collectives import Kind
+from crossfade.graph.collectives import Collective, Kind
 from crossfade.graph.passes import Numerics, Outcome, Verdict
-from crossfade.graph.program import Input, InputKind, Program, source_line
+from crossfade.graph.program import InputKind, OutputKind, Program, source_line
 from crossfade.report.expect import Expect
 from crossfade.report.report import PassVerdict, Report
 
@@ -68,6 +68,11 @@ class Judged:
     def weights(self) -> set[str]:
         """The names of the program's parameters; a plain graph says of no input that it is one."""
         return {item.name for item in self.before.inputs if item.kind is InputKind.PARAMETER}
+
+    @property
+    def planned(self) -> bool:
+        """Whether the sizes of buckets were chosen for a machine, so that none of them is an oversight."""
+        return any(record.name == "overlap-communication" for record in self.report.records)
 
 
 def hold(expect: Expect | None, judged: Judged) -> None:
@@ -148,15 +153,41 @@ def _unbucketed(expect: Expect, judged: Judged) -> Iterator[Shortfall]:
     if not ran:
         remedy = f"add {' or '.join(names)} to the passes"
         yield Shortfall(token, "the program", reason=f"{' and '.join(names)} did not run", remedy=remedy)
+    carrying = _carrying(judged, wanted) if wanted in _BUCKETS else set()
     for record in ran:
-        for verdict in record.verdicts if len(record.verdicts) > 1 else ():
-            asked = wanted == "all" or (verdict.source in weights if wanted in _BUCKETS else _fits(verdict, wanted))
-            if verdict.outcome is Outcome.LEFT and asked:
+        about = [one for one in record.verdicts if one.subject in carrying or _is_asked_for(one, wanted, weights)]
+        if not about and record.verdicts and len(ran) == 1:
+            reason = f"no collective that {record.name} saw is known to carry {wanted}"
+            yield Shortfall(token, "the program", reason=reason, remedy="write bucketed:all, or a pattern of sources")
+        for verdict in about if len(record.verdicts) > 1 else ():
+            if verdict.outcome is Outcome.LEFT:
                 yield Shortfall.of(token, record.name, verdict)
 
 
-def _fits(verdict: Verdict, pattern: str) -> bool:
-    return fnmatchcase(verdict.source, pattern)
+def _is_asked_for(verdict: Verdict, wanted: str, weights: set[str]) -> bool:
+    if wanted in _BUCKETS:
+        return verdict.source in weights
+    return wanted == "all" or fnmatchcase(verdict.source, wanted)
+
+
+def _carrying(judged: Judged, wanted: str) -> set[str]:
+    """The collectives of weights, or those whose results are gradients."""
+    program = judged.before
+    if wanted == "weights":
+        return {one.node.name for one, names in _gathers(judged) if names & judged.weights}
+    kinds = (OutputKind.GRADIENT, OutputKind.SHARD)
+    results = [value for item, value in program.named_results() if item.kind in kinds]
+    return {name for value in results if isinstance(value, fx.Node) and (name := _reduced_by(value))}
+
+
+def _reduced_by(node: fx.Node) -> str:
+    """The collective that a value comes from, by way of views, parts and conversions; empty if from none."""
+    while node.op == "call_function" and len(node.all_input_nodes) == 1:
+        if collectives.is_wait(node):
+            start = collectives.started_by(node)
+            return start.name if start is not None else ""
+        node = node.all_input_nodes[0]
+    return ""
 
 
 def _unknown_weights(token: str, instead: str) -> Shortfall:
@@ -172,24 +203,30 @@ def _gathered(expect: Expect, judged: Judged) -> Iterator[Shortfall]:
     if wanted == "weights" and not weights:
         yield _unknown_weights(token, "no-gather: with a pattern of their names")
         return
-    for one in collectives.find(judged.before.graph):
-        if one.kind is Kind.ALL_GATHER:
-            names = {source_line(one.node), *(_origin(judged.before, source) for source in one.inputs)} - {""}
-            met = names & weights if wanted == "weights" else {name for name in names if fnmatchcase(name, wanted)}
-            if met:
-                reason = f"{', '.join(sorted(met))} is gathered from all ranks of {one.group}"
-                yield Shortfall(token, one.node.name, source_line(one.node), reason, _WHOLE)
+    for one, names in _gathers(judged):
+        met = names & weights if wanted == "weights" else {name for name in names if fnmatchcase(name, wanted)}
+        if met:
+            reason = f"{', '.join(sorted(met))} is gathered from all ranks of {one.group}"
+            yield Shortfall(token, one.node.name, source_line(one.node), reason, _WHOLE)
 
 
 _WHOLE = 'keep it whole on every rank (data_parallel="replicate"), or split what it is multiplied with by a plan'
 
 
-def _origin(program: Program, node: fx.Node) -> str:
-    """The input that a value is a view, part or conversion of; empty if it is computed from several."""
-    items: dict[fx.Node, Input] = {placeholder: item for item, placeholder in program.named_inputs()}
-    while node not in items and node.op == "call_function" and len(node.all_input_nodes) == 1:
+def _origin(node: fx.Node) -> fx.Node:
+    """What a value is a view, part or conversion of: an input, or what is computed from several values."""
+    while node.op == "call_function" and len(node.all_input_nodes) == 1:
         node = node.all_input_nodes[0]
-    return items[node].name if node in items else ""
+    return node
+
+
+def _gathers(judged: Judged) -> Iterator[tuple[Collective, set[str]]]:
+    """The all-gathers, with the names of what they gather: the inputs, and what they were made for."""
+    names = {node: item.name for item, node in judged.before.named_inputs()}
+    for one in collectives.find(judged.before.graph):
+        if one.kind is Kind.ALL_GATHER:
+            inputs = {names.get(_origin(source), "") for source in one.inputs}
+            yield one, {*inputs, source_line(one.node)} - {""}
 
 
 def _left(expect: Expect, judged: Judged) -> Iterator[Shortfall]:
@@ -204,7 +241,9 @@ def _left(expect: Expect, judged: Judged) -> Iterator[Shortfall]:
     for name, verdict in judged.verdicts:
         if expect.rules and verdict.reason == NO_RULE:
             yield Shortfall.of("rules", name, verdict)
-        if expect.no_remedies and verdict.outcome in _UNDONE and verdict.bytes and verdict.remedy:
+    for name, verdict in judged.verdicts if expect.no_remedies else ():
+        chosen = judged.planned and name.startswith("bucket-")
+        if verdict.outcome in _UNDONE and verdict.bytes and verdict.remedy and not chosen:
             yield Shortfall.of("no-remedies", name, verdict)
 
 

@@ -8,9 +8,12 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.nn import functional as F
 
 import crossfade as cf
 from crossfade.check.findings import Problem
+from crossfade.errors import StrictError
 from crossfade.graph import collectives
 from tests.check.small_ranks import program
 
@@ -69,3 +72,38 @@ def test_ranks_do_what_the_check_says(name: str, ranks: Callable[[int], cf.Ranks
     assert (said == ["", ""]) == found.ok, said
     if problem is Problem.DEADLOCK:
         assert all("imed out" in one or "closed" in one or "reset" in one for one in said), said
+
+
+def held_to_it(data_parallel: str, strict: str) -> tuple[str, bool]:
+    """What a strict step says on this rank, and whether the model is as it was."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    step = cf.compile_step(
+        model,
+        F.mse_loss,
+        optimizer,
+        {"dp": 2},
+        data_parallel=data_parallel,
+        strict=strict,
+        timeout=60,  # type: ignore[arg-type]
+    )
+    try:
+        step(torch.ones(4, 4), torch.ones(4, 2))
+    except StrictError as error:
+        with step.gathered():
+            same = all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+        return str(error), same
+    return "", False
+
+
+@pytest.mark.ranks
+def test_all_ranks_are_told_what_falls_short_before_they_train(ranks: Callable[[int], cf.Ranks]) -> None:
+    said = ranks(2).run(held_to_it, "zero3", "no-gather:weights")
+    assert said[0] == said[1]
+    message, same = said[0]
+    assert same
+    for name in ("0.weight", "0.bias", "1.weight", "1.bias"):
+        assert f"[{name}]: {name} is gathered from all ranks of dp (remedy: keep it whole on every rank" in message
+    assert ranks(2).run(held_to_it, "replicate", "no-gather:weights bucketed:gradients") == [("", False)] * 2
