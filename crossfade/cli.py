@@ -79,7 +79,7 @@ def explain(
     console.print(str(after), highlight=False, markup=False, soft_wrap=True)
     if html is not None:
         console.print(f"HTML report: {report.to_html(html)}", soft_wrap=True)
-    hold(expect, Judged(report, before))
+    hold(expect, Judged(report, before, after))
 
 
 @app.command()

@@ -324,7 +324,7 @@ def optimize(
     report = Report.of(before, after, title=type(module).__name__, facts=copy_kernel(after))
     if expect is not None and machine is not None:
         report = report.with_timelines(predicted=simulate(after, estimate(after, machine)))
-    hold(expect, Judged(report, before))
+    hold(expect, Judged(report, before, after))
     result = after.copy()
     result.output_node.args = (tree_unflatten(result.results, spec),)
     result.graph.set_codegen(module.graph._codegen)

@@ -6,13 +6,14 @@ import contextlib
 import math
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from crossfade.agreement import agree, hold_together
 from crossfade.capture.accumulate import accumulate as run_on_micro_batches
 from crossfade.capture.baked_in import BakedIn, ambient
 from crossfade.capture.batch import BatchIs, BatchLayout, batch_key
@@ -28,7 +29,7 @@ from crossfade.errors import CrossfadeError
 from crossfade.graph.effects import is_random
 from crossfade.graph.events import events_of
 from crossfade.graph.memory import live_by_name
-from crossfade.graph.passes import Pass, fingerprint, run_passes
+from crossfade.graph.passes import Pass, run_passes
 from crossfade.graph.program import OutputKind, Program
 from crossfade.kept_whole import parameters_to_keep_whole
 from crossfade.overlap import plan_overlap, predicted
@@ -48,13 +49,13 @@ from crossfade.pipeline import (
 )
 from crossfade.report.expect import Expect
 from crossfade.report.report import PassVerdict, Report
-from crossfade.report.strict import Judged, Shortfall, refuse, shortfalls
+from crossfade.report.strict import Judged, Shortfall, shortfalls
 from crossfade.run.checkpoint import checksum, checksums, random_state
 from crossfade.run.codegen import native
 from crossfade.run.collect_small_operators import CollectSmallOperators
 from crossfade.run.fuse_adam_updates import FuseAdamUpdates
 from crossfade.run.group_small_operators import GroupSmallOperators
-from crossfade.run.members import Members, account
+from crossfade.run.members import Members
 from crossfade.run.mesh import (
     DataParallel,
     MeshLike,
@@ -204,12 +205,6 @@ def compile_step(
     )  # fmt: skip
 
 
-def _agree(members: Members, built: Built, common: Sequence[str], causes: Sequence[str] = ()) -> None:
-    """Compare a program, and what else ranks must have in common, with the others; `causes` would explain the rest."""
-    schedules, rest = [built.exchanges, events_of(built.program).launches], "\n".join([*common, str(built.program)])
-    members.agree(" ".join([fingerprint(built.program), *causes, *common]), account(causes, schedules, rest))
-
-
 @contextlib.contextmanager
 def _telling(*members: Members | None) -> Iterator[None]:
     """Tell the others, who will wait to compare programs, why this rank cannot go on."""
@@ -262,28 +257,18 @@ class _StepCompiler:
             built = self._build(batch, members)
         with _telling(members, beyond):
             if split is not None:
-                _agree(split.members, built, [self._stream(built.program), *self._rates()])
+                agree(split.members, built, [self._stream(built.program), *self._rates()])
         with _telling(beyond):
             if members is not None:
                 alone = self.semantics == "per-rank"
                 stream = "random numbers of each rank's own" if alone else self._stream(built.program)
                 state = [*checksums(self.model, self.optimizer), *self._rates()]
-                _agree(members, built, [stream, *state], [f"planned for {self.machine}"])
+                agree(members, built, [stream, *state], [f"planned for {self.machine}"])
         if beyond is not None:
-            _agree(beyond, built, [])
-        self._hold(built, members)
+            agree(beyond, built, [])
+        if self.expect is not None:
+            hold_together(self.expect, built, split.everyone[0] if split is not None else members)
         return built
-
-    def _hold(self, built: Built, members: Members | None) -> None:
-        """Raise what falls short of what is expected, on all ranks if on the first: predicted times differ a little."""
-        if self.expect is None:
-            return
-        everyone, found = self.tensor.everyone[0] if self.tensor is not None else members, built.shortfalls
-        if everyone is not None:
-            shared = everyone.share(lambda: [asdict(one) for one in found])
-            everyone.agree("strict", "strict")  # after a share, and before the next
-            found = tuple(Shortfall(**one) for one in shared)
-        refuse(self.expect, found)
 
     def _stream(self, program: Program) -> str:
         """What ranks that draw from one random stream must have in common beside the program."""
@@ -328,12 +313,14 @@ class _StepCompiler:
         report = Report.of(before, program, title=type(self.model).__name__, facts=facts)
         report = report.with_timelines(predicted=timeline, memory=live_by_name(program)) if timeline else report
         stepped = {out.name for out in before.outputs if out.kind is OutputKind.UPDATE}
-        exchanges, short = tuple(events_of(before).launches), self._shortfalls(report, before)
+        exchanges, short = tuple(events_of(before).launches), self._shortfalls(report, before, program)
         return Built(program, layout, report, self.state_keys(stepped), exchanges, short)
 
-    def _shortfalls(self, report: Report, before: Program) -> tuple[Shortfall, ...]:
+    def _shortfalls(self, report: Report, before: Program, program: Program) -> tuple[Shortfall, ...]:
         earlier = [PassVerdict("shard", one) for one in self.tensor.verdicts] if self.tensor is not None else []
-        return tuple(shortfalls(self.expect, Judged(report, before, earlier))) if self.expect is not None else ()
+        return (
+            tuple(shortfalls(self.expect, Judged(report, before, program, earlier))) if self.expect is not None else ()
+        )
 
     def _packing(self) -> Pass:
         """Within a memory limit nothing is kept from step to step beside buckets."""

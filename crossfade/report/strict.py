@@ -19,6 +19,8 @@ from crossfade.report.report import PassVerdict, Report
 NO_RULE = "there is no rule for this operator"
 _BUCKETS = {"gradients": ("bucket-all-reduces", "bucket-reduce-scatters"), "weights": ("bucket-all-gathers",)}
 _UNDONE = (Outcome.LEFT, Outcome.EXPOSED)
+_FOR_MEMORY = ("merge-duplicate-collectives", "raise-launches")
+"""Passes that leave gathers where they are to hold less memory: a choice, not an oversight."""
 _NONE_KNOWN = "none is known: change the program, or expect less"
 
 
@@ -52,11 +54,12 @@ class Shortfall:
 
 @dataclass(frozen=True)
 class Judged:
-    """What is held against what is expected: a report, the program before communication was put together, and verdicts
-    that were given before the passes ran."""
+    """What is held against what is expected: a report, the program before communication was put together and after, and
+    verdicts that were given before the passes ran."""
 
     report: Report
     before: Program
+    after: Program
     earlier: Sequence[PassVerdict] = ()
 
     @property
@@ -119,12 +122,25 @@ def _exposed(expect: Expect, judged: Judged) -> Iterator[Shortfall]:
     if timeline.exposed * 1e3 <= expect.exposed_ms:
         return
     said = {verdict.subject: (name, verdict) for name, verdict in judged.verdicts if verdict.outcome is Outcome.EXPOSED}
-    total = f"{timeline.exposed * 1e3:.3f} ms exposed in all"
+    total, nodes = (
+        f"{timeline.exposed * 1e3:.3f} ms exposed in all",
+        {node.name: node for node in judged.after.graph.nodes},
+    )
     for one in sorted(timeline.communication, key=lambda one: -one.exposed):
         if one.exposed > 0:
             name, verdict = said.get(one.name, ("", Verdict(one.name, Outcome.EXPOSED, "")))
             why = f"{one.exposed * 1e3:.3f} ms of {total}" + (f": {verdict.reason}" if verdict.reason else "")
-            yield Shortfall(token, one.name, verdict.source, why, verdict.remedy or _HIDE, name)
+            source = verdict.source or (_source(nodes[one.name]) if one.name in nodes else "")
+            yield Shortfall(token, one.name, source, why, verdict.remedy or _HIDE, name)
+
+
+def _source(start: fx.Node) -> str:
+    """Where a collective comes from, or what is packed in it does: the first source, and how many more there are."""
+    packed = [source for given in start.all_input_nodes for source in given.all_input_nodes]
+    sources = list(
+        dict.fromkeys(filter(None, [source_line(start)] if source_line(start) else map(source_line, packed)))
+    )
+    return sources[0] + (f" and {len(sources) - 1} more" if len(sources) > 1 else "") if sources else ""
 
 
 _HIDE = "give it more to travel under (a larger batch, accumulate=), fewer bytes to carry, or a faster link"
@@ -242,7 +258,7 @@ def _left(expect: Expect, judged: Judged) -> Iterator[Shortfall]:
         if expect.rules and verdict.reason == NO_RULE:
             yield Shortfall.of("rules", name, verdict)
     for name, verdict in judged.verdicts if expect.no_remedies else ():
-        chosen = judged.planned and name.startswith("bucket-")
+        chosen = name in _FOR_MEMORY or (judged.planned and name.startswith("bucket-"))
         if verdict.outcome in _UNDONE and verdict.bytes and verdict.remedy and not chosen:
             yield Shortfall.of("no-remedies", name, verdict)
 

@@ -139,6 +139,18 @@ SUMMED = """
     return output("z", z)
 """
 
+SUMS = """
+    x: f32[64] = input("x")
+    y: f32[64] = input("y")
+    a: f32[64] = aten.exp(x)
+    b: f32[64] = aten.exp(y)
+    s: f32[64] = c10d.all_reduce(a, "sum", "dp")
+    w: f32[64] = c10d.wait_tensor(s)
+    t: f32[64] = c10d.all_reduce(b, "sum", "dp")
+    v: f32[64] = c10d.wait_tensor(t)
+    return output("w", w), output("v", v)
+"""
+
 # program, passes, what is expected, what the remedy says, and the passes that follow it
 CASES: dict[str, tuple[str, list[Pass], Any, str, list[Pass]]] = {
     "bucket-all-reduces": (
@@ -231,7 +243,8 @@ CASES: dict[str, tuple[str, list[Pass], Any, str, list[Pass]]] = {
 def judged(text: str, passes: list[Pass]) -> Judged:
     constants = {"k": torch.tensor([1.0, 5.0, 2.0, 3.0])} if text is KEPT else {}
     before = parse(textwrap.dedent(text), groups={"dp": 2, "many": 3}, constants=constants)
-    return Judged(Report.of(before, run_passes(before, passes)), before)
+    after = run_passes(before, passes)
+    return Judged(Report.of(before, after), before, after)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -276,21 +289,34 @@ def test_exposed_time_needs_a_machine_and_is_told_by_collective() -> None:
     cf.optimize(module, strict=Expect(exposed_ms=1000), backends={}, machine=TOY)
 
 
+def test_what_is_exposed_in_a_bucket_names_what_is_packed() -> None:
+    module = parse(textwrap.dedent(SUMS), groups={"dp": 2}).module()
+    for node, line in zip(module.graph.nodes, (0, 0, 7, 8), strict=False):
+        node.meta["made_for"] = f"model.py:{line}"
+    with pytest.raises(StrictError, match=r"\[model.py:7 and 1 more\]: 1000.000 ms of 1000.000 ms exposed"):
+        cf.optimize(module, strict="exposed<=5ms", groups={"dp": 2}, backends={}, machine=TOY)
+
+
+def test_a_choice_for_less_memory_is_no_oversight() -> None:
+    for text, one in ((TWICE, MergeDuplicateCollectives()), (GATHERS, RaiseLaunches())):
+        hold(DEFAULT, judged(text, [one]))
+
+
 def test_a_weight_that_is_gathered_is_named() -> None:
     text = 'w: f32[4, 2] = parameter("w")\nx: f32[2, 4] = input("x")\ny = aten.mm(x, w)\nreturn output("y", y)'
     program = parse(text, groups={"dp": 2})
     split = run_passes(program, [GatherParameters("dp", 2)])
     expect = Expect(no_gather="weights")
-    (found,) = shortfalls(expect, Judged(Report.of(split, split), split))
+    (found,) = shortfalls(expect, Judged(Report.of(split, split), split, split))
     assert (found.source, found.reason) == ("w", "w is gathered from all ranks of dp")
     assert 'data_parallel="replicate"' in found.remedy
-    hold(expect, Judged(Report.of(program, program), program))
+    hold(expect, Judged(Report.of(program, program), program, program))
 
 
 def test_what_a_plain_graph_does_not_say_is_said_so() -> None:
     text = 'w: f32[4] = input("w")\ng = c10d.all_gather_into_tensor(w, 2, "dp")\nd = c10d.wait_tensor(g)\n'
     program = parse(text + 'return output("d", d)', groups={"dp": 2})
-    seen = Judged(Report.of(program, program), program)
+    seen = Judged(Report.of(program, program), program, program)
     for expect in (Expect(no_gather="weights"), Expect(bucketed="gradients")):
         (found,) = shortfalls(expect, seen)
         assert found.reason == "a plain graph does not say which of its inputs are weights"
@@ -306,7 +332,7 @@ def test_an_operator_without_a_rule() -> None:
     program = parse('x: f32[4] = input("x")\nreturn output("x", x)')
     report = Report.of(program, program)
     said = cf.Verdict("k", "replaced", "there is no rule for this operator", "m.py:3", "register_rule(...)")  # type: ignore[arg-type]
-    (found,) = shortfalls(Expect(rules=True), Judged(report, program, [PassVerdict("shard", said)]))
+    (found,) = shortfalls(Expect(rules=True), Judged(report, program, program, [PassVerdict("shard", said)]))
     assert (found.source, found.remedy) == ("m.py:3", "register_rule(...)")
 
 
