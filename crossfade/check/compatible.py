@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Literal
+from typing import Any, Literal
+
+from torch import fx
 
 from crossfade.check.deadlocks import deadlocks, too_few
 from crossfade.check.findings import Compatibility, Finding, Place, Problem
@@ -12,13 +14,16 @@ from crossfade.check.walk import Walk, splits
 from crossfade.errors import CrossfadeError, MeshError
 from crossfade.graph.events import Events, events_of
 from crossfade.graph.launches import Launch
-from crossfade.graph.program import Program, paused_garbage_collection
+from crossfade.graph.program import Program, from_graph_module, paused_garbage_collection
 
 Backend = Literal["any", "gloo", "nccl"]
 
 
 def check_compatible(
-    programs: Program | Sequence[Program], meshes: Meshes = None, *, backend: Backend = "any"
+    programs: Program | fx.GraphModule | Sequence[Program | fx.GraphModule],
+    meshes: Meshes = None,
+    *,
+    backend: Backend = "any",
 ) -> Compatibility:
     """Prove that the ranks' programs communicate compatibly, or find the shortest counter-example.
 
@@ -27,7 +32,7 @@ def check_compatible(
     waits for ever, whatever the others' speed. It takes time in proportion to what is started and waited for.
 
     Args:
-        programs: one for each rank, by number; or a single one that all ranks run.
+        programs: one for each rank, by number, or a single one that all ranks run; also as graphs of ATen operators.
         meshes: who is in which group: sizes of a mesh's axes (`{"dp": 2, "tp": 4}`, row-major), a torch `DeviceMesh`,
             the ranks of each group (`{"pp": (0, 1)}`, a list of groups under one name), or such a mapping for each
             rank. None: every group has all ranks.
@@ -54,7 +59,7 @@ def check_compatible(
     """
     if backend not in ("any", "gloo", "nccl"):
         raise CrossfadeError(f"backend={backend!r}", expected="'any', 'gloo' or 'nccl'", remedy="pass one of them")
-    given = [programs] if isinstance(programs, Program) else list(programs)
+    given = _programs([programs] if isinstance(programs, Program | fx.GraphModule) else programs)
     with paused_garbage_collection():
         read = {id(program): events_of(program) for program in given}
         schedules = [read[id(program)] for program in given]
@@ -62,6 +67,21 @@ def check_compatible(
         if len(given) == 1:
             schedules = schedules * len(groups)
         return check_schedules(schedules, groups, backend)
+
+
+def _programs(given: Sequence[Any]) -> list[Program]:
+    """Programs, also where graphs were given; one that is given several times stays one."""
+    read: dict[int, Program] = {}
+    for one in given:
+        if not isinstance(one, Program | fx.GraphModule):
+            raise CrossfadeError(
+                f"a {type(one).__name__} to check", expected="a Program or an FX graph", remedy="pass what ranks run"
+            )
+        if id(one) not in read:
+            read[id(one)] = one if isinstance(one, Program) else from_graph_module(one)
+    if not read:
+        raise CrossfadeError("no programs to check", expected="one for each rank", remedy="pass at least one")
+    return [read[id(one)] for one in given]
 
 
 def check_schedules(schedules: Sequence[Events], groups: Sequence[Groups], backend: Backend = "any") -> Compatibility:

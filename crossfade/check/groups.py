@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import product
 from typing import Any
@@ -38,13 +37,50 @@ def groups_of_ranks(meshes: Meshes, ranks: int | None = None) -> list[Groups]:
     if hasattr(meshes, "mesh_dim_names"):
         return _of_device_mesh(meshes)
     if not isinstance(meshes, Mapping):
-        return _checked([_own(one, rank) for rank, one in enumerate(meshes)], ranks)
+        views = [_own(_checked_values(one, "ranks"), rank) for rank, one in enumerate(_mappings(meshes))]
+        return _checked(views, ranks)
     axes = {name: size for name, size in meshes.items() if isinstance(size, int)}
     if axes:
-        return _checked(_of_axes(meshes, axes), ranks)
+        return _checked(_of_axes(_checked_values(meshes, "size", "axes"), axes), ranks)
+    _checked_values(meshes, "ranks", "groups")
     listed = [rank for one in meshes.values() for group in _listed(one) for rank in group]
     number = ranks if ranks is not None else max(listed, default=-1) + 1
     return [_own(meshes, rank) for rank in range(number)]
+
+
+def _mappings(meshes: Any) -> list[Mapping[str, Any]]:
+    found = list(meshes) if isinstance(meshes, Sequence) and not isinstance(meshes, str) else [meshes]
+    if wrong := [one for one in found if not isinstance(one, Mapping)]:
+        raise _unreadable(wrong[0])
+    return found
+
+
+def _checked_values(groups: Mapping[str, Any], *kinds: str) -> Mapping[str, Any]:
+    """A mesh whose values are all of these kinds."""
+    for value in groups.values():
+        if _kind(value) not in kinds:
+            raise _unreadable(value)
+    return groups
+
+
+def _kind(value: Any) -> str:
+    """What a value of a mesh is: a size, ranks, groups of ranks, names of axes, or nothing that is known."""
+    if isinstance(value, int) and not isinstance(value, bool):
+        return "size" if value > 0 else ""
+    items = list(value) if isinstance(value, list | tuple) else []
+    if items and all(isinstance(item, str) for item in items):
+        return "axes"
+    if items and all(isinstance(item, int) and not isinstance(item, bool) and item >= 0 for item in items):
+        return "ranks" if len(set(items)) == len(items) else ""
+    return "groups" if items and all(_kind(item) == "ranks" for item in items) else ""
+
+
+def _unreadable(value: Any) -> MeshError:
+    return MeshError(
+        f"{value!r} in a mesh",
+        expected="sizes of at least 1 (and axes made of such), or ranks like (0, 1) and groups like [(0, 2), (1, 3)]",
+        remedy='write it like {"dp": 2, "tp": 4}, or {"pp": (0, 1)}, or a list of such with the groups of each rank',
+    )
 
 
 def _of_axes(meshes: Mapping[str, Any], axes: Mapping[str, int]) -> list[Groups]:
@@ -124,6 +160,4 @@ def read_mesh(text: str) -> dict[str, Any]:
                 f"{item!r} in the mesh {text!r}", expected="axes like dp=2,tp=4", remedy="write it like that"
             )
         found[name] = int(value) if value.isdecimal() else tuple(value.split("*"))
-    if math.prod(size for size in found.values() if isinstance(size, int)) < 1:
-        raise MeshError(f"the mesh {text!r}", expected="at least one rank on each axis", remedy="write like dp=2,tp=4")
     return found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -262,6 +263,80 @@ def test_meshes_that_do_not_fit_are_refused() -> None:
         cf.check_compatible(program(*SWAPPED))
     with pytest.raises(CrossfadeError, match="backend='mpi'"):
         cf.check_compatible(ranks, backend="mpi")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "mesh", [{"dp": "x"}, {"dp": 0}, {"dp": (0, "a")}, {"dp": (-1, 0)}, {"dp": (0, 0)}, {"dp": True}, {"dp": None},
+             {"dp": [()]}, [1, 2], "dp=2", {"dp": 2, "tp": (0, 1)}, {"dp": 2, "tp": ("dp", "pp")}]
+)  # fmt: skip
+def test_what_is_no_mesh_is_refused(mesh: Any) -> None:
+    with pytest.raises(MeshError, match=r"mesh|made of"):
+        cf.check_compatible([program(*DONE)] * 2, mesh)
+
+
+def test_what_is_no_program_is_refused() -> None:
+    for given in ([], [None], ["x"]):
+        with pytest.raises(CrossfadeError, match="to check"):
+            cf.check_compatible(given, {"dp": 2})  # type: ignore[arg-type]
+
+
+def test_graphs_loops_and_device_meshes() -> None:
+    """FX graphs are programs too; a map communicates as often as it has rows; a DeviceMesh is its axes."""
+    assert cf.check_compatible(program(*DONE).module(), {"dp": 2}).collectives == 1
+    mapped = parse(MAPPED)
+    assert cf.check_compatible(mapped, {"dp": 2}).collectives == 4
+    mesh = SimpleNamespace(mesh_dim_names=("dp", "tp"), mesh=torch.arange(4).reshape(2, 2))
+    assert cf.check_compatible(program(*SWAPPED), mesh).collectives == 4
+
+
+MAPPED = """
+    def body():
+        row: f32[3] = input("row")
+        s: f32[3] = c10d.all_reduce(row, "sum", "dp")
+        w: f32[3] = c10d.wait_tensor(s)
+        return output("0", w)
+    rows: f32[4, 3] = input("rows")
+    body: graph = constant("body")
+    map_impl: (f32[4, 3],) = higher_order.map_impl(body, [rows], [])
+    y: f32[4, 3] = map_impl[0]
+    return output("y", y)
+"""
+
+
+@pytest.mark.parametrize("batched", [False, True])
+def test_a_ring_of_messages_needs_a_batch_on_nccl(batched: bool) -> None:
+    batch = 'raw b = c10d.batch_p2p_ops(["isend", "irecv"], [{}, {}], [0, 0], [x4, x4], "pp")'
+
+    def rank(number: int) -> Program:
+        after, before = (number + 1) % 3, (number + 2) % 3
+        if batched:
+            return program('raw x4: f32[4] = input("x4")', batch.format(after, before), "raw g = b[1]", "wait g")
+        return program(f"send a pp {after}, 0 4", f"recv b pp {before}, 0 4", "wait a", "wait b")
+
+    ring = [rank(number) for number in range(3)]
+    assert cf.check_compatible(ring, {"pp": 3}, backend="gloo").messages == 3
+    found = cf.check_compatible(ring, {"pp": 3})
+    assert [one.problem for one in found.findings] == ([] if batched else [Problem.NCCL])
+
+
+def test_a_rank_that_sends_to_itself_waits_for_itself() -> None:
+    found = cf.check_compatible([program("send a pp 0, 0 4", "wait a", "recv b pp 0, 0 4", "wait b")], {"pp": 1})
+    assert found.findings[0].what == "rank 0 waits for itself"
+
+
+def test_a_matmul_in_pieces_is_one_collective_and_its_wait() -> None:
+    def rank(chunks: int) -> Program:
+        return parse(f"""
+            x: f32[4, 8] = input("x")
+            w: f32[8, 4] = input("w")
+            y = crossfade.gather_matmul(x, [w], [None], [], ["mk,kn->mn"], 0, 2, "chunked", {chunks}, False, "tp")
+            z: f32[8, 4] = y[0]
+            return output("z", z)
+        """)
+
+    assert cf.check_compatible([rank(2), rank(2)], PAIR).collectives == 1
+    found = cf.check_compatible([rank(2), rank(4)], PAIR)
+    assert found.findings[0].what == "different settings in the 1st collective of tp"
 
 
 def long_program(collectives: int, *, swapped: int = -1) -> Program:
