@@ -7,12 +7,14 @@ loss = step(inputs, targets)
 step.report.show()
 """
 
+from crossfade.check.compatible import check_compatible
 from crossfade.cost.machine import Machine
 from crossfade.errors import CrossfadeError
 from crossfade.graph.passes import Pass, PassResult, Verdict, run_passes
 from crossfade.graph.pipelines import Pipeline
 from crossfade.graph.program import Program
 from crossfade.pipeline import Optimized, optimize
+from crossfade.report.expect import Expect
 from crossfade.report.report import Report
 from crossfade.run.ranks import Ranks
 from crossfade.run.step import Step
@@ -24,6 +26,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "CrossfadeError",
+    "Expect",
     "Fused",
     "Machine",
     "Optimized",
@@ -37,6 +40,7 @@ __all__ = [
     "Sharded",
     "Step",
     "Verdict",
+    "check_compatible",
     "compile_step",
     "optimize",
     "run_passes",

@@ -1,4 +1,4 @@
-"""The command line: `crossfade calibrate | demo | explain | launch | passes | run | shard | simplify | simulate`."""
+"""The command line: `crossfade --help` lists its commands."""
 
 from __future__ import annotations
 
@@ -50,28 +50,60 @@ def explain(
     passes: Annotated[str, typer.Option(help="Passes to run, e.g. 'bucket-all-reduces(cap_mb=2) sink-waits'.")] = "",
     group_size: Annotated[int, typer.Option(help="Ranks in each process group the program names.", min=1)] = 2,
     html: Annotated[Path | None, typer.Option(help="Also write an HTML report here.")] = None,
+    machine: Annotated[str, typer.Option(help="Plan for this machine: a preset's name or a JSON file.")] = "",
+    strict: Annotated[str, typer.Option(help="What is expected, e.g. 'bucketed:all exposed<=5ms'.")] = "",
 ) -> None:
     """Run passes over a program written as text, and say what became of each collective and why.
 
-    Without --passes, runs what `crossfade.optimize` runs. Prints the improved program last.
+    Without --passes, runs what `crossfade.optimize` runs. Prints the improved program last. With --strict, exits with
+    1 and lists what falls short; see docs/strict.md.
     """
-    from crossfade import catalogue, pipeline
+    from crossfade import catalogue, pipeline, whatif
     from crossfade.files.program_text import read_program_text
     from crossfade.graph import collectives
     from crossfade.graph.passes import run_passes
+    from crossfade.report.expect import Expect
     from crossfade.report.report import Report
+    from crossfade.report.strict import Judged, hold
 
+    expect, found = Expect.of(strict or None), whatif.machine_of(machine) if machine else None
     before = read_program_text(program)
     before.groups = dict.fromkeys(collectives.group_sizes(before.graph), group_size)
-    chosen = [catalogue.pass_from_spelling(one) for one in passes.split()] if passes else pipeline.optimization()
+    usual = pipeline.optimization(machine=found, groups=before.groups)
+    chosen = [catalogue.pass_from_spelling(one) for one in passes.split()] if passes else usual
     after = run_passes(before, chosen)
     report = Report.of(before, after, title=program.name)
+    report = report.with_timelines(predicted=whatif.predicted(after, found)) if found is not None else report
     report.show(console)
     for name, verdict in report.verdicts:
         console.print(f"[dim]{name}:[/] {escape(str(verdict))}", highlight=False, soft_wrap=True)
     console.print(str(after), highlight=False, markup=False, soft_wrap=True)
     if html is not None:
         console.print(f"HTML report: {report.to_html(html)}", soft_wrap=True)
+    hold(expect, Judged(report, before, after))
+
+
+@app.command()
+def check(
+    programs: Annotated[
+        list[Path], typer.Argument(help="A program's text for each rank, by number; or one for all.", exists=True)
+    ],
+    mesh: Annotated[str, typer.Option(help="Axes and their ranks, row-major: dp=2,tp=4.")] = "",
+    group: Annotated[
+        list[str] | None, typer.Option(help="A group's ranks: pp=0,1; may be given several times, also per name.")
+    ] = None,
+    backend: Annotated[str, typer.Option(help="gloo, nccl, or any: whether launches may block each other.")] = "any",
+    json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
+) -> None:
+    """Prove that the ranks' collectives fit together and no rank waits for ever, or print the shortest counter-example.
+
+    Without --mesh and --group, every group has all ranks. Exits with 1 where it cannot be proved.
+    """
+    from crossfade.check.files import check_files
+
+    found = check_files(programs, mesh, group or [], backend)
+    console.print(found.to_json() if json else str(found), highlight=False, markup=False, soft_wrap=True)
+    raise typer.Exit(0 if found.ok else 1)
 
 
 @app.command()

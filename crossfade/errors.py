@@ -91,3 +91,9 @@ class MemoryLimitError(CrossfadeError):
     """A program needs more memory than allowed, in whatever order it runs; `least` bytes would do."""
 
     least = 0
+
+
+class StrictError(CrossfadeError):
+    """A compilation falls short of what `strict=` expects; `shortfalls` has each verdict, and the message all."""
+
+    shortfalls: tuple = ()

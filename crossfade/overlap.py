@@ -1,4 +1,5 @@
-"""Buckets and order chosen together: some bucket sizes are tried, each scheduled and predicted, the best taken."""
+"""Buckets and order chosen together: operators are measured, some bucket sizes are tried, each scheduled and predicted,
+the best taken."""
 
 from __future__ import annotations
 
@@ -7,13 +8,17 @@ from dataclasses import dataclass
 
 from crossfade.cost.estimate import estimate
 from crossfade.cost.machine import Machine
+from crossfade.cost.measure import measured_as_run
 from crossfade.cost.timeline import Timeline, simulate
 from crossfade.errors import MemoryLimitError
 from crossfade.graph.collectives import Kind
 from crossfade.graph.passes import run_passes
 from crossfade.graph.program import Program
 from crossfade.pipeline import overlap
+from crossfade.run.codegen import native
+from crossfade.run.update_in_place import UpdateInPlace
 from crossfade.schedule.bucket_sizes import SWEEP_LIMIT, BucketSize, choose_sizes
+from crossfade.simplify.spell_out_slow_operators import SpellOutSlowOperators, slow_operators
 
 _SCALES = (1.0, 0.5, 2.0)
 """Bucket sizes to try, as shares of those that arithmetic gives."""
@@ -94,3 +99,22 @@ def _planned(
 def predicted(program: Program, machine: Machine, measured: Mapping[str, float] | None = None) -> Timeline:
     """What a program does when, as it stands, on a machine."""
     return simulate(program, estimate(program, machine, measured), f"predicted for {machine.name}")
+
+
+def measured_operators(program: Program, may_spell_out: bool, device: str) -> dict[str, float]:
+    """The seconds of the program's operators on the CPU, and of the parts of those that may be spelled out; on other
+    devices they are told by arithmetic."""
+    if device != "cpu":
+        return {}
+    found = measured_as_run(program, [UpdateInPlace()], binding=native)
+    if not may_spell_out or not slow_operators(program):
+        return found
+    parts = run_passes(program, [SpellOutSlowOperators()])
+    return measured_as_run(parts, [UpdateInPlace()], binding=native, known=found) | found
+
+
+def spelled_out(program: Program, measured: Mapping[str, float]) -> Program:
+    """The program with operators written as their parts where these were measured to be faster."""
+    if not slow_operators(program):
+        return program
+    return run_passes(program, [SpellOutSlowOperators(tuple(sorted(measured.items())))])

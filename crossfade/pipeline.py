@@ -32,7 +32,9 @@ from crossfade.communicate.raise_launches import RaiseLaunches
 from crossfade.communicate.scatter_between_blocks import ScatterBetweenBlocks
 from crossfade.communicate.scatter_sliced_reductions import ScatterSlicedReductions
 from crossfade.communicate.sink_waits import SinkWaits
+from crossfade.cost.estimate import estimate
 from crossfade.cost.machine import Machine
+from crossfade.cost.timeline import simulate
 from crossfade.graph import collectives, packing
 from crossfade.graph.collectives import Kind
 from crossfade.graph.passes import Pass, run_passes
@@ -41,7 +43,9 @@ from crossfade.graph.pipelines import Pipeline
 from crossfade.graph.private import backend_of_group, tree_flatten, tree_unflatten
 from crossfade.graph.program import Program
 from crossfade.graph.verify import accept
+from crossfade.report.expect import Expect
 from crossfade.report.report import Report
+from crossfade.report.strict import Judged, hold
 from crossfade.run.mesh import DataParallel, backend_on
 from crossfade.schedule.bucket_sizes import BucketSize
 from crossfade.schedule.overlap_communication import OverlapCommunication
@@ -300,6 +304,7 @@ def optimize(
     groups: Mapping[str, int] | None = None,
     backends: Mapping[str, str] | None = None,
     machine: Machine | None = None,
+    strict: Expect | Mapping[str, Any] | str | bool | None = None,
 ) -> Optimized:
     """Improve any FX graph of ATen ops and functional collectives; `module` is left as it is.
 
@@ -308,7 +313,8 @@ def optimize(
     as torch knows it in this process: gloo's reduce-scatters become all-to-alls and local sums, which is twice as fast;
     `backends={}` keeps them. A `machine` adds what pays only on some, and puts nodes in the order that is predicted to
     be fastest on it. With `passes`, exactly those run: a list, or a pipeline like
-    `crossfade.pipeline.optimization().without("bucket-all-reduces")`.
+    `crossfade.pipeline.optimization().without("bucket-all-reduces")`. With `strict`, what falls short of an
+    `Expect` (in any of its forms, see docs/strict.md) is an error.
 
         >>> from crossfade.graph.text import parse
         >>> program = parse('''
@@ -323,6 +329,7 @@ def optimize(
         >>> print(optimize(program.module()).report)
         Program: 2 collectives (16 B) became 1 (16 B)...
     """
+    expect = Expect.of(strict)
     structure: Any = module.graph.output_node().args[0]
     _, spec = tree_flatten(structure)
     before = accept(module, groups=groups)
@@ -332,6 +339,9 @@ def optimize(
         passes = optimization(backends, machine, before.groups)
     after = run_passes(before, passes)
     report = Report.of(before, after, title=type(module).__name__, facts=copy_kernel(after))
+    if expect is not None and machine is not None:
+        report = report.with_timelines(predicted=simulate(after, estimate(after, machine)))
+    hold(expect, Judged(report, before, after))
     result = after.copy()
     result.output_node.args = (tree_unflatten(result.results, spec),)
     result.graph.set_codegen(module.graph._codegen)

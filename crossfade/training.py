@@ -8,31 +8,32 @@ import time
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from crossfade.agreement import agree, agree_on_batch, hold_together
 from crossfade.capture.accumulate import accumulate as run_on_micro_batches
 from crossfade.capture.baked_in import BakedIn, ambient
 from crossfade.capture.batch import BatchIs, BatchLayout, batch_key
-from crossfade.capture.constants import check_constants
 from crossfade.capture.optimizer import append_optimizer, check_optimizer, initial_state, options_key, parameter_names
-from crossfade.capture.training import LossFunction, capture_forward_backward, check_model, loss_of, resized
+from crossfade.capture.training import LossFunction, check_model, loss_of
 from crossfade.carriers import Carriers
 from crossfade.communicate.exchange_factors import ExchangeFactors
 from crossfade.cost.machine import Machine
-from crossfade.cost.measure import measure, measured_as_run
+from crossfade.cost.measure import measure
 from crossfade.cost.presets import preset
 from crossfade.cost.timeline import Timeline
 from crossfade.errors import CrossfadeError
 from crossfade.graph.effects import is_random
+from crossfade.graph.events import events_of
 from crossfade.graph.memory import live_by_name
-from crossfade.graph.passes import Pass, fingerprint, run_passes
+from crossfade.graph.passes import Pass, run_passes
 from crossfade.graph.program import OutputKind, Program
 from crossfade.kept_whole import parameters_to_keep_whole
-from crossfade.overlap import plan_overlap, predicted
+from crossfade.overlap import measured_operators, plan_overlap, predicted, spelled_out
 from crossfade.pipeline import (
     DataParallelMode,
     LossIs,
@@ -47,20 +48,14 @@ from crossfade.pipeline import (
     simplification,
     updates_gathered,
 )
-from crossfade.report.report import Report
-from crossfade.run.alike import Alike, Comparison, digest_of
+from crossfade.report.expect import Expect
+from crossfade.report.report import PassVerdict, Report
+from crossfade.report.strict import Judged, Shortfall, shortfalls
+from crossfade.run.alike import Comparison
 from crossfade.run.checkpoint import checksum, checksums, random_state
 from crossfade.run.codegen import native
 from crossfade.run.collect_small_operators import CollectSmallOperators
-from crossfade.run.compared import (
-    own_batch,
-    random_stream,
-    rates,
-    replicas,
-    same_batch,
-    shared_numbers,
-    tensors_of,
-)
+from crossfade.run.compared import comparisons, cost_of_comparing
 from crossfade.run.fuse_adam_updates import FuseAdamUpdates
 from crossfade.run.group_small_operators import GroupSmallOperators
 from crossfade.run.members import Members
@@ -74,13 +69,12 @@ from crossfade.run.pack_in_place import PackInPlace
 from crossfade.run.shards import Shards
 from crossfade.run.step import Built, Step
 from crossfade.run.update_in_place import UpdateInPlace
-from crossfade.shard.batch_dims import mark_batch_dims, needs_batch_dims
 from crossfade.shard.compare_ranks import CompareRanks
-from crossfade.shard.count_globally import UNPROVED, UNPROVED_REMEDY, CountGlobally
-from crossfade.shard.loss_parts import LossParts, find_loss_parts
+from crossfade.shard.count_globally import CountGlobally
+from crossfade.shard.loss_parts import LossParts
 from crossfade.shard.tensor.plan import Plan
-from crossfade.simplify.spell_out_slow_operators import SpellOutSlowOperators, slow_operators
 from crossfade.tensor_training import TensorParallel, check_not_split
+from crossfade.training_capture import Capturing, trained_parameters
 from crossfade.training_setup import (
     KeepWhole,
     capturing,
@@ -114,6 +108,7 @@ def compile_step(
     passes: Sequence[Pass] | None = None,
     check_every: int = 1,
     timeout: float = 60.0,
+    strict: Expect | Mapping[str, Any] | str | bool | None = None,
 ) -> Step:
     """One training step of a plain single-device model as one graph, data-parallel over a mesh.
 
@@ -161,6 +156,8 @@ def compile_step(
             and a sample of a parameter, another one each time, by numbers that travel with the loss. 0 compares only
             before the first step.
         timeout: seconds after which a collective, or the check that all ranks run the same program, fails.
+        strict: what is expected of the compiled step, as `Expect` or a text like `"exposed<=5ms bucketed:gradients"`;
+            True for `no-remedies rules`. The first step raises what falls short, on every rank, before it trains.
 
     Returns:
         A callable `step(*batch) -> loss`. The first call on each shape of batch captures and compiles.
@@ -171,6 +168,7 @@ def compile_step(
         >>> losses[-1] < losses[0]
         True
     """
+    expect = Expect.of(strict)
     check_options(data_parallel=(data_parallel, DataParallelMode))
     check_options(batch=(batch, BatchIs), semantics=(semantics, Semantics), loss_is=(loss_is, LossIs))
     check_numbers(accumulate, clip_grad_norm, timeout, check_every)
@@ -211,6 +209,7 @@ def compile_step(
     compiler = _StepCompiler(
         model, BakedIn([model], loss_fn), loss_fn, optimizer, axes, mode, shards, batch, accumulate, clip_grad_norm,
         semantics, loss_is, None if passes is None else tuple(passes), planned_for, memory_limit, tensor, check_every,
+        expect,
     )  # fmt: skip
     return Step(
         model, optimizer, lambda b: compiler.build(b, members), compiler.key, everyone[0],
@@ -218,18 +217,6 @@ def compile_step(
         compiler.state_keys, shares_random_numbers=axes is None or semantics == "global",
         part_of_batch=members.rank if members else 0, tensor=tensor, everyone=everyone[1],
     )  # fmt: skip
-
-
-def _agree(members: Members, program: Program, common: Sequence[str]) -> None:
-    """Compare a program, and what else ranks must have in common, with the others."""
-    members.agree(" ".join([fingerprint(program), *common]), "\n".join([*common, str(program)]))
-
-
-def _agree_on_batch(members: Members, batch: tuple[Any, ...], *, by_plan: bool) -> None:
-    """Compare the first batch of its kind before anything is captured."""
-    tensors, told = tensors_of(batch), same_batch(by_plan=by_plan)
-    lines = [f"{name}: {tuple(one.shape)}, sums up to {int(digest_of([one], 0)):08x}" for name, one in tensors.items()]
-    members.agree(" ".join(lines), "\n".join(lines), what="batches", expected=told.expected, remedy=told.remedy)
 
 
 @contextlib.contextmanager
@@ -265,6 +252,7 @@ class _StepCompiler:
     memory_limit: int | None
     tensor: TensorParallel | None = None
     check_every: int = 1
+    expect: Expect | None = None
 
     def key(self, batch: tuple[Any, ...]) -> Any:
         """What a captured program depends on."""
@@ -283,7 +271,7 @@ class _StepCompiler:
                 split.agree()
         for together in (split.members if split else None, members if self.batch == "global" else None):
             if together is not None:
-                _agree_on_batch(together, batch, by_plan=together is not members)
+                agree_on_batch(together, batch, by_plan=together is not members)
         if members is not None and self.shards is not None and self.shards.will_split:
             self._choose_what_stays_whole(batch, members)
         with _telling(members, beyond, split.members if split else None):
@@ -292,15 +280,17 @@ class _StepCompiler:
             built = self._build(batch, members)
         with _telling(members, beyond):
             if split is not None:
-                _agree(split.members, built.program, [self._stream(built.program), *self._rates()])
+                agree(split.members, built, [self._stream(built.program), *self._rates()])
         with _telling(beyond):
             if members is not None:
                 alone = self.semantics == "per-rank"
                 stream = "random numbers of each rank's own" if alone else self._stream(built.program)
                 state = [*checksums(self.model, self.optimizer), *self._rates()]
-                _agree(members, built.program, [f"planned for {self.machine}", stream, *state])
+                agree(members, built, [stream, *state], [f"planned for {self.machine}"])
         if beyond is not None:
-            _agree(beyond, built.program, [])
+            agree(beyond, built, [])
+        if self.expect is not None:
+            hold_together(self.expect, built, split.everyone[0] if split is not None else members)
         return built
 
     def _stream(self, program: Program) -> str:
@@ -318,19 +308,23 @@ class _StepCompiler:
         """The parameters that every rank keeps whole where the others are split."""
         return (self.shards.whole or ()) if self.shards is not None else ()
 
-    def _layout(self, batch: tuple[Any, ...]) -> BatchLayout:
-        ranks = self.axes.whole.size if self.axes else 1
-        return BatchLayout.of(batch, ranks=ranks, accumulate=self.accumulate, given=self.batch)
+    @property
+    def _capturing(self) -> Capturing:
+        return Capturing(
+            self.model, self.baked_in, self.loss_fn, self.optimizer, self.axes.whole.size if self.axes else 1,
+            self.batch, self.accumulate, self.semantics, self.tensor,
+        )  # fmt: skip
 
     def _build(self, batch: tuple[Any, ...], members: Members | None) -> Built:
         start = time.perf_counter()
-        names, layout = parameter_names(self.model), self._layout(batch)
-        program, parts = self._capture(batch, layout)
-        self._warn_of(parts, members)
+        names, layout = parameter_names(self.model), self._capturing.layout(batch)
+        program, parts = self._capturing.capture(batch, layout)
+        if (warning := parts.warning(self.loss_is)) and (members is None or members.rank == 0):
+            warnings.warn(warning, stacklevel=6)
         program.groups = {self.tensor.axis.name: self.tensor.axis.size} if self.tensor else {}
         program = self._data_parallel(program, parts) if self.axes else self._on_micro_batches(program, parts)
-        comparisons = self._comparisons(program, parts, members)
-        program = run_passes(program, [CompareRanks(one.group, one.reduce_op, one.numbers) for one in comparisons])
+        compared = self._comparisons(program, parts, members)
+        program = run_passes(program, [CompareRanks(one.group, one.reduce_op, one.numbers) for one in compared])
         split_over = self._split_over(names)
         program = append_optimizer(
             program, self.optimizer, names, clip_grad_norm=self.clip_grad_norm, split_over=split_over
@@ -345,44 +339,30 @@ class _StepCompiler:
         )
         timeline = self._predicted(program, measured) if measured is not None else None
 
-        told = self._said_of(comparisons, batch) | self.baked_in.facts()
+        told = cost_of_comparing(compared, batch) | self.baked_in.facts()
         facts = self._facts(seconds, layout) | copy_kernel(program) | told
         report = Report.of(before, program, title=type(self.model).__name__, facts=facts)
         report = report.with_timelines(predicted=timeline, memory=live_by_name(program)) if timeline else report
         stepped = {out.name for out in before.outputs if out.kind is OutputKind.UPDATE}
-        return Built(program, layout, report, self.state_keys(stepped), comparisons)
+        exchanges, short = tuple(events_of(before).launches), self._shortfalls(report, before, program)
+        return Built(program, layout, report, self.state_keys(stepped), compared, exchanges, short)
 
     def _comparisons(self, program: Program, parts: LossParts, members: Members | None) -> list[Comparison]:
         """What ranks compare at every step: those that train parts of a batch, and those that hold parts of a model."""
-        together = [(self.axes.whole.name if self.axes else "", members, False)]
-        if self.tensor is not None:
-            together.append((self.tensor.axis.name, self.tensor.members, True))
-        reduce_op = "avg" if self._put_together(parts) == "mean" else "sum"
-        return [
-            Comparison(group, some, self._alike(program, parts, split), self.check_every, self._device(), reduce_op)
-            for group, some, split in together
-            if some is not None and not some.alone and self.check_every
-        ]
+        among = [(self.axes.whole.name, members, False)] if self.axes else []
+        among += [(self.tensor.axis.name, self.tensor.members, True)] if self.tensor else []
+        return comparisons(
+            self.model, self.optimizer, program, among, every=self.check_every,
+            reduce_op="avg" if parts.put_together(self.loss_is) == "mean" else "sum",
+            whole_batch=self.batch == "global", replicated=self.mode == "replicate",
+            one_stream=self.semantics == "global", numbers=parts.shared_numbers,
+        )  # fmt: skip
 
-    def _alike(self, program: Program, parts: LossParts, split_by_plan: bool) -> list[Alike]:
-        """What must be alike: among ranks that hold parts of one model, all but its parameters."""
-        same = split_by_plan or self.batch == "global"
-        found = [same_batch(by_plan=split_by_plan) if same else own_batch(), rates(self.optimizer)]
-        if not same and parts.shared_numbers:
-            found.append(shared_numbers(parts.shared_numbers))
-        if self.mode == "replicate" and not split_by_plan:  # otherwise a row has one owner, who hands it out
-            found.append(replicas(self.model, self.optimizer))
-        draws = self.semantics == "global" and any(is_random(node) for node in program.graph.nodes)
-        return [*found, random_stream(self.model)] if draws else found
-
-    def _said_of(self, comparisons: Sequence[Comparison], batch: tuple[Any, ...]) -> dict[str, str]:
-        """What comparing costs, for the report."""
-        if not comparisons:
-            return {}
-        micros = 1e6 * sum(min(one.seconds(batch) for _ in range(3)) for one in comparisons)
-        size = sum(4 * one.numbers for one in comparisons)
-        often = "every step" if self.check_every == 1 else f"every {self.check_every} steps"
-        return {"ranks compared": f"{often}: {size} bytes beside the loss, {micros:.0f} us to sum up"}
+    def _shortfalls(self, report: Report, before: Program, program: Program) -> tuple[Shortfall, ...]:
+        earlier = [PassVerdict("shard", one) for one in self.tensor.verdicts] if self.tensor is not None else []
+        return (
+            tuple(shortfalls(self.expect, Judged(report, before, program, earlier))) if self.expect is not None else ()
+        )
 
     def _packing(self) -> Pass:
         """Within a memory limit nothing is kept from step to step beside buckets."""
@@ -415,33 +395,21 @@ class _StepCompiler:
         machine = self._carriers().planned_for(self.machine)
         if self.axes is not None and self.mode != "replicate":
             before = run_passes(before, [ExchangeFactors(machine, self.axes.split.name)])
-        here = self._measured(before)  # on all ranks at once, as they compute in a step
+        here = measured_operators(
+            before, self._may_spell_out, self._device()
+        )  # on all ranks at once, as they compute in a step
         measured = everyone.share(lambda: here)
-        before = self._spelled_out(before, measured)
+        before = spelled_out(before, measured) if self._may_spell_out else before
         if self.tensor is not None:
             alike, axis = self.tensor.alike(before), self.tensor.axis.name
             passes = micro_pipeline(machine, self._carriers().backends, alike=alike, groups=(axis,), measured=measured)
             before = run_passes(before, passes)
         return plan_overlap(before, machine, measured, self.memory_limit).program, measured
 
-    def _measured(self, program: Program) -> dict[str, float]:
-        """The seconds of the program's operators on the CPU; on other devices they are told by arithmetic."""
-        if self._device() != "cpu":
-            return {}
-        found = measured_as_run(program, [UpdateInPlace()], binding=native)
-        if not self._may_spell_out(program):
-            return found
-        parts = run_passes(program, [SpellOutSlowOperators()])
-        return measured_as_run(parts, [UpdateInPlace()], binding=native, known=found) | found
-
-    def _may_spell_out(self, program: Program) -> bool:
+    @property
+    def _may_spell_out(self) -> bool:
         """Whether operators may be written as their parts, which hold more memory."""
-        return self._device() == "cpu" and self.memory_limit is None and bool(slow_operators(program))
-
-    def _spelled_out(self, program: Program, measured: Mapping[str, float]) -> Program:
-        if not self._may_spell_out(program):
-            return program
-        return run_passes(program, [SpellOutSlowOperators(tuple(sorted(measured.items())))])
+        return self._device() == "cpu" and self.memory_limit is None
 
     def _predicted(self, program: Program, measured: dict[str, float]) -> Timeline:
         """What the final program should do, by what this rank takes for its operators."""
@@ -464,41 +432,26 @@ class _StepCompiler:
         """The entries of the optimizer's state for some parameters, by default all that are trained."""
         names = parameter_names(self.model)
         without_memory = {name: torch.empty(p.shape, dtype=p.dtype, device="meta") for p, name in names.items()}
-        chosen = self._trained() if stepped is None else stepped
+        chosen = trained_parameters(self.model, self.optimizer) if stepped is None else stepped
         return {name: list(one) for name, one in initial_state(self.optimizer, names, chosen, without_memory).items()}
 
-    def _trained(self) -> list[str]:
-        names = parameter_names(self.model)
-        return [names[p] for group in self.optimizer.param_groups for p in group["params"] if p.requires_grad]
-
     def _on_micro_batches(self, program: Program, parts: LossParts) -> Program:
-        repeated = run_on_micro_batches(program, self.accumulate, mean=self._put_together(parts) == "mean")
+        repeated = run_on_micro_batches(program, self.accumulate, mean=parts.put_together(self.loss_is) == "mean")
         if self.axes is not None or self.accumulate == 1:
             return repeated
         return run_passes(repeated, [CountGlobally("", 1, self.accumulate, parts.unproved)])
-
-    def _put_together(self, parts: LossParts) -> Literal["mean", "sum"]:
-        """How the losses of parts are put together: as found, else as told."""
-        return parts.loss_is or ("sum" if self.loss_is == "sum" else "mean")
-
-    def _warn_of(self, parts: LossParts, members: Members | None) -> None:
-        """Say once for all ranks where the whole batch's loss does not follow from its parts', or is not as told."""
-        if members is not None and members.rank:
-            return
-        if parts.unproved and self.loss_is == "auto":
-            warnings.warn(f"{UNPROVED}: {parts.unproved}. Remedy: {UNPROVED_REMEDY}.", stacklevel=6)
-        elif parts.loss_is not in (None, self.loss_is) and self.loss_is != "auto":
-            found = f"the captured loss is a {parts.loss_is} over samples, and is put together as one"
-            warnings.warn(f'loss_is="{self.loss_is}", but {found}. Remedy: leave loss_is out.', stacklevel=6)
 
     def _choose_what_stays_whole(self, batch: tuple[Any, ...], members: Members) -> None:
         """Split parameters, as `keep_whole="auto"` left for the first step, once ranks agree on those to keep whole."""
         assert self.shards is not None and self.axes is not None and self.machine is not None
         split, machine = self.axes.split, self._carriers().planned_for(self.machine)
         with _telling(members):
-            captured = self._on_micro_batches(*self._capture(batch, self._layout(batch)))
+            capturing = self._capturing
+            captured = self._on_micro_batches(*capturing.capture(batch, capturing.layout(batch)))
             whole = run_passes(captured, simplification())
-            here = self._measured(whole)  # on all ranks at once, as they compute in a step
+            here = measured_operators(
+                whole, self._may_spell_out, self._device()
+            )  # on all ranks at once, as they compute in a step
             chosen = members.share(lambda: parameters_to_keep_whole(whole, machine, here, split.name, split.size))
         members.agree(" ".join(chosen), "\n".join(chosen))
         self.shards.split_all_but(chosen)
@@ -517,41 +470,9 @@ class _StepCompiler:
             whole.name, whole.size, self.semantics,
             can_gather=can_gather, micro_batches=self.accumulate, unproved=parts.unproved,
         )  # fmt: skip
-        loss_is, gathers_rows = self._put_together(parts), can_gather and self.machine is not None
+        loss_is, gathers_rows = parts.put_together(self.loss_is), can_gather and self.machine is not None
         exchange = gradient_exchange(self.mode, self.axes, loss_is, self._kept_whole, gathers_rows=gathers_rows)
         return run_passes(program, [*once, *batch, *exchange])
-
-    def _capture(self, batch: tuple[Any, ...], layout: BatchLayout) -> tuple[Program, LossParts]:
-        """The program of one micro-batch, and how the losses of such parts make up the whole batch's."""
-        trained, size = self._trained(), layout.micro_batch_size
-        as_one_device = self.axes is not None and self.semantics == "global"
-
-        def capture(size: int, trained: Sequence[str]) -> Program:
-            return capture_forward_backward(
-                self.model,
-                self.loss_fn,
-                batch,
-                batch_size=size,
-                trained=trained,
-                layout=layout,
-                plain_norms=as_one_device,
-                forward=self._local_forward(batch, layout, size),
-            )
-
-        program = capture(size, trained)
-        check_constants(program.constants, self.model, self.baked_in.path_of)
-        times = layout.ranks if layout.ranks > 1 else layout.accumulate
-        if times == 1 or self.semantics == "per-rank":
-            return program, LossParts(None)
-        needed = as_one_device and needs_batch_dims(program)
-        larger = capture(size * times, trained if needed else ())
-        if needed:
-            mark_batch_dims(program, larger)
-        return program, find_loss_parts(program, larger, times, trained, micro_batches=self.accumulate > 1)
-
-    def _local_forward(self, batch: tuple[Any, ...], layout: BatchLayout, size: int) -> Any:
-        """The loss on this rank's parts of the model, where it is split over an axis."""
-        return self.tensor.forward(resized(batch, size, layout)) if self.tensor is not None else None
 
     def _device(self) -> str:
         return next((p.device.type for p in self.model.parameters()), "cpu")

@@ -12,10 +12,10 @@ from crossfade.cost.timeline import Timeline, simulate
 from crossfade.files.program_text import read_program_text
 from crossfade.graph import collectives
 from crossfade.graph.memory import live_by_name
-from crossfade.overlap import Plan, plan_overlap
+from crossfade.overlap import Plan, plan_overlap, predicted
 from crossfade.report.report import Report
 
-__all__ = ["PRESETS", "Outlook", "outlook"]
+__all__ = ["PRESETS", "Outlook", "machine_of", "outlook", "predicted"]
 
 
 @dataclass(frozen=True)
@@ -41,11 +41,16 @@ class Outlook:
         )
 
 
+def machine_of(name: str) -> Machine:
+    """A machine by a preset's name, or from a JSON file."""
+    return Machine.load(name) if name.endswith(".json") else preset(name)
+
+
 def outlook(program: Path, machine: str, group_size: int, memory_limit: int | None = None) -> Outlook:
     """Predict a program in text form on a preset, or on a machine kept as a JSON file."""
     before = read_program_text(program)
     before.groups = dict.fromkeys(collectives.group_sizes(before.graph), group_size)
-    found = Machine.load(machine) if machine.endswith(".json") else preset(machine)
+    found = machine_of(machine)
     plan = plan_overlap(before, found, memory_limit=memory_limit)
     memory = live_by_name(plan.program)
     report = Report.of(before, plan.program, title=program.name).with_timelines(predicted=plan.timeline, memory=memory)

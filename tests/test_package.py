@@ -20,6 +20,7 @@ EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 def test_the_public_names_are_these() -> None:
     assert crossfade.__all__ == [
         "CrossfadeError",
+        "Expect",
         "Fused",
         "Machine",
         "Optimized",
@@ -33,6 +34,7 @@ def test_the_public_names_are_these() -> None:
         "Sharded",
         "Step",
         "Verdict",
+        "check_compatible",
         "compile_step",
         "optimize",
         "run_passes",

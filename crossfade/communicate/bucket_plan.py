@@ -205,7 +205,8 @@ class _Planner:
         one = bucket.members[0]
         capped = bucket.why_alone == _CAP
         detail = f"cap {self.policy.cap(bucket.index) / MB:g} MB" if capped else ""
-        remedy = "a larger cap_mb packs more" if capped else ""
+        first = ", and first_mb for the first bucket," if self.policy.cap(0) != self.policy.cap(1) else ""
+        remedy = f"a larger cap_mb{first} packs more" if capped else ""
         return Verdict.of(one.node, Outcome.LEFT, bucket.why_alone, detail=detail, remedy=remedy, bytes=one.bytes)
 
 

@@ -70,6 +70,11 @@ def _spellings() -> dict[Any, _Spelling]:
 
 _SPELLINGS = _spellings()
 _WAIT = _ops.wait_tensor.default
+_POINT_TO_POINT = {
+    getattr(_ops, name).default: how
+    for name, how in {"isend": "isend", "irecv": "irecv", "batch_p2p_ops": "both"}.items()
+    if hasattr(_ops, name)  # these too are younger than torch 2.11
+}
 
 GATHER, GATHER_INTO = _ops.all_gather_into_tensor.default, _ops.all_gather_into_tensor_out.default
 """The ops of `all_gather` and `all_gather_into`."""
@@ -190,6 +195,28 @@ def group_of(node: fx.Node) -> str | None:
 def communicates(target: Any) -> bool:
     """Whether an operator starts, takes part in, or waits for communication."""
     return target is _WAIT or _spelling(target) is not None or _group_argument(target) >= 0
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """A tensor that a node sends to, or receives from, the rank `peer` of its group (counted in the group)."""
+
+    sends: bool
+    peer: int
+    tag: int
+    tensor: fx.Node
+
+
+def messages(node: fx.Node) -> list[Message] | None:
+    """What a point-to-point operation sends and receives, all at once; None if `node` is none."""
+    sends = _POINT_TO_POINT.get(node.target) if node.op == "call_function" else None
+    if sends is None:
+        return None
+    first, second, third, fourth = (_argument(node, index) for index in range(4))
+    if sends != "both":
+        return [Message(sends == "isend", second, third, first)]
+    parts = zip(first, second, third, fourth, strict=True)
+    return [Message(how == "isend", peer, tag, tensor) for how, peer, tag, tensor in parts]
 
 
 def reduced_value(one: Collective) -> fx.Node:

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from crossfade.graph.effects import is_random
+from crossfade.graph.passes import fingerprint
 from crossfade.graph.private import tree_flatten, tree_flatten_with_path, tree_keystr
-from crossfade.run.alike import Alike, Batch, Digest, digest_of
+from crossfade.graph.program import Program
+from crossfade.run.alike import Alike, Batch, Comparison, Digest, digest_of
 from crossfade.run.checkpoint import random_state
+from crossfade.run.members import Members
 from crossfade.run.shards import place_of
 
 _WHOLE_BATCH = 'the same whole batch on every rank, of which each computes its part (batch="global")'
@@ -137,3 +141,59 @@ def random_stream(model: nn.Module) -> Alike:
         'pass semantics="per-rank"',
         "warn",
     )
+
+
+def same_program(program: Program) -> Alike:
+    """The program that runs: a rank that goes back to earlier settings captures nothing, and so agrees on nothing."""
+    number = zlib.crc32(fingerprint(program).encode())
+    return Alike(
+        "the program",
+        lambda batch, step: number,
+        lambda step: "its program sums up to",
+        "the same program on every rank",
+        "change settings of the model, the loss and the optimizer alike on every rank, then " + _WHERE,
+    )
+
+
+def comparisons(
+    model: nn.Module,
+    optimizer: Optimizer,
+    program: Program,
+    among: Iterable[tuple[str, Members | None, bool]],
+    *,
+    every: int,
+    reduce_op: str,
+    whole_batch: bool,
+    replicated: bool,
+    one_stream: bool,
+    numbers: Sequence[str] = (),
+) -> list[Comparison]:
+    """What ranks compare at every step, `among` groups by name: whether each trains parts of one model is the last.
+
+    These must have the same batch; so must others if each is given the `whole_batch`, or else the same `numbers` of it
+    that the loss depends on. Copies of parameters are compared where they are `replicated` (otherwise a row has one
+    owner, who hands it out), the random generator where all draw from `one_stream`.
+    """
+    draws = one_stream and any(is_random(node) for node in program.graph.nodes)
+    device = next((one.device.type for one in model.parameters()), "cpu")
+    found = []
+    for group, members, by_plan in among:
+        if members is None or members.alone or not every:
+            continue
+        same = by_plan or whole_batch
+        things = [same_program(program), same_batch(by_plan=by_plan) if same else own_batch(), rates(optimizer)]
+        things += [shared_numbers(numbers)] if numbers and not same else []
+        things += [replicas(model, optimizer)] if replicated and not by_plan else []
+        things += [random_stream(model)] if draws else []
+        found.append(Comparison(group, members, things, every, device, reduce_op))
+    return found
+
+
+def cost_of_comparing(comparisons: Sequence[Comparison], batch: Batch) -> dict[str, str]:
+    """What comparing costs a step, for its report."""
+    if not comparisons:
+        return {}
+    micros = 1e6 * sum(min(one.seconds(batch) for _ in range(3)) for one in comparisons)
+    size, every = sum(4 * one.numbers for one in comparisons), comparisons[0].every
+    often = "every step" if every == 1 else f"every {every} steps"
+    return {"ranks compared": f"{often}: {size} bytes beside the loss, {micros:.0f} us to sum up"}

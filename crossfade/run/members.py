@@ -17,6 +17,7 @@ from typing import Any
 import torch.distributed as dist
 
 from crossfade.errors import RankFailedError, RankMismatchError
+from crossfade.graph.launches import Launch, as_json, first_apart, from_json
 
 
 @dataclass
@@ -49,7 +50,8 @@ class Members:
         """Return when all members have brought the same fingerprint; otherwise raise, on every member.
 
         The first member collects and judges, the others wait for its word. `text` is compared to name the first line
-        that differs; `what` they bring, what was `expected` and the `remedy` are for the error.
+        that differs; or an `account`, to name the first collective that does. `what` they bring, what was `expected`
+        and the `remedy` are for the error.
         """
         if self.alone:
             return
@@ -172,10 +174,31 @@ class Members:
         return self.store.get(key).decode()
 
 
+_PARTS = "\x1e"
+"""Between the parts of what ranks compare, and that no text has inside."""
+
+
+def account(causes: Sequence[str], schedules: Sequence[Sequence[Launch]], rest: str) -> str:
+    """What ranks compare to say how they differ: lines that explain the rest, what they communicate, the rest."""
+    return _PARTS.join(["\n".join(causes), json.dumps([as_json(launches) for launches in schedules]), rest])
+
+
 def _first_difference(ours: str, theirs: str, our_rank: int, their_rank: int, what: str) -> str:
-    pairs = zip(ours.splitlines(), theirs.splitlines(), strict=False)
+    """The first difference of two texts, or of two accounts in the order of their parts."""
+    (causes, schedules, rest), (their_causes, their_schedules, their_rest) = _parts(ours), _parts(theirs)
+    for mine, other in zip(schedules, their_schedules, strict=False) if causes == their_causes else ():
+        if (apart := first_apart(from_json(mine), from_json(other))) is not None:
+            return f"different programs, first in {apart.said(our_rank, their_rank)}"
+    pairs = zip([*causes, *rest], [*their_causes, *their_rest], strict=False)
     different = next(((number, a, b) for number, (a, b) in enumerate(pairs, 1) if a != b), None)
     if different is None:
         return f"{what} of different length on rank {our_rank} and rank {their_rank}"
     number, a, b = different
     return f"different {what}, first at line {number}: rank {our_rank} has `{a}`, rank {their_rank} has `{b}`"
+
+
+def _parts(text: str) -> tuple[list[str], list[Any], list[str]]:
+    if _PARTS not in text:
+        return [], [], text.splitlines()
+    causes, schedules, rest = text.split(_PARTS)
+    return causes.splitlines(), json.loads(schedules), rest.splitlines()

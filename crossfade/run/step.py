@@ -76,6 +76,10 @@ class Built:
     """For each parameter that is stepped, the entries of optimizer state that the program takes."""
     comparisons: Sequence[Comparison] = ()
     """What ranks compare at every step."""
+    exchanges: tuple[Any, ...] = ()
+    """What was to be communicated before it was put together, each with what it is for."""
+    shortfalls: tuple[Any, ...] = ()
+    """What is short of what `strict=` expects, as this rank sees it."""
 
 
 @dataclass(frozen=True)

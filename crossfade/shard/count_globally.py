@@ -14,11 +14,8 @@ from crossfade.graph.operators import arguments
 from crossfade.graph.passes import Numerics, Outcome, Pass, PassResult, Verdict
 from crossfade.graph.program import OutputKind, Program, tensor_bytes
 from crossfade.graph.splice import after, splice
-from crossfade.shard.loss_parts import COUNT, MULTIPLIES, NLL_BACKWARD, SCALED
+from crossfade.shard.loss_parts import COUNT, MULTIPLIES, NLL_BACKWARD, SCALED, UNPROVED, UNPROVED_REMEDY
 from crossfade.shard.loss_parts import behind as behind_of
-
-UNPROVED = "losses of parts of the batch may not make up the loss of the whole batch"
-UNPROVED_REMEDY = "reduce the loss by a sum or a mean over samples, or pass loss_is= to say how parts are put together"
 
 
 @dataclass(frozen=True)

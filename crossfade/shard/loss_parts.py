@@ -82,6 +82,8 @@ class Share:
     power: int = 0
 
 
+UNPROVED = "losses of parts of the batch may not make up the loss of the whole batch"
+UNPROVED_REMEDY = "reduce the loss by a sum or a mean over samples, or pass loss_is= to say how parts are put together"
 _OTHERWISE = "is not computed in the same way on a batch of another size"
 _SAME, _SAMPLES = Share(Holds.SAME), Share(Holds.SAMPLES)
 
@@ -94,6 +96,19 @@ class LossParts:
     unproved: str = ""
     shared_numbers: tuple[str, ...] = ()
     """Inputs without a dim that the loss depends on: numbers that must be the same on every rank."""
+
+    def put_together(self, told: str) -> Literal["mean", "sum"]:
+        """How to put the losses of parts together: as found, else as told."""
+        return self.loss_is or ("sum" if told == "sum" else "mean")
+
+    def warning(self, told: str) -> str:
+        """What to warn of: that the whole batch's loss does not follow from its parts', or is not what was told."""
+        if self.unproved:
+            return f"{UNPROVED}: {self.unproved}. Remedy: {UNPROVED_REMEDY}." if told == "auto" else ""
+        if self.loss_is in (None, told) or told == "auto":
+            return ""
+        found = f"the captured loss is a {self.loss_is} over samples, and is put together as one"
+        return f'loss_is="{told}", but {found}. Remedy: leave loss_is out.'
 
 
 class _Unproved(Exception):

@@ -277,7 +277,11 @@ JOBS = {
             "batch not divisible",
             ["BatchError: found a batch of 5 samples; expected a multiple of 2 (2 data-parallel"] * 2,
         ),
-        ("different models", ["RankMismatchError: found different programs, first at line 3: rank 0 has"] * 2),
+        (
+            "different models",
+            ["RankMismatchError: found different programs, first in the 1st collective of dp, which differs in sizes"]
+            * 2,
+        ),
         ("different seeds", ["RankMismatchError: found different programs, first at line 2: rank 0 has `random"] * 2),
         (
             "different values",

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import crossfade as cf
-import crossfade.training
+import crossfade.overlap
 from crossfade.graph.passes import Outcome
 
 
@@ -40,7 +40,7 @@ def train_pipelined() -> dict[str, Any]:
     Nothing is measured, so that a busy machine does not decide what pays.
     """
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(crossfade.training, "measured_as_run", lambda program, lowering, **options: {})
+        patch.setattr(crossfade.overlap, "measured_as_run", lambda program, lowering, **options: {})
         return trained_and_compared()
 
 

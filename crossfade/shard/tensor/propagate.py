@@ -146,7 +146,8 @@ class _Walk:
         if rule is None:
             why = "there is no rule for this operator"
             if any(operand.placement != REPLICATE for operand in operands):
-                self._say(node, Outcome.REPLACED, why, f"{node.target}: its operands are replicated")
+                remedy = f"register_rule({str(node.target)!r}, ...) says how it may be split"
+                self._say(node, Outcome.REPLACED, why, f"{node.target}: its operands are replicated", remedy)
             return replicated(len(operands), len(call.results), why)
         try:
             return rule(call)
@@ -168,13 +169,13 @@ class _Walk:
         elif isinstance(given, Partial):
             self._say(source, Outcome.INSERTED, "reduced", f"for {node.name}")
 
-    def _say(self, node: fx.Node, outcome: Outcome, reason: str, detail: str) -> None:
+    def _say(self, node: fx.Node, outcome: Outcome, reason: str, detail: str, remedy: str = "") -> None:
         """Once for each value and reason."""
         if (node.name, reason) in self.said:
             return
         self.said.add((node.name, reason))
         size = tensor_bytes(node.meta["val"])
-        self.done.verdicts.append(Verdict(node.name, outcome, reason, source_line(node), bytes=size, detail=detail))
+        self.done.verdicts.append(Verdict(node.name, outcome, reason, source_line(node), remedy, size, detail))
 
 
 def tensor_operands(node: fx.Node) -> list[fx.Node]:

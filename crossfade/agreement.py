@@ -1,0 +1,39 @@
+"""What ranks agree on before a first step: one program, and whether it is what was expected."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+from crossfade.graph.events import events_of
+from crossfade.graph.passes import fingerprint
+from crossfade.report.expect import Expect
+from crossfade.report.strict import Shortfall, refuse
+from crossfade.run.alike import digest_of
+from crossfade.run.compared import same_batch, tensors_of
+from crossfade.run.members import Members, account
+from crossfade.run.step import Built
+
+
+def agree(members: Members, built: Built, common: Sequence[str], causes: Sequence[str] = ()) -> None:
+    """Compare a program, and what else ranks must have in common, with the others; `causes` would explain the rest."""
+    schedules, rest = [built.exchanges, events_of(built.program).launches], "\n".join([*common, str(built.program)])
+    members.agree(" ".join([fingerprint(built.program), *causes, *common]), account(causes, schedules, rest))
+
+
+def agree_on_batch(members: Members, batch: tuple[Any, ...], *, by_plan: bool) -> None:
+    """Compare the first batch of its kind before anything is captured."""
+    tensors, told = tensors_of(batch), same_batch(by_plan=by_plan)
+    lines = [f"{name}: {tuple(one.shape)}, sums up to {int(digest_of([one], 0)):08x}" for name, one in tensors.items()]
+    members.agree(" ".join(lines), "\n".join(lines), what="batches", expected=told.expected, remedy=told.remedy)
+
+
+def hold_together(expect: Expect, built: Built, members: Members | None) -> None:
+    """Raise what falls short, on all ranks what the first one sees: predicted times differ a little between them."""
+    found = built.shortfalls
+    if members is not None:
+        shared = members.share(lambda: [asdict(one) for one in found])
+        members.agree("strict", "strict")  # each share is followed by one
+        found = tuple(Shortfall(**one) for one in shared)
+    refuse(expect, found)
