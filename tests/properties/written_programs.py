@@ -63,9 +63,20 @@ class WritingSampler(Sampler):
         target, *args = calls[kind]
         start = self.emit(target, *args, largest=most)
         elements = [self.emit(operator.getitem, start, index, largest=most) for index in range(len(given))]
+        if self.choices.chance(2):
+            self.write_first(elements)
+            return
         self.in_flight += elements
         for _ in range(self.choices.below(len(elements) + 1)):
             self.wait()
+
+    def write_first(self, elements: list[fx.Node]) -> None:
+        """Wait for all, then write one before any other is used: it is nobody else's memory, whatever is in flight."""
+        most = self.largest[elements[0]]
+        waits = [self.keep(c10d.wait_tensor.default, element, largest=most) for element in elements]
+        self.emit(aten.clamp_.default, waits[0], -2, 2, largest=most)
+        self.emit(aten.mul_.Tensor, waits[0], -2, largest=most)
+        self.largest[waits[0]] = max(4.0, most)
 
     def write_result(self) -> None:
         """Write a value, or a view of it, in place: if nothing is in flight that reads it, or might write it."""
