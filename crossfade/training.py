@@ -320,7 +320,7 @@ class _StepCompiler:
         names, layout = parameter_names(self.model), self._capturing.layout(batch)
         program, parts = self._capturing.capture(batch, layout)
         if (warning := parts.warning(self.loss_is)) and (members is None or members.rank == 0):
-            warnings.warn(warning, stacklevel=6)
+            warnings.warn(warning, stacklevel=7)
         program.groups = {self.tensor.axis.name: self.tensor.axis.size} if self.tensor else {}
         program = self._data_parallel(program, parts) if self.axes else self._on_micro_batches(program, parts)
         compared = self._comparisons(program, parts, members)

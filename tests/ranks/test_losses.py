@@ -144,3 +144,30 @@ def test_parts_add_up_with(ranks: Any, name: str, options: dict[str, Any]) -> No
 @pytest.mark.parametrize("name", LOSSES)
 def test_micro_batches_add_up_on_one_device(name: str) -> None:
     assert_as_one_device(name, [train(name, {"accumulate": 4}, 1)])
+
+
+def test_a_loss_of_parts_that_do_not_add_up_is_warned_of() -> None:
+    model = nn.Linear(3, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def root_mean_square(output: Tensor, targets: Tensor) -> Tensor:
+        return F.mse_loss(output, targets).sqrt()
+
+    step = cf.compile_step(model, root_mean_square, optimizer, accumulate=2)
+    with pytest.warns(UserWarning, match=r"may not make up the loss of the whole batch: sqrt"):
+        step(torch.randn(4, 3), torch.randn(4, 1))
+    assert any("may not make up" in verdict.reason for _, verdict in step.report.verdicts)
+
+
+def test_a_sum_that_is_called_a_mean_is_summed_with_a_warning() -> None:
+    with pytest.warns(UserWarning, match='loss_is="mean", but the captured loss is a sum'):
+        found, _, _ = train_warned("the number of items", {"accumulate": 2, "loss_is": "mean"})
+    assert found == pytest.approx(train("the number of items", {}, 1)[0], rel=1e-5)
+
+
+def train_warned(name: str, options: dict[str, Any]) -> Any:
+    """Train on one device; what it warns of is warned of here."""
+    found, whole, said = train(name, options, 1)
+    for one in said:
+        warnings.warn(one, stacklevel=1)
+    return found, whole, said

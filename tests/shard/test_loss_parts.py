@@ -1,0 +1,139 @@
+"""How losses of parts make up the whole batch's: found in small programs, or said why not."""
+
+from __future__ import annotations
+
+import textwrap
+
+import pytest
+
+from crossfade.graph.passes import run_passes
+from crossfade.graph.program import Program
+from crossfade.graph.text import parse, render
+from crossfade.shard.count_globally import CountGlobally
+from crossfade.shard.loss_parts import LossParts, find_loss_parts
+
+HEAD = """
+    w: f32[3] = parameter("w")
+    x: f32[{b}, 3] = input("x")
+    m: f32[{b}] = input("m")
+    n: i64[] = input("n")
+    y: f32[{b}] = aten.mv(x, w)
+"""
+
+
+def found(body: str, micro_batches: bool = False) -> tuple[Program, LossParts]:
+    """What is found of a loss computed from `y`, which is trained, and the inputs x, m and n."""
+    text = textwrap.dedent(HEAD) + textwrap.dedent(body) + '\nreturn loss("loss", loss)'
+    small, large = (parse(text.replace("{b}", str(size)).replace("{3b}", str(3 * size))) for size in (4, 8))
+    return small, find_loss_parts(small, large, 2, ["w"], micro_batches=micro_batches)
+
+
+PROVED = {
+    "a mean": ("loss: f32[] = aten.mean(y)", "mean"),
+    "a sum": ("loss: f32[] = aten.sum(y)", "sum"),
+    "a sum divided by the batch": ("s: f32[] = aten.sum(y)\nloss: f32[] = aten.div.Tensor(s, {b})", "mean"),
+    "a sum divided by a number": ("s: f32[] = aten.sum(y)\nloss: f32[] = aten.div.Tensor(s, 5)", "sum"),
+    "a sum divided by items": ("s: f32[] = aten.sum(y)\nloss: f32[] = aten.div.Tensor(s, n)", "sum"),
+    "a loss that is a mean": ("loss: f32[] = aten.mse_loss(y, m)", "mean"),
+    "a loss that is a sum": ("loss: f32[] = aten.mse_loss(y, m, 2)", "sum"),
+    "a mean and a number": ("s: f32[] = aten.mean(y)\nloss: f32[] = aten.add.Tensor(s, 3)", "mean"),
+    "a product over samples": ("loss: f32[] = aten.dot(y, m)", "sum"),
+}
+
+
+@pytest.mark.parametrize("name", PROVED)
+def test_how_parts_are_put_together(name: str) -> None:
+    body, loss_is = PROVED[name]
+    assert found(body)[1] == LossParts(loss_is, "", ("n",) if "items" in name else ())
+
+
+UNPROVED = {
+    "a maximum": ("loss: f32[] = aten.amax(y, [0])", "loss (amax.default) reduces the samples of one part"),
+    "a root of a mean": (
+        "s: f32[] = aten.mean(y)\nloss: f32[] = aten.sqrt(s)",
+        "loss (sqrt.default) uses a total over the samples of one part",
+    ),
+    "samples compared": (
+        "t: f32[{b}, 1] = aten.unsqueeze(y, 1)\nd: f32[{b}, {b}] = aten.sub.Tensor(t, y)\nloss: f32[] = aten.mean(d)",
+        "d (sub.Tensor) compares samples of one part with each other",
+    ),
+    "a softmax over samples": (
+        "s: f32[{b}] = aten._softmax(y, 0, False)\nloss: f32[] = aten.mean(s)",
+        "s (_softmax.default) compares samples of one part with each other",
+    ),
+    "a centred value": (
+        "s: f32[] = aten.mean(y)\nc: f32[{b}] = aten.sub.Tensor(y, s)\nt: f32[{b}] = aten.abs(c)\n"
+        "loss: f32[] = aten.mean(t)",
+        "c (sub.Tensor) uses a total over the samples of one part",
+    ),
+    "a sum and a number": (
+        "s: f32[] = aten.sum(y)\nloss: f32[] = aten.add.Tensor(s, 3)",
+        "loss (add.Tensor) adds a number to a sum over samples",
+    ),
+    "a sum and a mean": (
+        "s: f32[] = aten.sum(y)\nt: f32[] = aten.mean(y)\nloss: f32[] = aten.add.Tensor(s, t)",
+        "y (mv.default) is a sum over samples, added to a mean of them",
+    ),
+    "a mean divided again": (
+        "s: f32[] = aten.mean(y)\nloss: f32[] = aten.div.Tensor(s, {b})",
+        "loss (div.Tensor) is divided by the number of samples more than once",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", UNPROVED)
+def test_why_parts_do_not_make_up_the_whole(name: str) -> None:
+    body, reason = UNPROVED[name]
+    assert found(body)[1] == LossParts(None, reason)
+
+
+def test_a_count_is_sent_before_the_forward() -> None:
+    program, parts = found("""
+        s: f32[] = aten.dot(y, m)
+        c: f32[] = aten.sum(m)
+        d: f32[] = aten.clamp(c, 1)
+        loss: f32[] = aten.div.Tensor(s, d)""")
+    assert parts.loss_is == "sum"
+    program.groups = {"dp": 2}
+    assert render(run_passes(program, [CountGlobally()])) == textwrap.dedent("""\
+        w: f32[3] = parameter("w")
+        x: f32[4, 3] = input("x")
+        m: f32[4] = input("m")
+        n: i64[] = input("n")
+        c: f32[] = aten.sum(m)
+        all_reduce: f32[] = c10d.all_reduce(c, "sum", "dp")
+        wait_tensor: f32[] = c10d.wait_tensor(all_reduce)
+        y: f32[4] = aten.mv(x, w)
+        s: f32[] = aten.dot(y, m)
+        d: f32[] = aten.clamp(wait_tensor, 1)
+        loss: f32[] = aten.div.Tensor(s, d)
+        return loss("loss", loss)""")
+
+
+def test_a_count_added_to_a_mean_is_scaled_where_it_divides() -> None:
+    program, parts = found("""
+        s: f32[] = aten.dot(y, m)
+        c: f32[] = aten.sum(m)
+        q: f32[] = aten.div.Tensor(s, c)
+        t: f32[] = aten.mean(y)
+        loss: f32[] = aten.add.Tensor(q, t)""")
+    assert parts.loss_is == "mean"
+    program.groups = {"dp": 2}
+    text = render(run_passes(program, [CountGlobally()]))
+    assert "div: f32[] = aten.div.Tensor(wait_tensor, 2)\nq: f32[] = aten.div.Tensor(s, div)" in text
+
+
+def test_the_report_says_what_is_not_proved() -> None:
+    program, parts = found(UNPROVED["a maximum"][0])
+    done = run_passes(program, [CountGlobally(unproved=parts.unproved)])
+    (verdict,) = done.history[-1].verdicts
+    assert "may not make up the loss of the whole batch: loss (amax.default) reduces" in str(verdict)
+    assert "loss_is=" in verdict.remedy
+
+
+def test_what_is_told_and_what_is_found() -> None:
+    assert LossParts("sum").warning("auto") == LossParts("sum").warning("sum") == ""
+    assert "the captured loss is a sum" in LossParts("sum").warning("mean")
+    assert LossParts(None, "because").warning("sum") == ""
+    assert "because" in LossParts(None, "because").warning("auto")
+    assert [LossParts(None).put_together(told) for told in ("auto", "mean", "sum")] == ["mean", "mean", "sum"]
