@@ -51,6 +51,7 @@ from crossfade.run.codegen import native
 from crossfade.run.collect_small_operators import CollectSmallOperators
 from crossfade.run.fuse_adam_updates import FuseAdamUpdates
 from crossfade.run.group_small_operators import GroupSmallOperators
+from crossfade.run.groups import Lease
 from crossfade.run.members import Members
 from crossfade.run.mesh import (
     DataParallel,
@@ -68,6 +69,7 @@ from crossfade.simplify.spell_out_slow_operators import SpellOutSlowOperators, s
 from crossfade.tensor_training import TensorParallel, check_not_split
 from crossfade.training_setup import (
     KeepWhole,
+    agree_on_settings,
     check_numbers,
     check_options,
     check_tensor_parallel,
@@ -156,6 +158,14 @@ def compile_step(
     check_model(model)
     check_optimizer(optimizer, names)
     check_not_split(model)
+    lease = Lease(model)
+    settings = {
+        "data_parallel": data_parallel, "keep_whole": kept_whole, "tensor_parallel": tensor_parallel is not None,
+        "batch": batch, "accumulate": accumulate, "clip_grad_norm": clip_grad_norm, "semantics": semantics,
+        "loss_is": loss_is, "machine": machine, "memory_limit": memory_limit,
+        "passes": None if passes is None else [one.name for one in passes],
+    }  # fmt: skip
+    present = agree_on_settings(mesh, lease, timeout, settings)
     tensor: TensorParallel | None = None
     if tensor_parallel is not None:
         check_tensor_parallel(data_parallel)
@@ -163,11 +173,11 @@ def compile_step(
         def loss(call: Callable[..., Any], batch: tuple[Any, ...]) -> torch.Tensor:
             return loss_of(call, loss_fn, batch)
 
-        tensor, mesh = TensorParallel.of(tensor_parallel, mesh, model, optimizer, loss, timeout)
+        tensor, mesh = TensorParallel.of(tensor_parallel, mesh, model, optimizer, loss, timeout, lease, present)
     axes = data_parallel_axes(mesh)
     mode: DataParallelMode = data_parallel if axes is not None else "replicate"
     check_wholeness(model, mode, kept_whole)
-    members, groups = open_groups(axes, mode, timeout) if axes is not None else (None, {})
+    members, groups = open_groups(axes, mode, timeout, lease) if axes is not None else (None, {})
     machine = preset(machine) if isinstance(machine, str) and machine != "calibrate" else machine
     everyone = tensor.everyone if tensor else (members, groups.get(axes.whole.name) if axes else None)
     groups |= {tensor.axis.name: tensor.group} if tensor else {}
@@ -193,7 +203,7 @@ def compile_step(
         model, optimizer, lambda b: compiler.build(b, members), compiler.key, everyone[0],
         groups, shards, compiler.initial_state,
         compiler.state_keys, shares_random_numbers=axes is None or semantics == "global",
-        part_of_batch=members.rank if members else 0, tensor=tensor, everyone=everyone[1],
+        part_of_batch=members.rank if members else 0, tensor=tensor, everyone=everyone[1], lease=lease,
     )  # fmt: skip
 
 

@@ -7,6 +7,7 @@ import fnmatch
 from collections.abc import Collection, Mapping
 from typing import Any, Literal, get_args
 
+import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
@@ -17,8 +18,10 @@ from crossfade.errors import CrossfadeError, MeshError, ModelError, NotYetError
 from crossfade.graph.private import group_named
 from crossfade.pipeline import DataParallelMode
 from crossfade.run.checkpoint import checksums
+from crossfade.run.groups import Lease
+from crossfade.run.meeting import meet
 from crossfade.run.members import Members
-from crossfade.run.mesh import COPY_AXIS, SPLIT_AXIS, DataParallel, backend_on
+from crossfade.run.mesh import COPY_AXIS, SPLIT_AXIS, DataParallel, MeshLike, backend_on, ranks_of
 from crossfade.run.shards import Shards, is_distributed
 
 
@@ -122,12 +125,26 @@ def machine_for(
     return given if isinstance(given, Machine) else None
 
 
-def open_groups(axes: DataParallel, mode: DataParallelMode, timeout: float) -> tuple[Members, dict[str, str]]:
+def agree_on_settings(mesh: MeshLike, lease: Lease, timeout: float, settings: Mapping[str, Any]) -> Members | None:
+    """The ranks of the mesh, once all have come with the same settings; None where there is only one."""
+    if not (ranks := ranks_of(mesh)):
+        return None
+    axes = dict(mesh) if isinstance(mesh, Mapping) else f"{tuple(mesh.shape)} of {mesh.mesh_dim_names}"  # type: ignore[union-attr]
+    alone = dist.get_backend() == "emulated"
+    members = lease.hold(meet(ranks, ranks.index(dist.get_rank()), timeout, alone=alone))
+    lines = [f"mesh = {axes}", *(f"{name} = {value}" for name, value in settings.items()), f"timeout = {timeout}"]
+    members.agree(" ".join(lines), "\n".join(lines), to="compile a step")
+    return members
+
+
+def open_groups(
+    axes: DataParallel, mode: DataParallelMode, timeout: float, lease: Lease
+) -> tuple[Members, dict[str, str]]:
     """Process groups of our own for each axis that the mode communicates along, by the axis's name."""
-    members, group = axes.whole.open(timeout)
+    members, group = axes.whole.open(timeout, lease)
     groups = {axes.whole.name: group}
     if mode != "replicate" and axes.copies is not None:
-        groups |= {axis.name: axis.open(timeout)[1] for axis in (axes.split, axes.copies)}
+        groups |= {axis.name: axis.open(timeout, lease)[1] for axis in (axes.split, axes.copies)}
     return members, groups
 
 
@@ -160,7 +177,7 @@ def shards_of(
         )
     lines = [f"keep_whole = {'auto' if kept_whole is None else sorted(kept_whole)}", *checksums(model, optimizer)]
     members.agree(" ".join(lines), "\n".join(lines))
-    shards = Shards(model, optimizer, axes.device_mesh(device), will_split=kept_whole is None)
+    shards = Shards(model, optimizer, axes.device_mesh(device, members), will_split=kept_whole is None)
     if mode != "zero1" and kept_whole is not None:
         shards.split_all_but(kept_whole)
     return shards
