@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: help demo test lint bench fuzz models clean
+.PHONY: help demo test lint bench fuzz soak models clean
 .DEFAULT_GOAL := help
 
 help: ## list the targets
@@ -35,6 +35,9 @@ bench: $(READY) ## step time against torch's DDP on this machine, as ratios
 
 fuzz: $(READY) ## the sampled-program tests, many more examples
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/properties --hypothesis-profile=fuzz -m 'models or not models' -n 2
+
+soak: $(READY) ## 200 ranks killed, paused and delayed while they train and save (half an hour)
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.soak
 
 models: $(READY) ## real models in all combinations (an hour): simplified, trained, split over ranks; docs/models.md
 	$(BIN)/python -m pytest tests/models tests/ranks tests/shard tests/cost -m models

@@ -88,7 +88,7 @@ def _collected(members: Members, box: Mailbox, found: dict[int, Card]) -> list[C
         word = {"missing": f"rank {missing[0]} did not come to compare programs within {members.timeout:g} s"}
     letter = {f"{members.scope}/cards": json.dumps(word)}
     others = {index: card for index, card in found.items() if index != members.rank}
-    mailbox.ask_all(others, lambda card: mailbox.tell(card, letter, patience=1.0))
+    mailbox.ask_all(others, lambda card: mailbox.tell(card, letter, patience=0.3))
     if missing:
         raise _failed(word["missing"])
     return [found[index] for index in range(len(members.ranks))]

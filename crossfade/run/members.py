@@ -25,6 +25,8 @@ _LOOK_SECONDS = 0.5
 """How long to wait for a member at a time where it may have gone elsewhere."""
 _NAMED = 8
 """Ranks that an error names at most."""
+_TELLS_SECONDS = 0.3
+"""How long to wait for it to be confirmed that a letter was read: it is delivered all the same."""
 _READS_SECONDS = 0.3
 """What a process that was paused may take to read what it was told meanwhile."""
 
@@ -196,7 +198,7 @@ class Members:
 
     @property
     def _patience(self) -> float:
-        return min(10.0, max(0.5, self.timeout / 2))
+        return min(5.0, max(0.5, self.timeout / 3))
 
     def _next_meeting(self) -> str:
         self.meetings += 1
@@ -292,7 +294,7 @@ class Members:
         """Put letters into a member's box; if that has ended, raise where something is to be done with it."""
         try:
             addressed = {f"{self.scope}/{key}": value for key, value in letters.items()}
-            mailbox.tell(self.cards[index], addressed, patience=1.0)
+            mailbox.tell(self.cards[index], addressed, patience=_TELLS_SECONDS)
         except Unreachable as error:
             if to:
                 raise self._failed(f"no word from rank {self.ranks[index]} to {to}: it {error}") from None
@@ -300,7 +302,7 @@ class Members:
     def _send_all(self, letters: Mapping[str, str]) -> None:
         """Put letters into the boxes of all that can be reached."""
         addressed = {f"{self.scope}/{key}": value for key, value in letters.items()}
-        mailbox.ask_all(self.cards, lambda card: mailbox.tell(card, addressed, patience=1.0))
+        mailbox.ask_all(self.cards, lambda card: mailbox.tell(card, addressed, patience=_TELLS_SECONDS))
 
 
 def is_of_backend(error: BaseException) -> bool:
