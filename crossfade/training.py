@@ -181,7 +181,8 @@ def compile_step(
     machine = preset(machine) if isinstance(machine, str) and machine != "calibrate" else machine
     everyone = tensor.everyone if tensor else (members, groups.get(axes.whole.name) if axes else None)
     groups |= {tensor.axis.name: tensor.group} if tensor else {}
-    planned_for = machine_for(machine, mode, axes, groups, everyone[1], model) if passes is None else None
+    with everyone[0].together("calibrate the machine") if everyone[0] is not None else contextlib.nullcontext():
+        planned_for = machine_for(machine, mode, axes, groups, everyone[1], model) if passes is None else None
     if memory_limit is not None and (passes is not None or (machine is None and planned_for is None)):
         raise CrossfadeError(
             f"memory_limit={memory_limit} without a machine to plan for",
@@ -209,6 +210,9 @@ def compile_step(
 
 def _agree(members: Members, program: Program, common: Sequence[str]) -> None:
     """Compare a program, and what else ranks must have in common, with the others."""
+    held = {name: value for name, value in program.constants.items() if type(value) is torch.Tensor}
+    constants = [f"constant {name} with checksum {checksum(value):08x}" for name, value in sorted(held.items())]
+    common = [*common, *constants]
     members.agree(" ".join([fingerprint(program), *common]), "\n".join([*common, str(program)]))
 
 

@@ -177,7 +177,8 @@ def shards_of(
         )
     lines = [f"keep_whole = {'auto' if kept_whole is None else sorted(kept_whole)}", *checksums(model, optimizer)]
     members.agree(" ".join(lines), "\n".join(lines))
-    shards = Shards(model, optimizer, axes.device_mesh(device, members), will_split=kept_whole is None)
+    mesh = axes.device_mesh(device, members)
+    shards = Shards(model, optimizer, mesh, will_split=kept_whole is None, guard=members.guard)
     if mode != "zero1" and kept_whole is not None:
         shards.split_all_but(kept_whole)
     return shards

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import time
+import zlib
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
@@ -33,7 +34,10 @@ class _Meetings:
         if dist.group.WORLD is not self._world:
             self._world, self._counts = dist.group.WORLD, Counter()
         self._counts[ranks] += 1
-        return f"crossfade/{'-'.join(map(str, ranks))}/{self._counts[ranks]}"
+        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # torchrun may keep one store for all of them
+        named = "-".join(map(str, ranks))
+        short = named if len(named) < 40 else f"{len(ranks)}-{zlib.crc32(named.encode()):08x}"
+        return f"crossfade/{attempt}/{short}/{self._counts[ranks]}"
 
 
 _MEETINGS = _Meetings()

@@ -6,9 +6,10 @@ and never through a collective: a check that two ranks are compatible must not i
 
 from __future__ import annotations
 
+import contextlib
 import json
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -16,6 +17,7 @@ import torch.distributed as dist
 
 from crossfade.errors import RankFailedError, RankMismatchError
 from crossfade.run import mailbox
+from crossfade.run.capturing import CAPTURING
 from crossfade.run.deadline import within
 from crossfade.run.mailbox import Card, Mailbox, Unreachable
 
@@ -149,9 +151,24 @@ class Members:
         except (RuntimeError, OSError) as error:
             raise self.blamed(f"a failure while {what}", error) from error
 
-    def others_at_fault(self) -> bool:
+    @contextlib.contextmanager
+    def together(self, what: str) -> Iterator[None]:
+        """Do something in which all members take part, and that fails when one does not: say then who that was."""
+        self.note("doing", f"about to {what}")
+        try:
+            yield
+        except Exception as error:
+            if isinstance(error, RankFailedError):
+                raise
+            if not is_of_backend(error) and not self._others_failed():
+                self.leave(f"{type(error).__name__}: {error}")
+                raise
+            raise self.blamed(f"a failure to {what}", error) from error
+        self.note("doing", "")
+
+    def _others_failed(self) -> bool:
         """Whether another member has ended, does not answer, or has said that it failed."""
-        return any(weight > 1 for _, weight in self._signs(None).values())
+        return any(weight > 2 for _, weight in self._signs(None).values())
 
     def close(self) -> None:
         """Drop what this member has said; it is asked no more."""
@@ -241,7 +258,8 @@ class Members:
         deadline = time.monotonic() + wait
         while True:
             left = deadline - time.monotonic()
-            sent = self.box.wait(f"{self.scope}/{key}", min(left, _LOOK_SECONDS))
+            with CAPTURING.handed_over():
+                sent = self.box.wait(f"{self.scope}/{key}", min(left, _LOOK_SECONDS))
             if sent is not None:
                 return sent, ""
             where, will_come = self._whereabouts(index, at, last=left <= _LOOK_SECONDS)

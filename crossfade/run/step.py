@@ -22,9 +22,10 @@ from crossfade.graph.private import group_named, mark_optimizer_stepped
 from crossfade.graph.program import InputKind, OutputKind, Program
 from crossfade.run import checkpoint
 from crossfade.run.bound import Bound, Found, watch
+from crossfade.run.capturing import CAPTURING
 from crossfade.run.executable import Executable
 from crossfade.run.groups import Lease
-from crossfade.run.members import Members, is_of_backend
+from crossfade.run.members import Members
 from crossfade.run.shards import Shards, place_of
 from crossfade.run.stopwatch import Stopwatch
 
@@ -230,7 +231,12 @@ class Step:
             torch.Size([3, 1])
         """
         split = self._shards or self._tensor
-        with split.gathered() if split is not None else contextlib.nullcontext(self.model) as model:
+        if split is None:
+            yield self.model
+            return
+        with contextlib.ExitStack() as whole:
+            with self._together("gather the model"):
+                model = whole.enter_context(split.gathered())
             yield model
 
     def own_parts(self, whole: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -289,15 +295,11 @@ class Step:
             yield
             return
         self._members.agree(what, what, to=what, at=self._calls)
-        self._members.note("doing", f"about to {what}")
         try:
-            yield
-        except Exception as error:
-            if not is_of_backend(error) and not self._members.others_at_fault():
-                self._members.leave(f"{type(error).__name__}: {error}")
-                raise
-            raise self._given_up(self._members.blamed(f"a failure to {what}", error)) from error
-        self._members.note("doing", "")
+            with self._members.together(what):
+                yield
+        except RankFailedError as error:
+            raise self._given_up(error) from error.__cause__
 
     def _given_up(self, error: RankFailedError) -> RankFailedError:
         if self._lease is not None:
@@ -321,7 +323,8 @@ class Step:
         key = self._key(batch)
         if key not in self._ready:
             start = time.perf_counter()
-            built = self._build(batch)
+            with CAPTURING:
+                built = self._build(batch)
             log.info("captured %s in %.1f s: %s", type(self.model).__name__, time.perf_counter() - start, built.report)
             executable = Executable(built.program, self._groups)
             if len(self._ready) == CAPTURES_KEPT:

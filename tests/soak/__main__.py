@@ -1,4 +1,4 @@
-"""Kill, pause and delay ranks at random: `python -m tests.soak --count 200`; a table at the end, 1 if anything is wrong.
+"""Kill, pause and delay ranks at random: `python -m tests.soak --count 200`. Ends with a table; exit 1 if it is bad.
 
 The timeout is chosen by what an undisturbed run takes on this machine as it is now.
 """
@@ -37,7 +37,7 @@ def _one(event: Event, timeout: float, expected: list[list[float]], commands: bo
         result = disturbed(event, Path(folder), timeout, expected, commands=commands)
         if result.problems:
             log = Path(folder, "log")
-            print(log.read_text()[-3000:] if log.exists() else "no log", file=sys.stderr)
+            print(log.read_text()[-6000:] if log.exists() else "no log", file=sys.stderr)
         return result
 
 
@@ -84,11 +84,16 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--jobs", type=int, default=2, help="events at a time")
     parser.add_argument("--timeout", type=float, default=0.0, help="of the steps, in seconds; 0 measures one")
+    parser.add_argument(
+        "--torchrun", type=float, default=0.2, help="share of events under torchrun, which starts slowly"
+    )
     parser.add_argument("--commands", action="store_true", help="start every rank by the command line, not as a copy")
     given = parser.parse_args()
     timeout = given.timeout or calibrated(given.jobs)
     print(f"timeout {timeout:g} s", flush=True)
-    events = [Event.drawn(number, given.seed) for number in range(given.first, given.first + given.count)]
+    events = [
+        Event.drawn(number, given.seed, given.torchrun) for number in range(given.first, given.first + given.count)
+    ]
     results: list[Result] = []
     for result in soak(events, jobs=given.jobs, timeout=timeout, commands=given.commands):
         results.append(result)
