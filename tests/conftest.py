@@ -28,7 +28,15 @@ def ranks() -> Iterator[Callable[[int], Ranks]]:
         pool.close()
 
 
-TIMED = {"test_calibrate", "test_estimate", "test_measure", "test_emulated", "test_stopwatch", "test_errors"}
+TIMED = {
+    "test_calibrate",
+    "test_estimate",
+    "test_measure",
+    "test_emulated",
+    "test_stopwatch",
+    "test_errors",
+    "test_soak",
+}
 """Files whose tests compare times, or wait for them to run out: they are not run beside others."""
 
 

@@ -78,11 +78,10 @@ def _exchange(members: Members, box: Mailbox, store: Any, found: dict[int, Card]
     deadline = time.monotonic() + members.timeout
     for index in range(len(members.ranks)) if members.rank == 0 else [0]:
         key = f"{members.scope}/card/{index}"
-        while not store.check([key]):
-            if time.monotonic() > deadline:
-                return
+        while not (here := store.check([key])) and time.monotonic() < deadline:
             time.sleep(_LOOK_SECONDS)
-        found[index] = Card.of(store.get(key).decode())
+        if here:  # the others too, once time is up: they are told who was missing
+            found[index] = Card.of(store.get(key).decode())
 
 
 def _collected(members: Members, box: Mailbox, found: dict[int, Card]) -> list[Card]:

@@ -133,7 +133,8 @@ class Members:
         """The error to raise when something that members do together failed, at a step if they were in one."""
         suspects = self._suspects(step)
         named = [f"rank {rank} {sign}" for rank, sign in suspects.items()]
-        who = "; ".join([*named[:_NAMED], *([f"and {len(named) - _NAMED} more"] if len(named) > _NAMED else [])])
+        more = [f"and {len(named) - _NAMED} more"] if len(named) > _NAMED else []
+        who = "; ".join([*named[:_NAMED], *more]) or "no other rank to ask"
         reason = " ".join(str(error).split())[:300]
         self.leave(f"{what} ({who})", list(suspects))
         return RankFailedError(
@@ -273,7 +274,9 @@ class Members:
                 index, "calls", "step", "doing", "left", patience=None if last else 1.0
             )
         except Unreachable as error:
-            return f": it {error}", isinstance(error, mailbox.Silent)
+            told = self.box.wait(f"{self.scope}/left/{index}", _READS_SECONDS) if self.box is not None else None
+            said = str(error) if told is None else self._sign_of_leaving(told)[0]
+            return f": it {said}", isinstance(error, mailbox.Silent)
         if left is not None:
             return f": it {self._sign_of_leaving(left)[0]}", False
         went_on = at is not None and calls is not None and int(calls) > at

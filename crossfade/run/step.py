@@ -261,13 +261,15 @@ class Step:
         must call it: weights that a plan splits in blocks are put in one piece first.
         """
         self._create_all_state()
-        return checkpoint.state_of(
-            self.model,
-            self.optimizer,
-            steps=self.steps,
-            with_random=self._shares_random_numbers,
-            parts=self._parts,
-        )
+        members = self._members if self._tensor is not None else None
+        with members.together("put weights in one piece") if members is not None else contextlib.nullcontext():
+            return checkpoint.state_of(
+                self.model,
+                self.optimizer,
+                steps=self.steps,
+                with_random=self._shares_random_numbers,
+                parts=self._parts,
+            )
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from what `state_dict` returned here or, loaded by `torch.distributed.checkpoint`, elsewhere."""

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -82,6 +83,8 @@ class Forked:
             os.dup2(log, 2)
             train(job)
             code = 0
+        except Exception:
+            traceback.print_exc()
         finally:
             os._exit(code)
 
@@ -208,7 +211,8 @@ def _judged(event: Event, job: Job, expected: list[list[float]]) -> Result:
     ):
         problems.append("other numbers than single-device training")
     if event.kind == "short pause" and outcome == "restarted":
-        problems.append("a pause shorter than the timeout ended the run")
+        said = "; ".join(f"rank {rank}: {end.get('text', '')[:400]}" for rank, end in first.items())
+        problems.append(f"a pause shorter than the timeout ended the run: {said}")
     return Result(event, outcome, tuple(problems), seconds)
 
 
