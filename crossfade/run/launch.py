@@ -93,10 +93,10 @@ def _end(number: int, frame: Any) -> None:
 
 def _start(script: Sequence[str], variables: dict[str, str]) -> subprocess.Popen[bytes]:
     environment = {**KEEPS_MEMORY, **os.environ, **variables}
-    return subprocess.Popen([sys.executable, *script], env=environment, preexec_fn=_end_with_parent)
+    return subprocess.Popen([sys.executable, *script], env=environment, preexec_fn=end_with_parent)
 
 
-def _end_with_parent() -> None:
+def end_with_parent() -> None:
     """Ask Linux to end this process when its parent is gone, even if that was killed."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)

@@ -77,7 +77,7 @@ class Members:
             self._send_all({f"{meeting}/word": json.dumps(word)})
         else:
             said = {"fingerprint": fingerprint, "offers": list(offers)}
-            self._send(0, {f"{meeting}/member/{self.rank}": json.dumps(said)}, to)
+            self._send(0, {f"{meeting}/member/{self.rank}": json.dumps(said)})
             word = json.loads(self._first_members(f"{meeting}/word", self.timeout * 1.5, to, at))
         return self._heard(word, to)
 
@@ -311,14 +311,11 @@ class Members:
         asked = [f"{self.scope}/{key}" for key in keys]
         return mailbox.ask(self.cards[index], asked, patience=self._patience if patience is None else patience)
 
-    def _send(self, index: int, letters: Mapping[str, str], to: str = "") -> None:
-        """Put letters into a member's box; if that has ended, raise where something is to be done with it."""
-        try:
-            addressed = {f"{self.scope}/{key}": value for key, value in letters.items()}
+    def _send(self, index: int, letters: Mapping[str, str]) -> None:
+        """Put letters into a member's box; if that has ended, whoever waits for an answer will see."""
+        addressed = {f"{self.scope}/{key}": value for key, value in letters.items()}
+        with contextlib.suppress(Unreachable):
             mailbox.tell(self.cards[index], addressed, patience=_TELLS_SECONDS)
-        except Unreachable as error:
-            if to:
-                raise self._failed(f"no word from rank {self.ranks[index]} to {to}: it {error}") from None
 
     def _send_all(self, letters: Mapping[str, str]) -> None:
         """Put letters into the boxes of all that can be reached."""

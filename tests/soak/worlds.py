@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 
 from crossfade.errors import RankFailedError
-from crossfade.run.launch import free_port, launch, supervise
+from crossfade.run.launch import end_with_parent, free_port, launch, supervise
 from tests.soak.job import MODES, STEPS, Job, train
 
 KINDS = ("kill", "pause", "short pause", "long pause", "raise")
@@ -77,6 +77,7 @@ class Forked:
     def _run(self, job: Job, variables: dict[str, str]) -> None:
         code = 1
         try:
+            end_with_parent()
             os.environ.update(variables)
             log = os.open(Path(job.folder, "log"), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
             os.dup2(log, 1)
