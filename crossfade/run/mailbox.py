@@ -109,6 +109,10 @@ class Mailbox:
             self._news.wait_for(lambda: key in self._values, max(seconds, 0.0))
         return self.get(key)
 
+    def drop(self, key: str) -> None:
+        """Say this no more."""
+        self._values.pop(key, None)
+
     def forget(self, prefix: str) -> None:
         """Drop all keys that begin so; if it is a scope, take no more letters for it."""
         self._scopes.discard(prefix)

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from crossfade.errors import RankFailedError, RankMismatchError
+from crossfade.errors import CrossfadeError, RankFailedError, RankMismatchError
 from crossfade.run import mailbox
 from crossfade.run.capturing import CAPTURING
 from crossfade.run.deadline import within
@@ -114,6 +114,7 @@ class Members:
 
     def note(self, key: str, value: str) -> None:
         """Leave word of this member for whoever asks after it: the `step` it has reached, what it is `doing`."""
+        self._has_not_left()
         self._post(key, value)
 
     def leave(self, why: str, because: Sequence[int] = ()) -> None:
@@ -161,7 +162,10 @@ class Members:
         except Exception as error:
             if isinstance(error, RankFailedError):
                 raise
-            if not is_of_backend(error) and not self._others_failed():
+            own = (
+                isinstance(error, CrossfadeError) and type(error) is not CrossfadeError
+            )  # of this rank's model or state
+            if own or (not is_of_backend(error) and not self._others_failed()):
                 self.leave(f"{type(error).__name__}: {error}")
                 raise
             raise self.blamed(f"a failure to {what}", error) from error
@@ -201,8 +205,8 @@ class Members:
         if isinstance(answer, Unreachable):
             return (str(answer), 4) if here is None else self._sign_of_leaving(here)
         reached, doing, left = answer
-        if left is not None or here is not None:
-            return self._sign_of_leaving(left or here or "{}")
+        if left is not None:
+            return self._sign_of_leaving(left)
         if step is not None and (reached is None or int(reached) < step):
             return f"has not reached step {step} (last seen in step {reached or 'none'}{_now(doing)})", 2
         if doing:
@@ -220,9 +224,15 @@ class Members:
 
     def _next_meeting(self) -> str:
         self.meetings += 1
+        self._has_not_left()
         if self.box is not None:  # all have heard the word of the meeting before the last
             self.box.forget(f"{self.scope}/meeting/{self.meetings - 2}")
         return f"meeting/{self.meetings}"
+
+    def _has_not_left(self) -> None:
+        """Take back that it ends: whoever called it has gone on in spite of an error."""
+        if self.box is not None:
+            self.box.drop(f"{self.scope}/left")
 
     def _post(self, key: str, value: str) -> None:
         if self.box is not None:
