@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: help demo test lint bench fuzz fuzz-files models clean
+.PHONY: help demo test lint bench fuzz fuzz-files soak models clean
 .DEFAULT_GOAL := help
 
 help: ## list the targets
@@ -38,6 +38,9 @@ fuzz: $(READY) fuzz-files ## the sampled-program tests, many more examples, and 
 
 fuzz-files: $(READY) ## 5,000 wrong files of every kind: refused by name, nothing runs (half an hour)
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.files.fuzz --count 5000
+
+soak: $(READY) ## 200 ranks killed, paused and delayed while they train and save (half an hour)
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.soak
 
 models: $(READY) ## real models in all combinations (an hour): simplified, trained, split over ranks; docs/models.md
 	$(BIN)/python -m pytest tests/models tests/ranks tests/shard tests/cost -m models

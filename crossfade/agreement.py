@@ -2,22 +2,41 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from typing import Any
+
+from torch import Tensor
 
 from crossfade.graph.events import events_of
 from crossfade.graph.passes import fingerprint
 from crossfade.report.expect import Expect
 from crossfade.report.strict import Shortfall, refuse
 from crossfade.run.alike import digest_of
+from crossfade.run.checkpoint import checksum
 from crossfade.run.compared import same_batch, tensors_of
 from crossfade.run.members import Members, account
 from crossfade.run.step import Built
 
 
+@contextlib.contextmanager
+def telling(*members: Members | None) -> Iterator[None]:
+    """Tell the others, who will wait to compare programs, why this rank cannot go on."""
+    try:
+        yield
+    except Exception as error:
+        for one in members:
+            if one is not None:
+                one.fail(f"{type(error).__name__}: {error}")
+        raise
+
+
 def agree(members: Members, built: Built, common: Sequence[str], causes: Sequence[str] = ()) -> None:
     """Compare a program, and what else ranks must have in common, with the others; `causes` would explain the rest."""
+    held = {name: value for name, value in built.program.constants.items() if type(value) is Tensor}
+    constants = [f"constant {name} with checksum {checksum(value):08x}" for name, value in sorted(held.items())]
+    common = [*common, *constants]
     schedules, rest = [built.exchanges, events_of(built.program).launches], "\n".join([*common, str(built.program)])
     members.agree(" ".join([fingerprint(built.program), *causes, *common]), account(causes, schedules, rest))
 

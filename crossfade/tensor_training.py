@@ -27,6 +27,7 @@ from crossfade.graph.passes import Outcome, Verdict
 from crossfade.graph.private import FakeTensorMode, has_forward_hooks, tree_flatten
 from crossfade.graph.program import Program
 from crossfade.run.checkpoint import checksums
+from crossfade.run.groups import Lease
 from crossfade.run.members import Members
 from crossfade.run.mesh import Axis, MeshLike, without_axis
 from crossfade.run.shards import replaced
@@ -72,9 +73,13 @@ class TensorParallel:
         optimizer: Optimizer,
         loss: Loss,
         timeout: float,
+        lease: Lease,
+        present: Members | None,
     ) -> tuple[TensorParallel, DeviceMesh | None]:
-        """Get ready to compute `loss(model, batch)` split over the mesh's axis `tp`; and the mesh of the other axes."""
-        axis, others = without_axis(mesh, "tp")
+        """Get ready to compute `loss(model, batch)` split over the mesh's axis `tp`; and the mesh of the other axes.
+
+        `present` are the ranks of the mesh; the lease keeps what is opened."""
+        axis, others = without_axis(mesh, "tp", present)
         if axis.size == 1:
             raise MeshError("an axis tp of one rank", remedy="give it ranks, or pass no tensor_parallel plan")
         if has_forward_hooks(model):
@@ -83,11 +88,11 @@ class TensorParallel:
                 expected="hooks on modules inside it only",
                 remedy="remove it, or wrap the model in a module that does what the hook does",
             )
-        members, group = axis.open(timeout)
+        members, group = axis.open(timeout, lease)
         everyone = members, group
         if others is not None:
             ranks = mesh.mesh.flatten().tolist() if isinstance(mesh, DeviceMesh) else range(dist.get_world_size())
-            everyone = Axis("all", tuple(ranks), list(ranks).index(dist.get_rank()), axis.backend).open(timeout)
+            everyone = Axis("all", tuple(ranks), list(ranks).index(dist.get_rank()), axis.backend).open(timeout, lease)
         chosen = plan if isinstance(plan, Plan) else Plan(plan)
         return cls(chosen, axis, members, group, everyone, model, optimizer, loss), others
 

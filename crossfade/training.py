@@ -6,7 +6,7 @@ import contextlib
 import math
 import time
 import warnings
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from crossfade.agreement import agree, agree_on_batch, hold_together
+from crossfade.agreement import agree, agree_on_batch, hold_together, telling
 from crossfade.capture.accumulate import accumulate as run_on_micro_batches
 from crossfade.capture.baked_in import BakedIn, ambient
 from crossfade.capture.batch import BatchIs, BatchLayout, batch_key
@@ -58,13 +58,9 @@ from crossfade.run.collect_small_operators import CollectSmallOperators
 from crossfade.run.compared import comparisons, cost_of_comparing
 from crossfade.run.fuse_adam_updates import FuseAdamUpdates
 from crossfade.run.group_small_operators import GroupSmallOperators
+from crossfade.run.groups import Lease
 from crossfade.run.members import Members
-from crossfade.run.mesh import (
-    DataParallel,
-    MeshLike,
-    backend_on,
-    data_parallel_axes,
-)
+from crossfade.run.mesh import DataParallel, MeshLike, backend_on, data_parallel_axes
 from crossfade.run.pack_in_place import PackInPlace
 from crossfade.run.shards import Shards
 from crossfade.run.step import Built, Step
@@ -77,6 +73,7 @@ from crossfade.tensor_training import TensorParallel, check_not_split
 from crossfade.training_capture import Capturing, trained_parameters
 from crossfade.training_setup import (
     KeepWhole,
+    agree_on_settings,
     capturing,
     check_numbers,
     check_options,
@@ -177,6 +174,14 @@ def compile_step(
     check_model(model)
     check_optimizer(optimizer, names)
     check_not_split(model)
+    lease = Lease(model)
+    settings = {
+        "data_parallel": data_parallel, "keep_whole": kept_whole, "tensor_parallel": tensor_parallel is not None,
+        "batch": batch, "accumulate": accumulate, "clip_grad_norm": clip_grad_norm, "semantics": semantics,
+        "loss_is": loss_is, "machine": machine, "memory_limit": memory_limit, "check_every": check_every,
+        "strict": strict, "passes": None if passes is None else [one.name for one in passes],
+    }  # fmt: skip
+    present = agree_on_settings(mesh, lease, timeout, settings)
     tensor: TensorParallel | None = None
     if tensor_parallel is not None:
         check_tensor_parallel(data_parallel)
@@ -184,15 +189,16 @@ def compile_step(
         def loss(call: Callable[..., Any], batch: tuple[Any, ...]) -> torch.Tensor:
             return loss_of(call, loss_fn, batch)
 
-        tensor, mesh = TensorParallel.of(tensor_parallel, mesh, model, optimizer, loss, timeout)
+        tensor, mesh = TensorParallel.of(tensor_parallel, mesh, model, optimizer, loss, timeout, lease, present)
     axes = data_parallel_axes(mesh)
     mode: DataParallelMode = data_parallel if axes is not None else "replicate"
     check_wholeness(model, mode, kept_whole)
-    members, groups = open_groups(axes, mode, timeout) if axes is not None else (None, {})
+    members, groups = open_groups(axes, mode, timeout, lease) if axes is not None else (None, {})
     machine = preset(machine) if isinstance(machine, str) and machine != "calibrate" else machine
     everyone = tensor.everyone if tensor else (members, groups.get(axes.whole.name) if axes else None)
     groups |= {tensor.axis.name: tensor.group} if tensor else {}
-    planned_for = machine_for(machine, mode, axes, groups, everyone[1], model) if passes is None else None
+    with everyone[0].together("calibrate the machine") if everyone[0] is not None else contextlib.nullcontext():
+        planned_for = machine_for(machine, mode, axes, groups, everyone[1], model) if passes is None else None
     if memory_limit is not None and (passes is not None or (machine is None and planned_for is None)):
         raise CrossfadeError(
             f"memory_limit={memory_limit} without a machine to plan for",
@@ -215,20 +221,8 @@ def compile_step(
         model, optimizer, lambda b: compiler.build(b, members), compiler.key, everyone[0],
         groups, shards, compiler.initial_state,
         compiler.state_keys, shares_random_numbers=axes is None or semantics == "global",
-        part_of_batch=members.rank if members else 0, tensor=tensor, everyone=everyone[1],
+        part_of_batch=members.rank if members else 0, tensor=tensor, everyone=everyone[1], lease=lease,
     )  # fmt: skip
-
-
-@contextlib.contextmanager
-def _telling(*members: Members | None) -> Iterator[None]:
-    """Tell the others, who will wait to compare programs, why this rank cannot go on."""
-    try:
-        yield
-    except Exception as error:
-        for one in members:
-            if one is not None:
-                one.fail(f"{type(error).__name__}: {error}")
-        raise
 
 
 @dataclass(frozen=True)
@@ -266,22 +260,23 @@ class _StepCompiler:
     def _build_together(self, batch: tuple[Any, ...], members: Members | None) -> Built:
         split = self.tensor
         beyond = split.beyond if split is not None else None
-        with _telling(members, beyond):
+        with telling(members, beyond):
             if split is not None:
                 split.agree()
         for together in (split.members if split else None, members if self.batch == "global" else None):
             if together is not None:
-                agree_on_batch(together, batch, by_plan=together is not members)
+                with telling(beyond):
+                    agree_on_batch(together, batch, by_plan=together is not members)
         if members is not None and self.shards is not None and self.shards.will_split:
             self._choose_what_stays_whole(batch, members)
-        with _telling(members, beyond, split.members if split else None):
+        with telling(members, beyond, split.members if split else None):
             check_model(self.model)  # hooks may have been put on its parameters
             check_optimizer(self.optimizer, parameter_names(self.model))
             built = self._build(batch, members)
-        with _telling(members, beyond):
+        with telling(members, beyond):
             if split is not None:
                 agree(split.members, built, [self._stream(built.program), *self._rates()])
-        with _telling(beyond):
+        with telling(beyond):
             if members is not None:
                 alone = self.semantics == "per-rank"
                 stream = "random numbers of each rank's own" if alone else self._stream(built.program)
@@ -326,9 +321,8 @@ class _StepCompiler:
         compared = self._comparisons(program, parts, members)
         program = run_passes(program, [CompareRanks(one.group, one.reduce_op, one.numbers) for one in compared])
         split_over = self._split_over(names)
-        program = append_optimizer(
-            program, self.optimizer, names, clip_grad_norm=self.clip_grad_norm, split_over=split_over
-        )
+        clip = self.clip_grad_norm
+        program = append_optimizer(program, self.optimizer, names, clip_grad_norm=clip, split_over=split_over)
         gathering = updates_gathered(self.mode, self.axes, self._kept_whole) if self.axes else []
         before = run_passes(program, [*gathering, *simplification()])
         seconds = time.perf_counter() - start
@@ -360,9 +354,8 @@ class _StepCompiler:
 
     def _shortfalls(self, report: Report, before: Program, program: Program) -> tuple[Shortfall, ...]:
         earlier = [PassVerdict("shard", one) for one in self.tensor.verdicts] if self.tensor is not None else []
-        return (
-            tuple(shortfalls(self.expect, Judged(report, before, program, earlier))) if self.expect is not None else ()
-        )
+        judged = Judged(report, before, program, earlier)
+        return tuple(shortfalls(self.expect, judged)) if self.expect is not None else ()
 
     def _packing(self) -> Pass:
         """Within a memory limit nothing is kept from step to step beside buckets."""
@@ -445,7 +438,7 @@ class _StepCompiler:
         """Split parameters, as `keep_whole="auto"` left for the first step, once ranks agree on those to keep whole."""
         assert self.shards is not None and self.axes is not None and self.machine is not None
         split, machine = self.axes.split, self._carriers().planned_for(self.machine)
-        with _telling(members):
+        with telling(members):
             capturing = self._capturing
             captured = self._on_micro_batches(*capturing.capture(batch, capturing.layout(batch)))
             whole = run_passes(captured, simplification())

@@ -11,6 +11,7 @@ from collections.abc import Collection, Iterator, Mapping
 from typing import Any, Literal, get_args
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
@@ -22,8 +23,10 @@ from crossfade.errors import CrossfadeError, MeshError, ModelError, NotYetError,
 from crossfade.graph.private import group_named
 from crossfade.pipeline import DataParallelMode
 from crossfade.run.checkpoint import checksums
+from crossfade.run.groups import Lease
+from crossfade.run.meeting import meet
 from crossfade.run.members import Members
-from crossfade.run.mesh import COPY_AXIS, SPLIT_AXIS, DataParallel, backend_on
+from crossfade.run.mesh import COPY_AXIS, SPLIT_AXIS, DataParallel, MeshLike, backend_on, ranks_of
 from crossfade.run.shards import Shards, is_distributed
 
 log = logging.getLogger("crossfade")
@@ -169,12 +172,26 @@ def _warn_of_preset(mode: str, instead: str) -> None:
     )
 
 
-def open_groups(axes: DataParallel, mode: DataParallelMode, timeout: float) -> tuple[Members, dict[str, str]]:
+def agree_on_settings(mesh: MeshLike, lease: Lease, timeout: float, settings: Mapping[str, Any]) -> Members | None:
+    """The ranks of the mesh, once all have come with the same settings; None where there is only one."""
+    if not (ranks := ranks_of(mesh)):
+        return None
+    axes = dict(mesh) if isinstance(mesh, Mapping) else f"{tuple(mesh.shape)} of {mesh.mesh_dim_names}"  # type: ignore[union-attr]
+    alone = dist.get_backend() == "emulated"
+    members = lease.hold(meet(ranks, ranks.index(dist.get_rank()), timeout, alone=alone))
+    lines = [f"mesh = {axes}", *(f"{name} = {value}" for name, value in settings.items()), f"timeout = {timeout}"]
+    members.agree(" ".join(lines), "\n".join(lines), to="compile a step")
+    return members
+
+
+def open_groups(
+    axes: DataParallel, mode: DataParallelMode, timeout: float, lease: Lease
+) -> tuple[Members, dict[str, str]]:
     """Process groups of our own for each axis that the mode communicates along, by the axis's name."""
-    members, group = axes.whole.open(timeout)
+    members, group = axes.whole.open(timeout, lease)
     groups = {axes.whole.name: group}
     if mode != "replicate" and axes.copies is not None:
-        groups |= {axis.name: axis.open(timeout)[1] for axis in (axes.split, axes.copies)}
+        groups |= {axis.name: axis.open(timeout, lease)[1] for axis in (axes.split, axes.copies)}
     return members, groups
 
 
@@ -207,7 +224,8 @@ def shards_of(
         )
     lines = [f"keep_whole = {'auto' if kept_whole is None else sorted(kept_whole)}", *checksums(model, optimizer)]
     members.agree(" ".join(lines), "\n".join(lines))
-    shards = Shards(model, optimizer, axes.device_mesh(device), will_split=kept_whole is None)
+    mesh = axes.device_mesh(device, members)
+    shards = Shards(model, optimizer, mesh, will_split=kept_whole is None, guard=members.guard)
     if mode != "zero1" and kept_whole is not None:
         shards.split_all_but(kept_whole)
     return shards
@@ -248,7 +266,7 @@ def capturing(baked_in: BakedIn, members: Members | None) -> Iterator[None]:
     if not reason or members is None or members.alone:
         yield
         return
-    members.note("capturing", reason)
+    members.note("doing", f"it captures again, since {reason}")
     try:
         yield
     except RankFailedError as error:
@@ -257,4 +275,4 @@ def capturing(baked_in: BakedIn, members: Members | None) -> Iterator[None]:
             expected="every rank to capture again at the same step",
             remedy="make such a change on all ranks between the same steps; or see the other rank's own error first",
         ) from error
-    members.note("capturing", "")
+    members.note("doing", "")

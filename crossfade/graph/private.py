@@ -57,6 +57,7 @@ __all__ = [
     "has_step_hooks",
     "mark_optimizer_stepped",
     "name_group",
+    "new_process_group",
     "register_work",
     "serve_in_python",
     "size_expression",
@@ -216,6 +217,37 @@ def group_named(name: str) -> Any:
     from torch.distributed import distributed_c10d
 
     return distributed_c10d._resolve_process_group(name)  # type: ignore[arg-type]
+
+
+def new_process_group(name: str, ranks: list[int], backend: str, timeout: Any, description: str) -> Any:
+    """A process group of some ranks, this one among them, under a name that its ranks have chosen.
+
+    The public `new_group` chooses the name by the groups that a process has: two ranks of which one has destroyed a
+    group would wait for each other under different names, or meet where an old group has left its addresses. Known on
+    2.13; the parameters are those of 2.11.
+    """
+    from torch.distributed import distributed_c10d
+
+    ranks = sorted(ranks)
+    default = distributed_c10d._get_default_group()
+    if hasattr(default, "new_group"):  # a default group written in Python makes its own
+        return torch.distributed.new_group(
+            ranks, timeout=timeout, backend=backend, use_local_synchronization=True, group_desc=description
+        )
+    _, store = distributed_c10d._world.pg_map[default]
+    group, _ = distributed_c10d._new_process_group_helper(
+        len(ranks),
+        ranks.index(default.rank()),
+        ranks,
+        distributed_c10d.Backend(backend),
+        store,
+        name,  # type: ignore[arg-type]
+        timeout=timeout,
+        device_id=default.bound_device_id,
+        group_desc=description,
+    )
+    distributed_c10d._world.pg_group_ranks[group] = {rank: index for index, rank in enumerate(ranks)}
+    return group
 
 
 def register_work(tensor: torch.Tensor, work: Any) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 import linecache
 import math
+import weakref
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -96,6 +97,7 @@ def compile_written(writer: Writer) -> Compiled:
     exec(compile(source, filename, "exec"), writer.names)
     writer.views.make = writer.names.get("look")
     linecache.cache[filename] = len(source), None, source.splitlines(keepends=True), filename
+    weakref.finalize(writer.names["run"], linecache.cache.pop, filename, None).atexit = False
     return Compiled(writer.names["run"], source, filename, writer.node_at, writer.views)
 
 

@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
-from datetime import timedelta
+from typing import Any
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from crossfade.errors import MeshError, NotYetError
-from crossfade.graph.private import default_store
+from crossfade.run.groups import Kind, Lease
+from crossfade.run.meeting import meet
 from crossfade.run.members import Members
 
 MeshLike = DeviceMesh | Mapping[str, int] | None
-
-_opened: Counter[tuple[int, ...]] = Counter()
-"""How often each set of ranks has opened an axis: the same on all of them, since they open in the same order."""
 
 
 @dataclass(frozen=True)
@@ -35,21 +32,13 @@ class Axis:
         """How many ranks it has."""
         return len(self.ranks)
 
-    def open(self, timeout: float) -> tuple[Members, str]:
-        """Make a process group of our own for this axis, whose collectives fail after `timeout` seconds.
+    def open(self, timeout: float, lease: Lease) -> tuple[Members, str]:
+        """The ranks along this axis, and the name of a process group of ours for them; the lease keeps both.
 
-        A group of our own keeps the user's collectives and ours from mixing. Returns its members and its name.
+        Its collectives fail after `timeout` seconds.
         """
-        _opened[self.ranks] += 1
-        prefix = f"crossfade/{'-'.join(map(str, self.ranks))}/{_opened[self.ranks]}"
-        store = dist.PrefixStore(prefix, default_store())
-        members = Members(store, self.ranks, self.index, timeout, alone=self.backend == "emulated")
-        members.agree(self.name, f"axis {self.name} over {self.backend}")  # or making the group would wait unnamed
-        limit = timedelta(seconds=timeout)
-        group = dist.new_group(
-            list(self.ranks), timeout=limit, backend=self.backend, use_local_synchronization=True, group_desc=self.name
-        )
-        return members, group.group_name
+        members = lease.hold(meet(self.ranks, self.index, timeout, alone=self.backend == "emulated"))
+        return members, lease.open(members, Kind(self.name, self.ranks, self.backend, timeout))
 
 
 SPLIT_AXIS, COPY_AXIS = "dp_shard", "dp_replicate"
@@ -66,28 +55,61 @@ class DataParallel:
     copies: Axis | None = None
     mesh: DeviceMesh | None = None
 
-    def device_mesh(self, device: str) -> DeviceMesh:
-        """The mesh as torch's, rows split over its last axis."""
+    def device_mesh(self, device: str, members: Members) -> DeviceMesh:
+        """The mesh as torch's, rows split over its last axis; all members ask for it."""
         if self.mesh is not None:
             return self.mesh
-        if self.copies is None:
-            return init_device_mesh(device, (self.whole.size,), mesh_dim_names=(self.whole.name,))
-        shape = self.copies.size, self.split.size
-        return init_device_mesh(device, shape, mesh_dim_names=(self.copies.name, self.split.name))
+        axes = [self.whole] if self.copies is None else [self.copies, self.split]
+        return _MESHES.get(device, {axis.name: axis.size for axis in axes}, members)
 
 
-def without_axis(mesh: MeshLike, name: str) -> tuple[Axis, DeviceMesh | None]:
-    """One axis of a mesh, and the mesh of the others; None where there are none."""
+class _Meshes:
+    """Meshes over the whole world that were asked for by their sizes; each is made once, since its groups stay."""
+
+    def __init__(self) -> None:
+        self._world: Any = None
+        self._made: dict[Any, DeviceMesh] = {}
+
+    def get(self, device: str, sizes: Mapping[str, int], members: Members) -> DeviceMesh:
+        if dist.group.WORLD is not self._world:
+            self._world, self._made = dist.group.WORLD, {}
+        key, shape = (device, tuple(sizes.items())), tuple(sizes.values())
+        if key not in self._made:
+            what = f"opening the mesh {dict(sizes)}"
+            self._made[key] = members.guard(what, lambda: init_device_mesh(device, shape, mesh_dim_names=tuple(sizes)))
+        return self._made[key]
+
+
+_MESHES = _Meshes()
+
+
+def ranks_of(mesh: MeshLike) -> tuple[int, ...]:
+    """The ranks of a mesh, in its order; empty where there is no more than one.
+
+    >>> ranks_of(None), ranks_of({"dp": 1})
+    ((), ())
+    """
+    if mesh is None or not dist.is_initialized():
+        return ()
+    if isinstance(mesh, Mapping):
+        size = math.prod(mesh.values())
+        return tuple(range(size)) if 1 < size == dist.get_world_size() else ()
+    ranks = mesh.mesh.flatten().tolist()
+    return tuple(ranks) if len(ranks) > 1 and dist.get_rank() in ranks else ()
+
+
+def without_axis(mesh: MeshLike, name: str, members: Members | None) -> tuple[Axis, DeviceMesh | None]:
+    """One axis of a mesh, and the mesh of the others; None where there are none. `members` are the mesh's."""
     if isinstance(mesh, Mapping):
         sizes = dict(mesh)
         world = dist.get_world_size() if dist.is_initialized() else 1
-        if math.prod(sizes.values()) != world:
+        if math.prod(sizes.values()) != world or members is None:
             raise MeshError(
                 f"a mesh of {math.prod(sizes.values())} ranks in a world of {world}",
                 expected="as many ranks in the mesh as in the world",
                 remedy="start as many processes (crossfade launch --ranks N script.py)",
             )
-        mesh = init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+        mesh = _MESHES.get("cpu", sizes, members)
     names = (mesh.mesh_dim_names or ()) if mesh is not None else ()
     if mesh is None or name not in names:
         raise MeshError(

@@ -7,7 +7,7 @@ DTensors (`Shard(0)`) over that memory: in the model's parameters, in the optimi
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,10 +34,20 @@ class Shards:
 
     `mesh` has the axis over which rows are split last; parts along its other axes are alike. The state that the
     optimizer keeps is split of every parameter; with `split_all_but`, parameters themselves are too. If that
-    `will_split` only at the first step, parameters must not be replaced until then.
+    `will_split` only at the first step, parameters must not be replaced until then. `guard` calls what waits for other
+    ranks through the mesh's groups, whose timeout is not ours.
     """
 
-    def __init__(self, model: nn.Module, optimizer: Optimizer, mesh: DeviceMesh, *, will_split: bool = False) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        mesh: DeviceMesh,
+        *,
+        will_split: bool = False,
+        guard: Callable[[str, Callable[[], Any]], Any] = lambda what, function: function(),
+    ) -> None:
+        self._guard = guard
         self.model, self.optimizer, self.mesh, self.will_split = model, optimizer, mesh, will_split
         self.ranks, self.rank = mesh.size(mesh.ndim - 1), mesh.get_local_rank(mesh.ndim - 1)
         self.whole: tuple[str, ...] | None = None
@@ -126,9 +136,13 @@ class Shards:
             yield self.model
 
     def _whole(self, parameter: Any) -> Tensor:
-        with torch.no_grad():
-            whole = parameter.full_tensor()
-            return whole.clone() if self.ranks == 1 else whole
+        def gather() -> Tensor:
+            with torch.no_grad():
+                whole = parameter.full_tensor()
+                return whole.clone() if self.ranks == 1 else whole
+
+        gathered: Tensor = self._guard("gathering a parameter", gather)
+        return gathered
 
     def _part_shape(self, shape: torch.Size) -> tuple[int, ...]:
         return rows_per_rank(shape[0], self.ranks), *shape[1:]

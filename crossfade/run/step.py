@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import threading
 import time
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,12 +17,15 @@ from torch import Tensor, fx, nn
 from torch.optim import Optimizer
 
 from crossfade.cost.timeline import Timeline
+from crossfade.errors import CrossfadeError, RankFailedError
 from crossfade.graph.private import group_named, mark_optimizer_stepped
 from crossfade.graph.program import InputKind, OutputKind, Program
 from crossfade.run import checkpoint
 from crossfade.run.alike import Comparison
 from crossfade.run.bound import Bound, Found, watch
+from crossfade.run.capturing import CAPTURING
 from crossfade.run.executable import Executable
+from crossfade.run.groups import Lease
 from crossfade.run.members import Members
 from crossfade.run.shards import Shards, place_of
 from crossfade.run.stopwatch import Stopwatch
@@ -116,9 +120,13 @@ class Step:
         part_of_batch: int | None = None,
         tensor: SplitByPlan | None = None,
         everyone: str | None = None,
+        lease: Lease | None = None,
     ) -> None:
-        """`members` and `everyone`, a process group's name, are of all ranks that train the model together."""
-        self._tensor, self._everyone = tensor, everyone
+        """`members` and `everyone`, a process group's name, are of all ranks that train the model together; the lease
+        keeps them and all groups until the step is closed."""
+        self._tensor, self._everyone, self._lease = tensor, everyone, lease
+        self._closed, self._turn = False, threading.RLock()
+        self._calls = 0
         self.model, self.optimizer = model, optimizer
         self._part_of_batch = part_of_batch if part_of_batch is not None else members.rank if members else 0
         self._shards, self._shares_random_numbers = shards, shares_random_numbers
@@ -154,26 +162,48 @@ class Step:
     def prepare(self, *batch: Any) -> Step:
         """Capture the step for batches like this one without running it; nothing of the user's is changed, except that
         with `keep_whole="auto"` the first capture splits parameters."""
-        self._last = self._prepared(batch)
+        with self._turn:
+            self._last = self._prepared(batch)
         return self
+
+    def close(self) -> None:
+        """Give back process groups and the memory of buckets; the step cannot be called again, the model can be used.
+
+        A step that is no longer referred to does so by itself. Each rank may close it when it likes.
+
+            >>> step = Step(nn.Linear(2, 1), None, None, None, None, {})
+            >>> step.close()
+            >>> step(torch.ones(1, 2))
+            Traceback (most recent call last):
+            crossfade.errors.CrossfadeError: found a call of a step that was closed. Remedy: compile a new one.
+        """
+        with self._turn:
+            self._closed = True
+            self._ready.clear()
+            self._workspaces.clear()
+            self._last = None
+            if self._lease is not None:
+                self._lease.release()
 
     def __call__(self, *batch: Any) -> Tensor:
         """Train on one batch and return its loss."""
-        ready = self._last = self._prepared(batch)
-        values = self._taken(ready, batch)
-        del batch
-        return self._train(ready, ready.executable, values)
+        with self._turn:
+            ready = self._last = self._prepared(batch)
+            values = self._taken(ready, batch)
+            del batch
+            return self._train(ready, ready.executable, values)
 
     def profile(self, *batch: Any) -> Timeline:
         """Train on one batch as a call does, and return what this rank did when; see `crossfade.run.stopwatch`.
 
         The first step makes optimizer state and the memory of buckets: profile a later one, on every rank.
         """
-        ready = self._last = self._prepared(batch)
-        values = self._taken(ready, batch)
-        del batch
-        stopwatch = Stopwatch(ready.executable)
-        self._train(ready, stopwatch, values)
+        with self._turn:
+            ready = self._last = self._prepared(batch)
+            values = self._taken(ready, batch)
+            del batch
+            stopwatch = Stopwatch(ready.executable)
+            self._train(ready, stopwatch, values)
         return stopwatch.timeline
 
     def _taken(self, ready: _Ready, batch: tuple[Any, ...]) -> dict[str, Tensor]:
@@ -210,7 +240,12 @@ class Step:
             torch.Size([3, 1])
         """
         split = self._shards or self._tensor
-        with split.gathered() if split is not None else contextlib.nullcontext(self.model) as model:
+        if split is None:
+            yield self.model
+            return
+        with contextlib.ExitStack() as whole:
+            with self._together("gather the model"):
+                model = whole.enter_context(split.gathered())
             yield model
 
     def own_parts(self, whole: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -238,13 +273,15 @@ class Step:
         for ready in self._ready.values():
             for comparison in ready.built.comparisons:
                 comparison.finish()
-        return checkpoint.state_of(
-            self.model,
-            self.optimizer,
-            steps=self.steps,
-            with_random=self._shares_random_numbers,
-            parts=self._parts,
-        )
+        members = self._members if self._tensor is not None else None
+        with members.together("put weights in one piece") if members is not None else contextlib.nullcontext():
+            return checkpoint.state_of(
+                self.model,
+                self.optimizer,
+                steps=self.steps,
+                with_random=self._shares_random_numbers,
+                parts=self._parts,
+            )
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from what `state_dict` returned here or, loaded by `torch.distributed.checkpoint`, elsewhere."""
@@ -253,28 +290,60 @@ class Step:
 
     def save(self, folder: str | Path) -> None:
         """Write a checkpoint from all ranks; until it is complete, an earlier one in the folder stays."""
-        checkpoint.save(self.state_dict(), folder, self._group(), first=self._members is None or not self._members.rank)
+        with self._together(f"save a checkpoint to {folder}"):
+            first = self._members is None or not self._members.rank
+            checkpoint.save(self.state_dict(), folder, self._group(), first=first)
 
     def load(self, folder: str | Path) -> None:
         """Go on from a checkpoint that `save` wrote, on any number of ranks, with any `data_parallel` and any plan."""
-        state = self.state_dict()
-        checkpoint.load(state, folder, self._group())
-        self.load_state_dict(state)
+        with self._together(f"load the checkpoint in {folder}"):
+            state = self.state_dict()
+            checkpoint.load(state, folder, self._group())
+            self.load_state_dict(state)
+
+    @contextlib.contextmanager
+    def _together(self, what: str) -> Iterator[None]:
+        """Do something that all ranks must do now: see that they do, and say who did not where it fails."""
+        self._check_open()
+        if self._members is None:
+            yield
+            return
+        self._members.agree(what, what, to=what, at=self._calls)
+        try:
+            with self._members.together(what):
+                yield
+        except RankFailedError as error:
+            raise self._given_up(error) from error.__cause__
+
+    def _given_up(self, error: RankFailedError) -> RankFailedError:
+        if self._lease is not None:
+            self._lease.mark_broken()
+        return error
+
+    def _check_open(self) -> None:
+        """Refuse to run without the groups that the programs name."""
+        if self._closed:
+            raise CrossfadeError("a call of a step that was closed", remedy="compile a new one")
+        if self._lease is not None:
+            self._lease.check()
 
     def _group(self) -> Any:
         return group_named(self._everyone) if self._everyone is not None else None
 
     def _prepared(self, batch: tuple[Any, ...]) -> _Ready:
+        self._check_open()
         if self._shards is not None:
             self._shards.check()
         key = self._key(batch)
         if key not in self._ready:
             start = time.perf_counter()
-            built = self._build(batch)
+            with CAPTURING:
+                built = self._build(batch)
             log.info("captured %s in %.1f s: %s", type(self.model).__name__, time.perf_counter() - start, built.report)
             executable = Executable(built.program, self._groups)
             if len(self._ready) == CAPTURES_KEPT:
                 self._ready.pop(next(iter(self._ready)))
+                self._drop_workspaces()
             keys = [(name, self.model.get_parameter(name), one) for name, one in built.state_keys.items()]
             key = self._key(batch)  # as the model is now: a plan may have split its buffers
             names = [item.name for item in built.program.inputs if item.kind is InputKind.INPUT]
@@ -287,15 +356,17 @@ class Step:
     def _run(self, executable: Executable, inputs: list[Any]) -> tuple[Any, ...]:
         if self._members is None:
             return executable(inputs)
+        self._calls += 1
+        self._members.note("calls", str(self._calls))
         self._members.note("step", str(self.steps))
         try:
             return executable(inputs)
         except Exception as error:
             collective = executable.collective_at(error)
             if not collective:
-                self._members.note("failed", f"{type(error).__name__}: {error}"[:500])
+                self._members.leave(f"{type(error).__name__}: {error}")
                 raise
-            raise self._members.blame(self.steps, collective, error) from error
+            raise self._given_up(self._members.blame(self.steps, collective, error)) from error
 
     def _create_state(self, wanted: Iterable[tuple[str, nn.Parameter, Collection[str]]]) -> None:
         """Give the optimizer the state that its own first step would have made, where it has none."""
@@ -375,11 +446,23 @@ class Step:
 
     def _workspace(self, name: str, node: fx.Node) -> Tensor:
         """Memory that lives as long as the step, shared by its programs, made at the first call."""
-        like = node.meta["val"]
-        key = name, like.shape, like.dtype, like.device
+        like, key = node.meta["val"], _workspace_key(name, node)
         if key not in self._workspaces:
             self._workspaces[key] = torch.empty(like.shape, dtype=like.dtype, device=like.device)
         return self._workspaces[key]
+
+    def _drop_workspaces(self) -> None:
+        """Free the workspaces that no kept program uses."""
+        programs = [ready.built.program for ready in self._ready.values()]
+        named = [pair for program in programs for pair in program.named_inputs()]
+        used = {_workspace_key(item.name, node) for item, node in named if item.kind is InputKind.WORKSPACE}
+        for key in [key for key in self._workspaces if key not in used]:
+            del self._workspaces[key]
+
+
+def _workspace_key(name: str, node: fx.Node) -> Hashable:
+    like = node.meta["val"]
+    return name, like.shape, like.dtype, like.device
 
 
 def _taken_out(name: str, batch: dict[str, Any]) -> Any:
