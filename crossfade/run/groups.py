@@ -139,7 +139,9 @@ def _made(members: Members, kind: Kind) -> str:
     def make() -> Any:
         return new_process_group(name, list(kind.ranks), kind.backend, limit, kind.description)
 
-    return str(members.guard(f"opening a process group for axis {kind.description}", make).group_name)
+    made = str(members.guard(f"opening a process group for axis {kind.description}", make).group_name)
+    members.agree(made, made, to="open process groups")  # or one that drops it at once would fail those still opening
+    return made
 
 
 def _inside_torch_distributed() -> bool:
