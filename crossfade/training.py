@@ -176,10 +176,11 @@ def compile_step(
     check_not_split(model)
     lease = Lease(model)
     settings = {
-        "data_parallel": data_parallel, "keep_whole": kept_whole, "tensor_parallel": tensor_parallel is not None,
-        "batch": batch, "accumulate": accumulate, "clip_grad_norm": clip_grad_norm, "semantics": semantics,
-        "loss_is": loss_is, "machine": machine, "memory_limit": memory_limit, "check_every": check_every,
-        "strict": strict, "passes": None if passes is None else [one.name for one in passes],
+        "data_parallel": data_parallel, "keep_whole": "auto" if kept_whole is None else list(kept_whole),
+        "tensor_parallel": tensor_parallel is not None, "batch": batch, "accumulate": accumulate,
+        "clip_grad_norm": clip_grad_norm, "semantics": semantics, "loss_is": loss_is, "machine": machine,
+        "memory_limit": memory_limit, "check_every": check_every, "strict": strict,
+        "passes": None if passes is None else [one.name for one in passes],
     }  # fmt: skip
     present = agree_on_settings(mesh, lease, timeout, settings)
     tensor: TensorParallel | None = None

@@ -25,7 +25,7 @@ from crossfade.files.found import Found
 from crossfade.files.pickled import TRUST, check_plain
 from crossfade.files.plain import decoded_json
 from crossfade.graph.allowed import operator_named
-from crossfade.graph.private import load_archive, open_archive
+from crossfade.graph.private import load_archive, open_archive, record_bytes
 
 _SAVE = "save the model with torch.export.save(torch.export.export(model, inputs), path)"
 _MODEL, _LIBRARIES, _WEIGHTS, _CONSTANTS = "models/", "data/aotinductor/", "data/weights/", "data/constants/"
@@ -66,7 +66,7 @@ class _Archive:
         return CaptureError(f"{self.path}, {record}, {what}", expected="tensors and operators alone", remedy=TRUST)
 
     def check(self) -> None:
-        if sum(self.reader.get_record_size(record) for record in self.records) > self.path.stat().st_size:
+        if sum(record_bytes(self.reader, record) for record in self.records) > self.path.stat().st_size:
             raise CaptureError(f"{self.path}, which says that it is larger than it is", remedy=_SAVE)
         for record in self.records:
             if record.startswith(_LIBRARIES):
@@ -113,7 +113,7 @@ class _Archive:
         """A tensor of no bytes is made of its sizes alone: none may be reserved for it, except on the meta device."""
         kept = entry["tensor_meta"]["device"]["type"].text() != "meta"
         sizes = [size["as_int"].whole(least=0) for size in entry["tensor_meta"]["sizes"].items()]
-        if kept and math.prod(sizes) > 0 and not self.reader.get_record_size(record):
+        if kept and math.prod(sizes) > 0 and not record_bytes(self.reader, record):
             raise entry["tensor_meta"]["sizes"].wrong("the size of an empty tensor, since its record is empty")
 
     def model(self, record: str) -> None:

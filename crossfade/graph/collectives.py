@@ -75,6 +75,8 @@ _POINT_TO_POINT = {
     for name, how in {"isend": "isend", "irecv": "irecv", "batch_p2p_ops": "both"}.items()
     if hasattr(_ops, name)  # these too are younger than torch 2.11
 }
+HAS_MESSAGES = bool(_POINT_TO_POINT)
+"""Whether this torch has operators for messages between two ranks."""
 
 GATHER, GATHER_INTO = _ops.all_gather_into_tensor.default, _ops.all_gather_into_tensor_out.default
 """The ops of `all_gather` and `all_gather_into`."""

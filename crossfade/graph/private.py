@@ -393,8 +393,15 @@ def checkpoint_classes() -> list[Any]:
 
 
 def open_archive(path: str) -> Any:
-    """torch's reader of .pt2 archives: `get_all_records`, `get_record`, `get_record_size`. Known on 2.11, 2.13."""
+    """torch's reader of .pt2 archives: `get_all_records`, `get_record`. Known on 2.11, 2.13."""
     return torch._C.PyTorchFileReader(path)
+
+
+def record_bytes(archive: Any, record: str) -> int:
+    """The size of a record of an archive; read to be known on 2.11, which cannot tell it otherwise."""
+    if hasattr(archive, "get_record_size"):
+        return archive.get_record_size(record)
+    return len(archive.get_record(record))
 
 
 def load_archive(path: str) -> Any:

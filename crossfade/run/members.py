@@ -139,7 +139,7 @@ class Members:
     def _noted_by(self, index: int, key: str, deadline: float) -> str:
         while True:
             try:
-                (said,) = self._ask(index, key)
+                said = self._said(key) if index == self.rank else self._ask(index, key)[0]
             except Unreachable as error:
                 return str(error)
             if said is not None or time.monotonic() > deadline:
@@ -254,6 +254,9 @@ class Members:
         if self.box is not None:
             self.box.drop(f"{self.scope}/left")
 
+    def _said(self, key: str) -> str | None:
+        return self.box.get(f"{self.scope}/{key}") if self.box is not None else None
+
     def _post(self, key: str, value: str) -> None:
         if self.box is not None:
             self.box.put(f"{self.scope}/{key}", value)
@@ -270,7 +273,7 @@ class Members:
                 return {"kind": "failed", "found": f"rank {rank}{said['failed']}"}
             if said["fingerprint"] != fingerprint:
                 theirs = self._ask(index, f"{meeting}/text")[0] or ""
-                return {"kind": "differs", "found": _first_difference(text, theirs, self.ranks[0], rank, what)}
+                return {"kind": "differs", "found": first_difference(text, theirs, self.ranks[0], rank, what)}
             offers = [offer for offer in offers if offer in said["offers"]]
         return {"kind": "agreed", "offers": offers}
 
@@ -379,7 +382,7 @@ def account(causes: Sequence[str], schedules: Sequence[Sequence[Launch]], rest: 
     return _PARTS.join(["\n".join(causes), json.dumps([as_json(launches) for launches in schedules]), rest])
 
 
-def _first_difference(ours: str, theirs: str, our_rank: int, their_rank: int, what: str) -> str:
+def first_difference(ours: str, theirs: str, our_rank: int, their_rank: int, what: str) -> str:
     """The first difference of two texts, or of two accounts in the order of their parts."""
     (causes, schedules, rest), (their_causes, their_schedules, their_rest) = _parts(ours), _parts(theirs)
     for mine, other in zip(schedules, their_schedules, strict=False) if causes == their_causes else ():

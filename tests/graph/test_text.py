@@ -75,10 +75,10 @@ ROUND_TRIPS = {
     "scalar-arithmetic": """
         n: int = scalar("n")
         lr: float = scalar("lr")
+        x: f32[4] = input("x")
         m: int = operator.mul(n, 2)
         root: float = math.sqrt(lr)
         most: int = builtins.max(m, 3)
-        x: f32[4] = input("x")
         y: f32[4] = aten.mul.Tensor(x, root)
         return output("y", y), output("m", most)
     """,
