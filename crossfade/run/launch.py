@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -14,7 +15,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
-from crossfade.errors import RankFailedError
+from crossfade.errors import MeshError, RankFailedError
 
 _POLL_SECONDS = 0.05
 KEEPS_MEMORY = {"MIMALLOC_PURGE_DELAY": "600000"}
@@ -120,12 +121,18 @@ def _wait_all(processes: Sequence[Process], grace: float) -> None:
         time.sleep(_POLL_SECONDS)
 
 
-def free_port() -> int:
-    """A port of this machine that nobody listens on now.
+_PORTS = range(15_000, 32_000)
+"""Below those that systems give to connections: what is free here is not taken by one before it is used."""
 
-    >>> free_port() > 0
+
+def free_port() -> int:
+    """A port that nobody listens on.
+
+    >>> free_port() in _PORTS
     True
     """
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    for port in random.SystemRandom().sample(_PORTS, 100):
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
+    raise MeshError("no free port among 100 tried", remedy="set MASTER_PORT, and start ranks by torchrun")
