@@ -8,6 +8,7 @@ import json
 import pickle
 import random
 import zipfile
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -102,9 +103,12 @@ def structured(data: bytes, dice: random.Random) -> bytes:
         tree = json.loads(data)
     except (ValueError, RecursionError):
         return flipped(data, dice)
-    for _ in range(dice.choice((1, 1, 2))):
-        tree = _changed(tree, dice)
-    text = json.dumps(tree, indent=dice.choice((None, 1)))
+    try:
+        for _ in range(dice.choice((1, 1, 2))):
+            tree = _changed(tree, dice)
+        text = json.dumps(tree, indent=dice.choice((None, 1)))
+    except RecursionError:  # nested for ever by an earlier change
+        return flipped(data, dice)
     if dice.random() < 0.03:
         text = text.replace("{", '{"a": ' + "[" * 5000 + "]" * 5000 + ", ", 1)
     if dice.random() < 0.05:
@@ -155,7 +159,16 @@ def rearchived(data: bytes, dice: random.Random) -> bytes:
     try:
         with zipfile.ZipFile(io.BytesIO(data)) as archive:
             entries = {entry.filename: archive.read(entry) for entry in archive.infolist()}
-    except (zipfile.BadZipFile, ValueError, OSError, EOFError, NotImplementedError, RuntimeError, LookupError):
+    except (
+        zipfile.BadZipFile,
+        ValueError,
+        OSError,
+        EOFError,
+        NotImplementedError,
+        RuntimeError,
+        LookupError,
+        zlib.error,
+    ):
         return flipped(data, dice)
     if not entries:
         return data

@@ -25,7 +25,7 @@ from tests.soak.job import MODES, STEPS, Job, train
 KINDS = ("kill", "pause", "short pause", "long pause", "raise")
 STARTERS = ("launch", "torchrun")
 PLACES = ("open", "capture", *(f"step {number}" for number in range(STEPS)), "save 2", "save 4", "save 6", "save 8")
-_DOING = r"failed collective|checkpoint|compare programs|compile a step|open process groups|opening"
+_DOING = r"failed collective|checkpoint|compare programs|compile a step|open process groups|opening|gather the model"
 
 
 @dataclass(frozen=True)
@@ -116,7 +116,10 @@ def disturbed(event: Event, folder: Path, timeout: float, expected: list[list[fl
     hand = threading.Thread(target=_disturb, args=(event, job), daemon=True)
     hand.start()
     run = _under_torchrun if event.starter == "torchrun" else _launched_by_command if commands else _launched
-    run(job)
+    try:
+        run(job)
+    except subprocess.TimeoutExpired as error:
+        return Result(event, "hung", (f"torchrun had not ended after {error.timeout:.0f} s",), error.timeout)
     hand.join(4 * timeout)
     if event.starter == "launch" and not _ends(job, 1 if job.attempt else 0, "done"):
         run(replace(job, attempt=1, raises=""))
