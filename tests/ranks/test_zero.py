@@ -85,11 +85,15 @@ def test_split_ranks_equal_one_device_with(ranks: Any, options: dict[str, Any], 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("name", some(["mlp", "gpt with dropout", "cnn with batch norm"], often=["mlp"]))
 def test_hybrid_ranks_equal_one_device(ranks: Any, name: str, mode: str) -> None:
-    """Rows split over two ranks, and the two parts copied on two pairs of ranks."""
+    """Rows split over two ranks, and the two parts copied on two pairs of ranks.
+
+    Four ranks add in an order that the plan, and so the machine's speed, decides; AdamW divides by roots of squares as
+    small as 1e-9, and makes more of the last bits.
+    """
     eager = train_eager(name, clip=0.1)
     options = {"data_parallel": mode, "clip_grad_norm": 0.1, "mesh": {"dp_replicate": 2, "dp_shard": 2}}
     for trained in ranks(4).run(train_crossfade_on_ranks, name, 4, options):
-        assert differences(eager, trained, 2e-5, 2e-6) == []
+        assert differences(eager, trained, 1e-4, 2e-5) == []
 
 
 def misused() -> list[str]:
