@@ -110,7 +110,10 @@ class Sharded:
         """
         path = Path(folder)
         account = read_account(path)
-        ranks, own = _position(mesh, axis or account.axis, rank, called=account.axis)
+        try:
+            ranks, own = _position(mesh, axis or account.axis, rank, called=account.axis)
+        except MeshError as error:
+            raise MeshError(f"{error.found} for {path}", expected=error.expected, remedy=error.remedy) from error
         if ranks != account.ranks:
             raise MeshError(
                 f"{ranks} ranks for {path}",

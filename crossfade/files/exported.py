@@ -43,7 +43,9 @@ def load_exported(path: Path, *, trusted: bool = False) -> tuple[ExportedProgram
             return torch.export.load(path, extra_files=extra), extra
         _Archive(path).check()
         contents = load_archive(str(path))
-        return contents.exported_programs["model"], dict(contents.extra_files)
+        program = contents.exported_programs["model"]
+        _check_values(program, path)
+        return program, dict(contents.extra_files)
     except CrossfadeError:
         raise
     except Exception as reason:
@@ -53,6 +55,16 @@ def load_exported(path: Path, *, trusted: bool = False) -> tuple[ExportedProgram
             expected="a file written by torch.export.save",
             remedy=_SAVE,
         ) from reason
+
+
+def _check_values(program: ExportedProgram, path: Path) -> None:
+    """Refuse a program whose signature names a tensor that the file does not hold."""
+    held = {*program.state_dict, *program.constants}
+    for spec in program.graph_signature.input_specs:
+        if spec.target is not None and spec.target not in held:
+            raise CaptureError(
+                f"{path}, whose input {spec.arg.name} is {spec.target!r}, which it does not hold", remedy=_SAVE
+            )
 
 
 class _Archive:
