@@ -20,6 +20,10 @@ from crossfade.graph.private import tree_map_only
 
 Batch = tuple[Any, ...]
 
+PLANNED = (1e-4, 2e-5)
+"""Relative and absolute tolerance of planned steps: how long operators take decides the order of sums, and whether gelu
+is computed by its parts; AdamW divides by roots of squares as small as 1e-9, and makes more of the last bits."""
+
 
 class Convolutional(nn.Module):
     """A CNN with batch normalisation and an in-place activation; no bias before the norm, whose gradient is noise."""

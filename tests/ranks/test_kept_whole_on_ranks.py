@@ -14,8 +14,8 @@ from torch.distributed.tensor import DTensor
 import crossfade as cf
 from crossfade import training
 from crossfade.errors import CrossfadeError
-from tests.ranks.cases import Trained, batches, start, train_eager, trained
-from tests.ranks.test_training import TOLERANCE, differences
+from tests.ranks.cases import PLANNED, Trained, batches, start, train_eager, trained
+from tests.ranks.test_training import differences
 
 CHOSEN = ["0.weight", "0.bias"]
 """What a choice would be that does not hang on how fast this machine is."""
@@ -45,7 +45,7 @@ def kept_whole(mode: str, keep_whole: Any) -> tuple[Trained, list[str]]:
 def test_parameters_kept_whole_are_trained_alike(ranks: Any, mode: str, keep_whole: Any, expected: list[str]) -> None:
     eager = train_eager("wide", clip=0.1)
     for found, whole in ranks(2).run(kept_whole, mode, keep_whole):
-        assert differences(eager, found, *TOLERANCE["default"]) == []
+        assert differences(eager, found, *PLANNED) == []
         assert whole == expected
         assert found.extra["captures"] == 1
         assert found.extra["said"] == f"{len(expected)} parameters"
