@@ -25,7 +25,8 @@ from tests.soak.worlds import KINDS, STARTERS, Event, Result, _launched, disturb
 def soak(events: Sequence[Event], *, jobs: int, timeout: float, commands: bool) -> Iterator[Result]:
     """Let events happen, some at a time; each result as it comes."""
     torch.set_num_threads(1)  # before anything is copied: threads are not
-    expected = train_eagerly()
+    with ProcessPoolExecutor(1, mp_context=get_context("fork")) as pool:  # autograd's threads are not copied either
+        expected = pool.submit(train_eagerly).result()
     with ProcessPoolExecutor(jobs, mp_context=get_context("fork")) as pool:
         waiting = [pool.submit(_one, event, timeout, expected, commands) for event in events]
         for done in as_completed(waiting):
@@ -89,13 +90,14 @@ def main() -> int:
     )
     parser.add_argument("--commands", action="store_true", help="start every rank by the command line, not as a copy")
     given = parser.parse_args()
+    commands = given.commands or torch.backends.cuda.is_built()  # with CUDA, autograd's threads do not survive a copy
     timeout = given.timeout or calibrated(given.jobs)
     print(f"timeout {timeout:g} s", flush=True)
     events = [
         Event.drawn(number, given.seed, given.torchrun) for number in range(given.first, given.first + given.count)
     ]
     results: list[Result] = []
-    for result in soak(events, jobs=given.jobs, timeout=timeout, commands=given.commands):
+    for result in soak(events, jobs=given.jobs, timeout=timeout, commands=commands):
         results.append(result)
         said = "; ".join(result.problems) or f"{result.outcome}, {result.seconds:.1f} s"
         print(f"{len(results)}/{given.count} {'WRONG ' if result.problems else ''}{result.event}: {said}", flush=True)

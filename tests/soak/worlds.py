@@ -175,9 +175,22 @@ def _disturb(event: Event, job: Job) -> None:
     pid = int(trail.read_text().split()[1])
     Path(job.folder, "event").write_text(str(time.time()))
     _signal(pid, signal.SIGKILL if event.kind == "kill" else signal.SIGSTOP)
-    if event.kind.endswith("pause") and event.kind != "pause":
+    if event.kind in ("short pause", "long pause"):
         time.sleep(job.timeout * (0.2 if event.kind == "short pause" else 1.8))
         _signal(pid, signal.SIGCONT)
+    elif event.kind == "pause" and _nobody_needs(event.rank, job, deadline):
+        _signal(pid, signal.SIGCONT)
+
+
+def _nobody_needs(paused: int, job: Job, deadline: float) -> bool:
+    """Whether the others end well without a rank, once they have ended: torchrun would wait for it for ever."""
+    ended: dict[int, dict] = {}
+    while len(ended) < job.ranks - 1 and time.monotonic() < deadline:
+        time.sleep(0.05)
+        ended = {rank: end for rank, end in _ends(job, 0).items() if rank != paused}
+        if any(end["kind"] != "done" for end in ended.values()):
+            return False
+    return len(ended) == job.ranks - 1
 
 
 def _signal(pid: int, number: signal.Signals) -> None:
