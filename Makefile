@@ -23,7 +23,7 @@ demo: $(READY) ## train a small GPT on two local ranks; a table and an HTML repo
 # Three workers keep two cores busy: tests on ranks wait a lot.
 test: $(READY) ## all tests, on real rank processes (GPU tests are skipped without CUDA)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder -m 'not models and not timed'
-	$(BIN)/python -m pytest tests/cost tests/run tests/ranks -m 'timed and not models'
+	$(BIN)/python -m pytest tests/cost tests/execute tests/emulated tests/ranks -m 'timed and not models'
 
 lint: $(READY) ## formatting, lint and types
 	$(BIN)/ruff format --check .

@@ -25,9 +25,9 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.figures import save
+from crossfade import emulated
 from crossfade.cost.machine import Fabric, Link, Machine
 from crossfade.graph.collectives import Kind
-from crossfade.run import emulated
 
 ETHERNET = Machine(
     "10 Gbit/s Ethernet",

@@ -15,7 +15,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from crossfade.run.launch import KEEPS_MEMORY
+from crossfade.ranks.launch import KEEPS_MEMORY
 
 _NAMES = ("crossfade1", "crossfade2")
 _PROBE = f"crossfade-probe-{os.getpid()}"

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from crossfade.graph import collectives
-from crossfade.graph.pipelined import gather_matmul, matmul_scatter
+from crossfade.graph.collective_matmul import gather_matmul, matmul_scatter
 
 
 @dataclass(frozen=True)

@@ -33,9 +33,9 @@ from crossfade.communicate.bucket_all_reduces import BucketAllReduces
 from crossfade.communicate.bucket_reduce_scatters import BucketReduceScatters
 from crossfade.communicate.raise_launches import RaiseLaunches
 from crossfade.communicate.sink_waits import SinkWaits
+from crossfade.compile.pipeline import simplification
 from crossfade.graph.passes import Pass
 from crossfade.graph.program import from_graph_module
-from crossfade.pipeline import simplification
 
 CAP_MB = 100.0
 

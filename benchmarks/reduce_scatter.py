@@ -24,9 +24,9 @@ from benchmarks.figures import save
 from benchmarks.two_ranks import seconds_of, slowest
 from crossfade import run_passes
 from crossfade.communicate.lower_reduce_scatters import LowerReduceScatters
+from crossfade.execute.executable import Executable
 from crossfade.graph.program import Program
 from crossfade.graph.text import parse
-from crossfade.run.executable import Executable
 
 MEGABYTES = (0.004, 0.0625, 0.25, 1.0, 2.0, 4.0, 16.0, 60.0)
 WHOLE = 1000.0

@@ -27,12 +27,12 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from benchmarks.figures import save
 from crossfade.capture.exported import capture_exported
+from crossfade.compile.pipeline import simplification
 from crossfade.demo.model import SIZES, build
+from crossfade.execute.executable import Executable
 from crossfade.graph.memory import memory_curve
 from crossfade.graph.passes import Pass, run_passes
 from crossfade.graph.program import InputKind, Program, from_graph_module
-from crossfade.pipeline import simplification
-from crossfade.run.executable import Executable
 from crossfade.simplify.add_matmuls import AddMatmuls
 from crossfade.simplify.build_on_device import BuildOnDevice
 from crossfade.simplify.prepare_softmax_online import PrepareSoftmaxOnline

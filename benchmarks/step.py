@@ -34,7 +34,9 @@ from rich.table import Table
 from benchmarks import peers, two_ranks
 from benchmarks.figures import save
 from benchmarks.two_ranks import seconds_of, slowest
-from crossfade.carriers import Carriers
+from crossfade import emulated
+from crossfade.compile.carriers import Carriers
+from crossfade.compile.overlap import predicted
 from crossfade.cost.calibrate import calibrate
 from crossfade.cost.machine import Machine
 from crossfade.cost.measure import measure
@@ -42,10 +44,8 @@ from crossfade.cost.presets import preset
 from crossfade.cost.timeline import Timeline
 from crossfade.demo.contenders import Contender, compute_alone, crossfade, ddp, race
 from crossfade.demo.model import SIZES, Size, batches, build
-from crossfade.overlap import predicted
-from crossfade.run import emulated
-from crossfade.run.codegen import native
-from crossfade.run.launch import KEEPS_MEMORY
+from crossfade.execute.codegen import native
+from crossfade.ranks.launch import KEEPS_MEMORY
 
 MODES = ("replicate", "zero1", "zero2", "zero3")
 

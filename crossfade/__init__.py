@@ -8,19 +8,19 @@ step.report.show()
 """
 
 from crossfade.check.compatible import check_compatible
+from crossfade.compile.pipeline import Optimized, optimize
+from crossfade.compile.sharding import Sharded, shard
+from crossfade.compile.step import Step
+from crossfade.compile.training import compile_step
 from crossfade.cost.machine import Machine
 from crossfade.errors import CrossfadeError
 from crossfade.graph.passes import Pass, PassResult, Verdict, run_passes
 from crossfade.graph.pipelines import Pipeline
 from crossfade.graph.program import Program
-from crossfade.pipeline import Optimized, optimize
+from crossfade.ranks.local import Ranks
 from crossfade.report.expect import Expect
 from crossfade.report.report import Report
-from crossfade.run.ranks import Ranks
-from crossfade.run.step import Step
 from crossfade.shard.tensor.plan import Fused, Plan
-from crossfade.tensor_parallel import Sharded, shard
-from crossfade.training import compile_step
 
 __version__ = "0.1.0"
 

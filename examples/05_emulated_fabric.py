@@ -9,9 +9,9 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from crossfade import emulated
 from crossfade.cost.machine import Fabric, Link, Machine
 from crossfade.graph.collectives import Kind
-from crossfade.run import emulated
 
 link = Link(latency=30e-6, bandwidth=10e9 / 8)  # 10 Gbit/s Ethernet
 machine = Machine("10 Gbit/s", {"*": Fabric(dict.fromkeys(Kind, link))}, flops={"float32": 5e10}, memory_bandwidth=1e10)

@@ -30,7 +30,7 @@ def ranks() -> Iterator[Callable[[int], Ranks]]:
 
 # fmt: off
 TIMED = {
-    "test_calibrate", "test_estimate", "test_measure", "test_emulated", "test_emulated_messages", "test_stopwatch",
+    "test_calibrate", "test_estimate", "test_measure", "test_process_group", "test_messages", "test_stopwatch",
     "test_errors", "test_soak",
 }
 # fmt: on

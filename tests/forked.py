@@ -9,8 +9,8 @@ import sys
 import time
 from pathlib import Path
 
-from crossfade.run.launch import free_port
-from crossfade.run.ranks import PRELOADED
+from crossfade.ranks.launch import free_port
+from crossfade.ranks.local import PRELOADED
 
 _SERVER = multiprocessing.get_context("forkserver")
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import crossfade
-from crossfade.catalogue import passes_as_markdown
+from crossfade.compile.catalogue import passes_as_markdown
 from tests.forked import run_script
 
 ROOT = Path(__file__).parent.parent
@@ -57,7 +57,7 @@ def test_importing_brings_neither_inductor_nor_triton() -> None:
 
 
 def test_the_first_example_launches() -> None:
-    command = [sys.executable, "-m", "crossfade.cli", "launch", "--ranks", "2", str(EXAMPLES[0])]
+    command = [sys.executable, "-m", "crossfade", "launch", "--ranks", "2", str(EXAMPLES[0])]
     result = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
     assert result.returncode == 0, result.stderr[-2000:]
 

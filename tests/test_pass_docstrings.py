@@ -11,7 +11,7 @@ import textwrap
 import pytest
 
 import crossfade
-from crossfade.catalogue import known_passes
+from crossfade.compile.catalogue import known_passes
 from crossfade.graph.passes import Numerics, Pass, run_passes
 from crossfade.graph.text import parse, render
 from crossfade.graph.verify import verify

@@ -36,7 +36,7 @@ class ComputeBeforeGathering(Pass):
 
     So it is with activations, conversions to a dtype that is no larger, and products with numbers, if the gathered
     value has no other use, whatever puts its parts together along their dim. Fewer bytes travel if the dtype becomes
-    smaller, and a matmul that reads the result can be pipelined with the gather.
+    smaller, and a matmul that reads the result can be fused with the gather.
 
     Before:
         x: f32[4, 6] = input("x")

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
-from crossfade.communicate.pipelines import WRITTEN, raised
+from crossfade.communicate.collective_matmul import WRITTEN, raised
 from crossfade.cost.timeline import Costs
 from crossfade.graph.effects import is_pure
 from crossfade.graph.order import Order

@@ -33,7 +33,7 @@ _MATMULS = {
 }
 _LEAST_ROWS = 2
 """Rows of a rank along the dim that is cut: fewer make too few pieces, if another dim has more."""
-_DONE = "its result is computed on in parts, between matmuls that can be pipelined with what travels"
+_DONE = "its result is computed on in parts, between matmuls that can be fused with what travels"
 _NO_MAKER = "no matmul makes what is reduced"
 _NO_READER = "no matmul reads what is made of it"
 _BYTES = "more bytes would travel"
@@ -45,7 +45,7 @@ class ScatterBetweenBlocks(Pass):
     """Reduce-scatter the result of a row-parallel matmul over its tokens, and gather it again where a matmul reads it.
 
     What lies between (residual additions, norms, pointwise calls, views) is computed by each rank on its own tokens:
-    1/ranks of the work. As many bytes travel as for the all-reduce, in two collectives that can be pipelined with the
+    1/ranks of the work. As many bytes travel as for the all-reduce, in two collectives that can be fused with the
     matmuls before and after. Through the residual stream it goes on over many layers, and through the backward. What
     leaves is gathered; what enters whole is cut by `crossfade.own_part`; sums over all tokens, such as the gradients
     of a norm's weight, become sums over own tokens and a small all-reduce, unless their input is gathered anyway.
@@ -53,7 +53,7 @@ class ScatterBetweenBlocks(Pass):
     It holds only of values that are alike on all ranks of the group. Results of all-reduces and all-gathers are; of
     inputs and constants nobody knows, so those that are must be told: `alike` has their names, or patterns with `*`.
     That is a promise. `groups` restricts it to some groups. A region is left alone unless at least one matmul can be
-    pipelined on each side, and the bytes that each rank sends grow by no more than the fraction `max_growth`. With a
+    fused on each side, and the bytes that each rank sends grow by no more than the fraction `max_growth`. With a
     `machine`, the collectives, less what the matmuls beside them can hide, must not take longer than the all-reduces.
 
     Before:
@@ -252,14 +252,14 @@ class _Weighing:
         makers = {seed.value: found for seed in region.seeds if (found := _maker(seed.collective)) is not None}
         inside = {node for node, _ in region.inside}
         readers = {node: matmuls for node, _ in region.gathered if (matmuls := _readers(node, inside))}
-        pipelines = f"{len(makers)} matmuls before, {sum(map(len, readers.values()))} after"
+        around = f"{len(makers)} matmuls before, {sum(map(len, readers.values()))} after"
         if not makers:
-            return _NO_MAKER, pipelines, ""
+            return _NO_MAKER, around, ""
         met = [one for one in region.blocked if one.reason == NOT_ALIKE and one.culprit is not None]
         if not readers and met:
             return NOT_ALIKE, f"{met[0].node.name}, because of {met[0].culprit}", self._remedy(met[0].culprit)
         if not readers:
-            return _NO_READER, pipelines, ""
+            return _NO_READER, around, ""
         before, after = region.bytes_before, region.bytes_after
         if after > before * (1 + self.options.max_growth):
             grown = f"{before} bytes sent would become {after}, more than {1 + self.options.max_growth:g} times as many"

@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import fx
 
+from crossfade.cost.collective_matmul import Forecast, forecast
 from crossfade.cost.flops import flops_of, formula_of
 from crossfade.cost.fused import Fused, FusedProduct, is_fused, read_fused
 from crossfade.cost.keys import Keys
 from crossfade.cost.machine import Machine
-from crossfade.cost.pipelined import Forecast, forecast
 from crossfade.cost.timeline import Costs, Within
 from crossfade.errors import MachineError
 from crossfade.graph import collectives
@@ -40,7 +40,7 @@ def estimate(
 
     A collective keeps computation busy for its fabric's launch, and travels for `machine.collective_seconds`; a
     coalesced one is one. A matmul that travels in pieces (`crossfade.gather_matmul`, `crossfade.matmul_scatter`) takes
-    what `crossfade.cost.pipelined` forecasts for its form and number of pieces. Symbolic sizes count by their hint.
+    what `cost.collective_matmul` forecasts for its form and number of pieces. Symbolic sizes count by their hint.
     `threads` is the number that `measured` was measured with, by default torch's of now.
 
         >>> from crossfade.cost.presets import preset

@@ -12,8 +12,8 @@ from typing import Any
 from torch import fx
 
 from crossfade.cost.keys import Described, Keys
+from crossfade.graph.collective_matmul import Equation, read_product
 from crossfade.graph.operators import arguments, remembered
-from crossfade.graph.pipelined import Equation, read_product
 
 Sizes = tuple[int, ...]
 Formula = Callable[[Mapping[str, Any], tuple[Described, ...]], float]
@@ -46,7 +46,7 @@ def formula_of(target: Any) -> Formula | None:
     schema = getattr(target, "_schema", None)
     namespace, name = schema.name.split("::") if schema is not None else ("higher_order", str(target))
     if namespace == "crossfade":
-        return _PIPELINED.get(name)
+        return _IN_PIECES.get(name)
     return _FORMULAS.get(name) if namespace in ("aten", "higher_order") else None
 
 
@@ -161,7 +161,7 @@ _FORMULAS: dict[str, Formula] = {
     **{f"_scaled_dot_product_{one}_backward": _attention_backward for one in _ATTENTIONS},
 }
 
-_PIPELINED: dict[str, Formula] = {
+_IN_PIECES: dict[str, Formula] = {
     "gather_matmul": _gathered_products,
     **dict.fromkeys(("matmul_scatter", "matmul_scatter_meanwhile"), _scattered_product),
 }

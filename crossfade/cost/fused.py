@@ -10,13 +10,19 @@ from typing import Any
 import torch
 from torch import fx
 
+from crossfade.cost.collective_matmul import Exchange, rows_of_each
 from crossfade.cost.flops import equation_flops
 from crossfade.cost.keys import Described, Keys, dense_strides
 from crossfade.cost.machine import Machine
-from crossfade.cost.pipelined import Exchange, rows_of_each
+from crossfade.graph.collective_matmul import (
+    GATHER_MATMUL,
+    MATMUL_SCATTER,
+    MATMUL_SCATTER_MEANWHILE,
+    Equation,
+    read_product,
+)
 from crossfade.graph.collectives import Kind
 from crossfade.graph.operators import arguments, remembered
-from crossfade.graph.pipelined import GATHER_MATMUL, MATMUL_SCATTER, MATMUL_SCATTER_MEANWHILE, Equation, read_product
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,9 +13,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from crossfade.compile.step import Step
+from crossfade.compile.training import compile_step
 from crossfade.demo.model import Size, batches, build, next_token_loss
-from crossfade.run.step import Step
-from crossfade.training import compile_step
 
 TrainStep = Callable[[Tensor, Tensor], Tensor]
 

@@ -14,8 +14,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from crossfade.demo.contenders import Contender, Measured, crossfade, ddp, race, single_process
 from crossfade.demo.model import SIZES, Size, batches
+from crossfade.ranks.local import Ranks
 from crossfade.report.report import Report, Table
-from crossfade.run.ranks import Ranks
 
 WARM_UP = 2
 DDP_BUCKETS_MB = (1.0, 4.0)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from crossfade.cli import app
+from crossfade.commands.cli import app
 from crossfade.graph.program import MADE_FOR
 from crossfade.graph.sources import parse_with_sources, render_with_sources
 from tests.check.small_ranks import text

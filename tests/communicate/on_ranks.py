@@ -8,10 +8,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from crossfade.execute.executable import Executable
 from crossfade.graph.passes import Pass, run_passes
 from crossfade.graph.text import parse
 from crossfade.graph.verify import verify
-from crossfade.run.executable import Executable
 
 
 def differences(text: str, one: Pass, *, whole_numbers: bool) -> list[float]:

@@ -7,10 +7,10 @@ import textwrap
 
 import pytest
 
-from crossfade.catalogue import pass_from_spelling
 from crossfade.communicate.bucket_all_reduces import BucketAllReduces
 from crossfade.communicate.bucket_plan import MB, Bucket, BucketPlan
 from crossfade.communicate.buckets import apply_buckets
+from crossfade.compile.catalogue import pass_from_spelling
 from crossfade.errors import PassError, RewriteError
 from crossfade.graph import collectives
 from crossfade.graph.passes import fingerprint, run_passes

@@ -14,9 +14,9 @@ from crossfade.communicate.bucket_all_gathers import BucketAllGathers
 from crossfade.communicate.bucket_all_reduces import BucketAllReduces
 from crossfade.communicate.bucket_reduce_scatters import BucketReduceScatters
 from crossfade.communicate.buckets import BucketPass
+from crossfade.execute.executable import Executable
 from crossfade.graph.passes import run_passes
 from crossfade.graph.text import parse
-from crossfade.run.executable import Executable
 from tests.live_bytes import LiveBytes
 
 MEMBERS, ELEMENTS = 8, 2**14

@@ -15,11 +15,11 @@ from torch import Tensor
 
 from crossfade.communicate.raise_launches import RaiseLaunches
 from crossfade.communicate.sink_waits import SinkWaits
+from crossfade.compile.pipeline import optimization, optimize
 from crossfade.cost.presets import preset
+from crossfade.finish.collect_small_operators import CollectSmallOperators
 from crossfade.graph.passes import Pass
 from crossfade.graph.text import parse
-from crossfade.pipeline import optimization, optimize
-from crossfade.run.collect_small_operators import CollectSmallOperators
 from crossfade.schedule.overlap_communication import OverlapCommunication
 from crossfade.simplify.overwrite_dead_values import OverwriteDeadValues
 from crossfade.simplify.reorder_for_locality import ReorderForLocality

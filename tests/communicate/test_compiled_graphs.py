@@ -11,7 +11,7 @@ import torch.distributed._functional_collectives as funcol
 from torch import Tensor
 
 import crossfade as cf
-from crossfade.pipeline import optimization
+from crossfade.compile.pipeline import optimization
 
 
 def through_torch_compile(ranks: int, dynamic: bool) -> tuple[list[str], bool]:

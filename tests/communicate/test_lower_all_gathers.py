@@ -13,12 +13,12 @@ from on_ranks import differences
 from crossfade.communicate.bucket_plan import MB
 from crossfade.communicate.lower_all_gathers import LowerAllGathers
 from crossfade.errors import PassError
+from crossfade.finish.pack_in_place import PackInPlace
 from crossfade.graph import collectives
 from crossfade.graph.passes import run_passes
 from crossfade.graph.program import Program
 from crossfade.graph.text import parse
 from crossfade.graph.verify import verify
-from crossfade.run.pack_in_place import PackInPlace
 
 BOTH = """
     x: f32[3, 2] = input("x")

@@ -7,17 +7,17 @@ import textwrap
 import pytest
 import torch
 
-from crossfade.communicate import meanwhile, pipeline_scatters, pipelines
-from crossfade.communicate.pipeline_scatters import PipelineScatters
+from crossfade.communicate import collective_matmul, fuse_scatters_into_matmuls, meanwhile
+from crossfade.communicate.fuse_scatters_into_matmuls import FuseScattersIntoMatmuls
 from crossfade.cost.presets import preset
+from crossfade.graph.collective_matmul import MEANWHILE_OPERATOR, SCATTER_OPERATOR
 from crossfade.graph.passes import Outcome, run_passes
-from crossfade.graph.pipelined import MEANWHILE_OPERATOR, SCATTER_OPERATOR
 from crossfade.graph.program import Program
 from crossfade.graph.text import parse, render
 from crossfade.graph.verify import verify
-from tests.communicate.all_pipelined_ranks import run_ranks
+from tests.communicate.all_collective_matmul_ranks import run_ranks
 
-TOLD = PipelineScatters(form="ring", chunks=2)
+TOLD = FuseScattersIntoMatmuls(form="ring", chunks=2)
 
 HALF = "half: bf16[6, 4] = aten._to_copy(turned, dtype=bf16)"
 
@@ -41,7 +41,7 @@ def program_of(text: str) -> Program:
     return parse(textwrap.dedent(text), groups={"tp": 2})
 
 
-def pipelined(text: str, one: PipelineScatters = TOLD) -> Program:
+def fused(text: str, one: FuseScattersIntoMatmuls = TOLD) -> Program:
     """The program after the pass, once it computes what it did."""
     program = program_of(text)
     done = run_passes(program, [one])
@@ -54,7 +54,7 @@ def pipelined(text: str, one: PipelineScatters = TOLD) -> Program:
 
 
 def test_a_weights_gradient_joins_and_what_reads_it_goes_below() -> None:
-    done = pipelined(BACKWARD)
+    done = fused(BACKWARD)
     assert (
         render(done)
         == textwrap.dedent("""
@@ -72,12 +72,12 @@ def test_a_weights_gradient_joins_and_what_reads_it_goes_below() -> None:
         """).strip()  # noqa: E501
     )
     said = {one.subject: (one.outcome, one.reason, one.detail) for one in done.history[0].verdicts}
-    assert said["of_w"] == (Outcome.FUSED, pipeline_scatters.MEANWHILE, "s")
+    assert said["of_w"] == (Outcome.FUSED, fuse_scatters_into_matmuls.MEANWHILE, "s")
     assert said["s"][2] == "ring in 2 pieces, as told, with m, meanwhile of_w"
 
 
 def test_a_matmul_further_down_is_raised_with_what_it_needs() -> None:
-    done = pipelined("""
+    done = fused("""
         g: f32[8, 6] = input("g")
         x: f32[8, 4] = input("x")
         w: f32[6, 4] = parameter("w")
@@ -109,13 +109,13 @@ TWO = """
 
 
 def test_the_nearest_is_taken_and_what_follows_from_the_scatter_is_not() -> None:
-    done = pipelined(TWO)
-    (fused,) = done.graph.find_nodes(op="call_function", target=MEANWHILE_OPERATOR)
-    assert [node.name for node in fused.args[-1]] == ["h", "a"]
+    done = fused(TWO)
+    (operator,) = done.graph.find_nodes(op="call_function", target=MEANWHILE_OPERATOR)
+    assert [node.name for node in operator.args[-1]] == ["h", "a"]
 
 
 def test_of_two_that_follow_from_each_other_one_is_taken() -> None:
-    done = pipelined("""
+    done = fused("""
         g: f32[8, 6] = input("g")
         h: f32[8, 8] = input("h")
         w: f32[6, 4] = parameter("w")
@@ -126,13 +126,13 @@ def test_of_two_that_follow_from_each_other_one_is_taken() -> None:
         d: f32[4, 4] = c10d.wait_tensor(s)
         return output("d", d), output("b", b), output("a", a)
     """)
-    (fused,) = done.graph.find_nodes(op="call_function", target=MEANWHILE_OPERATOR)
-    assert [node.name for node in fused.args[-1]] == ["h", "a"]
+    (operator,) = done.graph.find_nodes(op="call_function", target=MEANWHILE_OPERATOR)
+    assert [node.name for node in operator.args[-1]] == ["h", "a"]
 
 
 def test_what_another_scatter_took_needs_stays_above_that() -> None:
     """`b` rises to the first scatter, so `a` may not sink to the second, though all that reads it stands below."""
-    done = pipelined("""
+    done = fused("""
         g: f32[8, 6] = input("g")
         h: f32[8, 8] = input("h")
         w: f32[6, 4] = parameter("w")
@@ -148,9 +148,9 @@ def test_what_another_scatter_took_needs_stays_above_that() -> None:
         d2: f32[4, 8] = c10d.wait_tensor(s2)
         return output("d", d), output("b", b), output("a", a), output("d2", d2)
     """)
-    (fused,) = done.graph.find_nodes(op="call_function", target=MEANWHILE_OPERATOR)
-    assert [node.name for node in fused.args[-1]] == ["h", "a"]
-    assert done.history[0].counts["pipelines"] == 2
+    (operator,) = done.graph.find_nodes(op="call_function", target=MEANWHILE_OPERATOR)
+    assert [node.name for node in operator.args[-1]] == ["h", "a"]
+    assert done.history[0].counts["collective matmuls"] == 2
 
 
 @pytest.mark.parametrize(
@@ -162,8 +162,8 @@ def test_what_another_scatter_took_needs_stays_above_that() -> None:
             None,
         ),
         (HALF, "half: f32[6, 4] = aten.bernoulli(turned)", meanwhile.READ),
-        (HALF, "half: f32[6, 4] = aten.neg_(turned)", pipelines.WRITTEN),
-        (HALF, "half: f32[4, 8] = aten.neg_(xt)", pipelines.WRITTEN),
+        (HALF, "half: f32[6, 4] = aten.neg_(turned)", collective_matmul.WRITTEN),
+        (HALF, "half: f32[4, 8] = aten.neg_(xt)", collective_matmul.WRITTEN),
     ],
     ids=["leads to the scatter", "is drawn from", "is written", "reads what is written"],
 )
@@ -184,7 +184,7 @@ def test_no_matmul_is_taken_twice() -> None:
         "    d2: f32[4, 4] = c10d.wait_tensor(s2)\n"
         '    return output("d2", d2),',
     )
-    done = pipelined(both)
+    done = fused(both)
     assert len(done.graph.find_nodes(op="call_function", target=MEANWHILE_OPERATOR)) == 1
     assert len(done.graph.find_nodes(op="call_function", target=SCATTER_OPERATOR)) == 1
 
@@ -204,6 +204,6 @@ def test_what_hides_itself_needs_none(inner: int, needed: bool) -> None:
             d: f32[2048, 1024] = c10d.wait_tensor(s)
             return output("d", d), output("of_w", of_w)
             """),
-        [PipelineScatters(preset("ethernet-10gbit"), form="chunked")],
+        [FuseScattersIntoMatmuls(preset("ethernet-10gbit"), form="chunked")],
     )
     assert bool(done.graph.find_nodes(op="call_function", target=MEANWHILE_OPERATOR)) is needed

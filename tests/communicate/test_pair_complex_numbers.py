@@ -10,10 +10,10 @@ import torch
 import torch.distributed as dist
 
 from crossfade.communicate.pair_complex_numbers import PairComplexNumbers
+from crossfade.execute.executable import Executable
 from crossfade.graph.passes import run_passes
 from crossfade.graph.program import Program
 from crossfade.graph.text import parse, render
-from crossfade.run.executable import Executable
 
 
 def paired(text: str) -> Program:

@@ -98,7 +98,7 @@ def test_the_residual_stays_in_parts_over_layers_and_leaves_whole() -> None:
     )
     assert done.history[0].counts == {"scattered": 2, "gathered": 2, "summed": 0, "cut": 1, "left": 0}
     assert str(done.history[0].verdicts[0]) == (
-        "s: replaced: its result is computed on in parts, between matmuls that can be pipelined with what travels: "
+        "s: replaced: its result is computed on in parts, between matmuls that can be fused with what travels: "
         "along dim 0 of [4, 3, 8]; tp: 2 all-reduces become 2 reduce-scatters, 2 all-gathers, 0 small sums; "
         "1536 bytes sent become 1536"
     )

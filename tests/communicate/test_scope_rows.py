@@ -11,13 +11,13 @@ import torch.distributed as dist
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import crossfade as cf
-from crossfade import pipeline
 from crossfade.communicate.bucket_all_gathers import BucketAllGathers
 from crossfade.communicate.bucket_all_reduces import BucketAllReduces
 from crossfade.communicate.bucket_plan import MB
 from crossfade.communicate.bucket_reduce_scatters import BucketReduceScatters
 from crossfade.communicate.buckets import BucketPass
 from crossfade.communicate.lower_all_gathers import LowerAllGathers
+from crossfade.compile import pipeline
 from crossfade.graph import collectives
 from crossfade.graph.collectives import Kind
 from crossfade.graph.order import Order, move_together

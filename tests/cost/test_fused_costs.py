@@ -8,11 +8,11 @@ import pytest
 from torch import fx
 from toy_machine import toy_machine
 
+from crossfade.cost.collective_matmul import Exchange, forecast
 from crossfade.cost.estimate import computes, estimate
 from crossfade.cost.flops import flops_of
 from crossfade.cost.keys import key_of
 from crossfade.cost.machine import Fabric, Link, Machine
-from crossfade.cost.pipelined import Exchange, forecast
 from crossfade.cost.timeline import simulate
 from crossfade.graph.collectives import Kind
 from crossfade.graph.program import Program

@@ -16,9 +16,9 @@ from crossfade.cost.keys import key_of
 from crossfade.cost.measure import Measurements, measure, measured_as_run
 from crossfade.cost.sample import Memory
 from crossfade.errors import MachineError
+from crossfade.finish.update_in_place import UpdateInPlace
 from crossfade.graph.program import Program, from_graph_module
 from crossfade.graph.text import parse
-from crossfade.run.update_in_place import UpdateInPlace
 
 LAYERS = """
     x: f32[16, 8] = input("x")

@@ -12,6 +12,8 @@ import torch
 from torch import nn
 
 from crossfade.capture.exported import capture_exported
+from crossfade.compile.pipeline import optimization
+from crossfade.compile.sharding import Sharded, shard
 from crossfade.cost.machine import Machine
 from crossfade.cost.measure import Measurements
 from crossfade.cost.presets import PRESETS, preset
@@ -22,13 +24,11 @@ from crossfade.files.program_text import read_program_text
 from crossfade.graph import collectives
 from crossfade.graph.passes import run_passes
 from crossfade.graph.text import parse
-from crossfade.pipeline import optimization
+from crossfade.ranks import checkpoint
 from crossfade.report.report import Report, Table
-from crossfade.run import checkpoint
 from crossfade.shard.tensor.placements import REPLICATE, Shard
 from crossfade.shard.tensor.plan import Fused, Plan
 from crossfade.shard.tensor.sources import source_of
-from crossfade.tensor_parallel import Sharded, shard
 
 TEXT = '''
 def body():

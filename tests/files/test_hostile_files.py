@@ -143,7 +143,7 @@ def test_an_operator_of_the_user_may_be_named_unless_it_names_files() -> None:
 def test_the_command_line_runs_nothing(tmp_path: Path) -> None:
     from typer.testing import CliRunner
 
-    from crossfade.cli import app
+    from crossfade.commands.cli import app
 
     file = tmp_path / "program.txt"
     file.write_text(f'{X}\ny = {CALLS["exec"]}\nreturn output("x", x)')
@@ -396,7 +396,7 @@ def test_links_within_one_download_are_followed(weights: Path, tmp_path: Path) -
 
 
 def test_spellings_of_passes_are_literals(tmp_path: Path) -> None:
-    from crossfade.catalogue import pass_from_spelling
+    from crossfade.compile.catalogue import pass_from_spelling
 
     for options in (f"cap_mb={CODE}", "cap_mb=9**9**9", "cap_mb=" + "-" * 3000 + "1", "cap_mb=1,cap_mb=2",
                     "**{}", "1", "cap_mb=[" * 500, "cap_mb=1)(", "cap_mb='x'", "cap_mb={[]: 1}", "\x00"):  # fmt: skip

@@ -14,10 +14,10 @@ import torch.distributed._functional_collectives as funcol
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
+from crossfade import emulated
 from crossfade.cost.machine import Fabric, Link, Machine
 from crossfade.graph import collectives as c10d
 from crossfade.graph.collectives import Kind
-from crossfade.run import emulated
 
 pytestmark = pytest.mark.gpu
 

@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 import crossfade as cf
+from crossfade import emulated
 from crossfade.cost.presets import preset
 from crossfade.errors import NotYetError
-from crossfade.run import emulated
 from tests.ranks.cases import train_crossfade_on_ranks
 
 pytestmark = pytest.mark.gpu

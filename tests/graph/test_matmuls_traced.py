@@ -28,7 +28,7 @@ def group() -> Iterator[Any]:
         yield made
 
 
-def pipelines(program: Program) -> list[tuple[str, int, list[str]]]:
+def fusions(program: Program) -> list[tuple[str, int, list[str]]]:
     """Each gather and scatter with its dim and the products beside it, all compared with the values of all ranks."""
     found: list[tuple[str, int, list[str]]] = []
     values = run_ranks(program.graph, random_inputs(program.graph, 2))
@@ -70,7 +70,7 @@ def test_a_sequence_parallel_layer_of_dtensors_forward_and_backward(group: Any) 
     parallelize_module(layers, init_device_mesh("cpu", (2,)), styles)
     compiled = torch.compile(layers, backend=aot_autograd(fw_compiler=keep, bw_compiler=keep), fullgraph=True)
     compiled(torch.zeros(4, 6, 8, requires_grad=True)).sum().backward()
-    forward, backward = map(pipelines, kept)
+    forward, backward = map(fusions, kept)
     other = "something else than a matmul reads it"
     assert forward == [("gather", 1, ["abc,cd->abd", other]), ("scatter", 1, ["abc,cd->abd"])]
     assert backward == [("gather", 1, ["abc,cd->abd", "abc,abd->cd", other]), ("scatter", 1, ["abc,cd->abd"])]
@@ -96,7 +96,7 @@ def test_a_sequence_parallel_layer_of_our_shard_stage() -> None:
     local = cf.shard(exported, {"tp": 2}, plan, rank=0).program
     inputs = [node.meta["val"] for node in local.graph.find_nodes(op="placeholder")]
     real = [torch.zeros([int(size) for size in one.shape], dtype=one.dtype) for one in inputs]
-    found = pipelines(traced(local.graph_module, *real))
+    found = fusions(traced(local.graph_module, *real))
     assert [one for one in found if one[0] == "scatter"] == [("scatter", 1, ["abc,cd->abd"])] * 2
     assert all(dim == 1 for _, dim, _ in found)
     assert any("abc,cd->abd" in words for kind, _, words in found if kind == "gather")
@@ -182,7 +182,7 @@ def test_a_scatter_is_found_behind_its_product(group: Any) -> None:
         return functional.reduce_scatter_tensor(x @ w, "avg", 2, group)
 
     program = traced(function, torch.zeros(4, 6, 8), torch.zeros(8, 10))
-    assert pipelines(program) == [("scatter", 2, ["abc,cd->abd"])]
+    assert fusions(program) == [("scatter", 2, ["abc,cd->abd"])]
     (found,) = checked(program)
     assert isinstance(found, Scatter)
     product = product_before(found.whole)

@@ -12,10 +12,10 @@ import torch.distributed as dist
 from small_programs import program_of
 from torch import Tensor
 
+from crossfade.execute.executable import Executable
 from crossfade.graph import collectives
 from crossfade.graph.memory import memory_curve
 from crossfade.graph.program import Program
-from crossfade.run.executable import Executable
 from tests.live_bytes import LiveBytes
 
 

@@ -16,7 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from crossfade.errors import CrossfadeError
 from crossfade.graph.private import name_group, tree_flatten
-from crossfade.run.ranks import Ranks
+from crossfade.ranks.local import Ranks
 from crossfade.shard.tensor.fill import filled
 from crossfade.shard.tensor.localize import Request, localize
 from crossfade.shard.tensor.plan import Plan

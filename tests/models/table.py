@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from rich.progress import track
 
-from crossfade.run.ranks import Ranks
+from crossfade.ranks.local import Ranks
 from tests.models import zoo
 from tests.models.sharded import VARIANTS, Row, minimum, shard_on_ranks
 

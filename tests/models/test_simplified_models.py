@@ -19,12 +19,12 @@ from torch.export import ExportedProgram
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import crossfade.simplify
-from crossfade import pipeline
 from crossfade.capture.exported import capture_exported
-from crossfade.catalogue import known_passes
+from crossfade.compile import pipeline
+from crossfade.compile.catalogue import known_passes
+from crossfade.execute.executable import Executable
 from crossfade.graph.passes import Numerics, Pass, run_passes
 from crossfade.graph.program import InputKind, Program, from_graph_module
-from crossfade.run.executable import Executable
 from tests.models.choice import some
 from tests.models.zoo import ARCHITECTURES, Architecture, architecture
 

@@ -14,10 +14,10 @@ from written_programs import WritingSampler, some_passes
 
 from crossfade.communicate.bucket_plan import MB
 from crossfade.communicate.lower_all_gathers import LowerAllGathers
+from crossfade.execute.executable import Executable
 from crossfade.graph import collectives
 from crossfade.graph.passes import run_passes
 from crossfade.graph.program import Program
-from crossfade.run.executable import Executable
 
 
 @functools.cache

@@ -10,11 +10,11 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from torch import fx
 
+from crossfade.compile.pipeline import optimization, optimize
 from crossfade.graph import collectives
 from crossfade.graph.order import Order, reorder
 from crossfade.graph.passes import fingerprint, run_passes
 from crossfade.graph.program import Program, from_graph_module
-from crossfade.pipeline import optimization, optimize
 
 GROUPS = {"all": 2, "tp": 2, "dp": 2}
 POSITIONS = dict.fromkeys(GROUPS, 0)

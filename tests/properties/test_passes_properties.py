@@ -15,12 +15,12 @@ from hypothesis import strategies as st
 from crossfade.communicate.bucket_all_reduces import BucketAllReduces
 from crossfade.communicate.raise_launches import RaiseLaunches
 from crossfade.communicate.sink_waits import SinkWaits
+from crossfade.execute.executable import Executable
+from crossfade.finish.pack_in_place import PackInPlace
+from crossfade.finish.update_in_place import UpdateInPlace
 from crossfade.graph.passes import Pass, fingerprint, run_passes
 from crossfade.graph.program import OutputKind, Program
 from crossfade.graph.verify import verify
-from crossfade.run.executable import Executable
-from crossfade.run.pack_in_place import PackInPlace
-from crossfade.run.update_in_place import UpdateInPlace
 from crossfade.simplify.remove_aliases import RemoveAliases
 from crossfade.simplify.remove_dead_code import RemoveDeadCode
 

@@ -18,13 +18,13 @@ from torch import fx
 from crossfade.communicate.lower_all_gathers import LowerAllGathers
 from crossfade.cost.timeline import Costs, simulate
 from crossfade.errors import MemoryLimitError
+from crossfade.execute.executable import Executable
 from crossfade.graph import collectives
 from crossfade.graph.memory import memory_curve
 from crossfade.graph.order import Order
 from crossfade.graph.passes import run_passes
 from crossfade.graph.program import Program
 from crossfade.graph.verify import verify
-from crossfade.run.executable import Executable
 from crossfade.schedule.plan import Schedule, apply_schedule, plan_schedule
 
 SEEDS = st.integers(0, 2**16)

@@ -22,8 +22,8 @@ from simplify_checks import Failure, failure_of, smallest
 from simplify_programs import sample
 
 import crossfade.simplify
-from crossfade import pipeline
-from crossfade.catalogue import known_passes
+from crossfade.compile import pipeline
+from crossfade.compile.catalogue import known_passes
 from crossfade.graph.passes import Numerics, Pass, PassResult
 from crossfade.graph.program import Program
 from crossfade.graph.rewrite import Match, Rule

@@ -15,9 +15,9 @@ from typing import Any
 from exchange_programs import Choices, Sampler, aten, c10d, sampled_passes
 from torch import fx
 
+from crossfade.compile.pipeline import optimization
 from crossfade.cost.presets import preset
 from crossfade.graph.passes import Pass
-from crossfade.pipeline import optimization
 from crossfade.simplify.overwrite_dead_values import OverwriteDeadValues
 from crossfade.simplify.remove_dead_collectives import RemoveDeadCollectives
 from crossfade.simplify.remove_redundant_gathers import RemoveRedundantGathers

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import crossfade as cf
+from crossfade.compile import step as step_module
 from crossfade.errors import CrossfadeError
-from crossfade.run import step as step_module
 
 BATCH = torch.ones(6, 4), torch.ones(6, 2)
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 import crossfade as cf
-from crossfade import training
+from crossfade.compile import training
 from crossfade.errors import CrossfadeError
 from tests.ranks.cases import PLANNED, Trained, batches, start, train_eager, trained
 from tests.ranks.test_training import differences

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 import crossfade as cf
-import crossfade.overlap
+import crossfade.compile.overlap
 from crossfade.cost.estimate import computes
 from crossfade.cost.keys import Keys
 from crossfade.errors import CrossfadeError, MemoryLimitError
@@ -72,7 +72,7 @@ def with_gelu(slow: bool, limit: int | None) -> tuple[bool, torch.Tensor, torch.
     ours, theirs = model(), model()
     x, y = torch.randn(4, 8), torch.randn(4, 8)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(crossfade.overlap, "measured_as_run", as_if)
+        patch.setattr(crossfade.compile.overlap, "measured_as_run", as_if)
         mine = torch.optim.SGD(ours.parameters(), lr=0.1)
         options = {"machine": "ethernet-1gbit", "memory_limit": limit, "timeout": 20}
         step = cf.compile_step(ours, nn.functional.mse_loss, mine, {"dp": 2}, **options)

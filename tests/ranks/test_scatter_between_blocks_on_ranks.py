@@ -14,11 +14,11 @@ from torch.fx.experimental.proxy_tensor import make_fx
 import crossfade as cf
 from crossfade.communicate.scatter_between_blocks import ScatterBetweenBlocks
 from crossfade.demo.model import GPT, Size, next_token_loss
+from crossfade.execute.executable import Executable
 from crossfade.graph.passes import run_passes
 from crossfade.graph.program import Program, from_graph_module
 from crossfade.graph.text import parse, render
 from crossfade.graph.verify import verify
-from crossfade.run.executable import Executable
 
 SIZE = Size(width=16, heads=4, layers=2, vocabulary=32, length=8, batch=4)
 PLAN: dict[str, object] = {

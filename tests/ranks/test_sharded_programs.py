@@ -13,10 +13,10 @@ from torch.distributed import tensor as torch_placements
 from torch.distributed.device_mesh import init_device_mesh
 
 import crossfade as cf
+from crossfade.commands.run_sharded import _whole
 from crossfade.demo.model import SIZES, build
 from crossfade.errors import MeshError
 from crossfade.graph.private import name_group
-from crossfade.run_sharded import _whole
 from crossfade.shard.tensor.placements import PARTIAL
 
 SIZE = SIZES["tiny"]

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from typer.testing import CliRunner
 
 import crossfade as cf
-from crossfade.cli import app
+from crossfade.commands.cli import app
 from crossfade.communicate.add_before_reducing import AddBeforeReducing
 from crossfade.communicate.bucket_all_gathers import BucketAllGathers
 from crossfade.communicate.bucket_all_reduces import BucketAllReduces
@@ -322,8 +322,8 @@ def test_what_a_plain_graph_does_not_say_is_said_so() -> None:
         assert found.reason == "a plain graph does not say which of its inputs are weights"
     (found,) = shortfalls(Expect(no_gather="w"), seen)
     assert found.subject == "g"
-    (found,) = shortfalls(Expect(no_left="pipeline-gathers"), seen)
-    assert found.reason == "no pass called pipeline-gathers ran"
+    (found,) = shortfalls(Expect(no_left="fuse-gathers-into-matmuls"), seen)
+    assert found.reason == "no pass called fuse-gathers-into-matmuls ran"
     (found,) = shortfalls(Expect(bucketed="*.py:*"), seen)
     assert "did not run" in found.reason
 

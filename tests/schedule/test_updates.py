@@ -8,10 +8,10 @@ import pytest
 from torch import fx
 
 from crossfade.cost.timeline import Costs
+from crossfade.finish.update_in_place import UpdateInPlace
 from crossfade.graph.passes import run_passes
 from crossfade.graph.program import Program
 from crossfade.graph.text import parse
-from crossfade.run.update_in_place import UpdateInPlace
 from crossfade.schedule.plan import apply_schedule, plan_schedule
 from crossfade.schedule.updates import reads_before_updates
 

@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from crossfade.errors import PassError
+from crossfade.execute.executable import Executable
 from crossfade.graph.passes import run_passes
 from crossfade.graph.program import Program
 from crossfade.graph.text import parse, render
 from crossfade.graph.verify import verify
-from crossfade.run.executable import Executable
 from crossfade.shard.batch_dims import BATCH_DIMS
 from crossfade.shard.draw_globally import DrawGlobally
 

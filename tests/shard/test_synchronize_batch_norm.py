@@ -11,10 +11,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from crossfade.communicate.lower_averages import LowerAverages
+from crossfade.execute.executable import Executable
 from crossfade.graph.passes import run_passes
 from crossfade.graph.text import parse, render_type
 from crossfade.graph.verify import verify
-from crossfade.run.executable import Executable
 from crossfade.shard.batch_dims import BATCH_DIMS
 from crossfade.shard.synchronize_batch_norm import SynchronizeBatchNorm
 

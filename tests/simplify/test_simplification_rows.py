@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from crossfade.catalogue import pass_from_spelling
+from crossfade.compile.catalogue import pass_from_spelling
+from crossfade.compile.pipeline import simplification
 from crossfade.graph.passes import run_passes
 from crossfade.graph.program import from_graph_module
-from crossfade.pipeline import simplification
 from crossfade.simplify.add_matmuls import AddMatmuls
 from crossfade.simplify.remove_noops import RemoveNoops
 from crossfade.simplify.simplify_nodes import SimplifyNodes

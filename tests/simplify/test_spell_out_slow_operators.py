@@ -7,10 +7,10 @@ import torch
 from holds import same_results
 
 from crossfade.cost.keys import Keys
+from crossfade.execute.executable import Executable
 from crossfade.graph.passes import Outcome, run_passes
 from crossfade.graph.program import Program
 from crossfade.graph.text import parse
-from crossfade.run.executable import Executable
 from crossfade.simplify.spell_out_slow_operators import SpellOutSlowOperators, slow_operators
 
 TEXT = """

@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 
 from crossfade.errors import RankFailedError
-from crossfade.run.launch import end_with_parent, free_port, launch, supervise
+from crossfade.ranks.launch import end_with_parent, free_port, launch, supervise
 from tests.soak.job import MODES, STEPS, Job, train
 
 KINDS = ("kill", "pause", "short pause", "long pause", "raise")

@@ -1,0 +1,302 @@
+"""The command line: `crossfade --help` lists its commands."""
+
+from __future__ import annotations
+
+import inspect
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+
+from crossfade.errors import CrossfadeError
+
+app = typer.Typer(
+    help="Make communication disappear under computation in distributed PyTorch programs, and see what was done.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    add_completion=False,
+)
+console = Console()
+Trusted = Annotated[bool, typer.Option("--trusted", help="Run code that the file holds: you know where it comes from.")]
+
+
+@app.command()
+def demo(
+    ranks: Annotated[int, typer.Option(help="Local rank processes to train on.", min=2)] = 2,
+    steps: Annotated[int, typer.Option(help="Timed steps of each contender.", min=1)] = 20,
+    size: Annotated[str, typer.Option(help="Size of the GPT: tiny, demo, wide or deep.")] = "demo",
+    report: Annotated[Path, typer.Option(help="Folder for index.html and report.json.")] = Path("crossfade-report"),
+) -> None:
+    """Train a small GPT on local CPU ranks: one process, torch's DDP and Crossfade, side by side.
+
+    Prints step times and losses from one run, what became of every collective, and writes an HTML report.
+    Takes under two minutes on two cores.
+    """
+    from crossfade.demo import show
+    from crossfade.demo.model import SIZES
+
+    if size not in SIZES:
+        raise typer.BadParameter(f"found {size!r}; expected one of {', '.join(SIZES)}", param_hint="--size")
+    show.run(ranks=ranks, steps=steps, size=size, folder=report, console=console)
+
+
+@app.command()
+def explain(
+    program: Annotated[
+        Path, typer.Argument(help="A program in Crossfade's text form; see docs/architecture.md.", exists=True)
+    ],
+    passes: Annotated[str, typer.Option(help="Passes to run, e.g. 'bucket-all-reduces(cap_mb=2) sink-waits'.")] = "",
+    group_size: Annotated[int, typer.Option(help="Ranks in each process group the program names.", min=1)] = 2,
+    html: Annotated[Path | None, typer.Option(help="Also write an HTML report here.")] = None,
+    machine: Annotated[str, typer.Option(help="Plan for this machine: a preset's name or a JSON file.")] = "",
+    strict: Annotated[str, typer.Option(help="What is expected, e.g. 'bucketed:all exposed<=5ms'.")] = "",
+) -> None:
+    """Run passes over a program written as text, and say what became of each collective and why.
+
+    Without --passes, runs what `crossfade.optimize` runs. Prints the improved program last. With --strict, exits with
+    1 and lists what falls short; see docs/strict.md.
+    """
+    from crossfade.commands import whatif
+    from crossfade.compile import catalogue, pipeline
+    from crossfade.files.program_text import read_program_text
+    from crossfade.graph import collectives
+    from crossfade.graph.passes import run_passes
+    from crossfade.report.expect import Expect
+    from crossfade.report.report import Report
+    from crossfade.report.strict import Judged, hold
+
+    expect, found = Expect.of(strict or None), whatif.machine_of(machine) if machine else None
+    before = read_program_text(program)
+    before.groups = dict.fromkeys(collectives.group_sizes(before.graph), group_size)
+    usual = pipeline.optimization(machine=found, groups=before.groups)
+    chosen = [catalogue.pass_from_spelling(one) for one in passes.split()] if passes else usual
+    after = run_passes(before, chosen)
+    report = Report.of(before, after, title=program.name)
+    report = report.with_timelines(predicted=whatif.predicted(after, found)) if found is not None else report
+    report.show(console)
+    for name, verdict in report.verdicts:
+        console.print(f"[dim]{name}:[/] {escape(str(verdict))}", highlight=False, soft_wrap=True)
+    console.print(str(after), highlight=False, markup=False, soft_wrap=True)
+    if html is not None:
+        console.print(f"HTML report: {report.to_html(html)}", soft_wrap=True)
+    hold(expect, Judged(report, before, after))
+
+
+@app.command()
+def check(
+    programs: Annotated[
+        list[Path], typer.Argument(help="A program's text for each rank, by number; or one for all.", exists=True)
+    ],
+    mesh: Annotated[str, typer.Option(help="Axes and their ranks, row-major: dp=2,tp=4.")] = "",
+    group: Annotated[
+        list[str] | None, typer.Option(help="A group's ranks: pp=0,1; may be given several times, also per name.")
+    ] = None,
+    backend: Annotated[str, typer.Option(help="gloo, nccl, or any: whether launches may block each other.")] = "any",
+    json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
+) -> None:
+    """Prove that the ranks' collectives fit together and no rank waits for ever, or print the shortest counter-example.
+
+    Without --mesh and --group, every group has all ranks. Exits with 1 where it cannot be proved.
+    """
+    from crossfade.check.files import check_files
+
+    found = check_files(programs, mesh, group or [], backend)
+    console.print(found.to_json() if json else str(found), highlight=False, markup=False, soft_wrap=True)
+    raise typer.Exit(0 if found.ok else 1)
+
+
+@app.command()
+def calibrate(
+    ranks: Annotated[int, typer.Option(help="Local rank processes; under torchrun, its ranks are taken.", min=2)] = 2,
+    seconds: Annotated[float, typer.Option(help="About how long to measure.", min=1.0)] = 10.0,
+    name: Annotated[str, typer.Option(help="What to call the machine.")] = "calibrated",
+    save: Annotated[Path | None, typer.Option(help="Write it here as JSON, for machine=Machine.load(...).")] = None,
+) -> None:
+    """Measure what communication, computation and memory cost on the ranks that will run a program.
+
+    Alone it starts local gloo ranks. On several hosts: torchrun ... -m crossfade calibrate --save machine.json
+    """
+    from rich.table import Table
+
+    from crossfade.cost.calibrate import rows
+    from crossfade.ranks.measure_ranks import measure_ranks
+
+    machine = measure_ranks(name, ranks, seconds)
+    if machine is None:  # another rank of torchrun's reports
+        return
+    table = Table("what", "axis or dtype", "latency", "rate", title=machine.name)
+    for row in rows(machine):
+        table.add_row(*row)
+    console.print(table)
+    if save is not None:
+        console.print(f"machine: {machine.save(save)}", soft_wrap=True)
+
+
+@app.command()
+def simulate(
+    program: Annotated[
+        Path, typer.Argument(help="A program in Crossfade's text form; see docs/architecture.md.", exists=True)
+    ],
+    machine: Annotated[
+        list[str] | None, typer.Option(help="A preset's name or a JSON file; may be given several times.")
+    ] = None,
+    group_size: Annotated[int, typer.Option(help="Ranks in each process group the program names.", min=1)] = 2,
+    memory_limit: Annotated[int | None, typer.Option(help="Bytes that may be alive beside the inputs.")] = None,
+    html: Annotated[Path | None, typer.Option(help="Write a report with the last machine's timeline here.")] = None,
+) -> None:
+    """Predict what a program would do on machines, as it stands and as Crossfade would plan it."""
+    from rich.table import Table
+
+    from crossfade.commands import whatif
+
+    found = [whatif.outlook(program, one, group_size, memory_limit) for one in machine or list(whatif.PRESETS)]
+    columns = ("machine", "as it stands", "planned", "exposed", "peak bytes", "buckets up to")
+    table = Table(*columns, title=f"{program.name}, groups of {group_size}")
+    for one in found:
+        table.add_row(*one.row())
+    console.print(table)
+    if html is not None:
+        console.print(f"HTML report: {found[-1].report.to_html(html)}", soft_wrap=True)
+
+
+@app.command()
+def simplify(
+    model: Annotated[Path, typer.Argument(help="A model saved with torch.export.save.", exists=True, dir_okay=False)],
+    output: Annotated[Path | None, typer.Option("--output", "-o", help="Save the simplified model here.")] = None,
+    only: Annotated[list[str] | None, typer.Option(help="Run this pass, by its spelling, instead of all.")] = None,
+    without: Annotated[list[str] | None, typer.Option(help="Leave this pass out.")] = None,
+    before: Annotated[list[str] | None, typer.Option(help="NAME=SPELLING: add a pass before another.")] = None,
+    after: Annotated[list[str] | None, typer.Option(help="NAME=SPELLING: add a pass after another.")] = None,
+    trusted: Trusted = False,
+    html: Annotated[Path | None, typer.Option(help="Also write an HTML report here.")] = None,
+) -> None:
+    """Make an exported model smaller, for inference, and say what each pass did.
+
+    Each of --only, --without, --before and --after may be given several times; `crossfade passes` lists the names.
+    """
+    from rich.table import Table
+
+    from crossfade.compile import pipeline, simplify_exported
+
+    exported = simplify_exported.load(model, trusted=trusted)
+    whole = pipeline.simplification()
+    chosen = simplify_exported.choose(
+        whole, only=only or (), without=without or (), before=before or (), after=after or ()
+    )
+    done = simplify_exported.simplify(exported, chosen, title=model.name)
+    table = Table("pass", "nodes", "became", "applied", title=model.name)
+    for record in done.report.records:
+        applied = ", ".join(f"{name} {count}" for name, count in record.counts.items() if count)
+        table.add_row(escape(record.spelling), str(record.nodes_before), str(record.nodes_after), escape(applied))
+    console.print(table)
+    if output is not None:
+        simplify_exported.save(done.exported, output)
+        console.print(f"simplified model: {output}", soft_wrap=True)
+    if html is not None:
+        console.print(f"HTML report: {done.report.to_html(html)}", soft_wrap=True)
+
+
+@app.command()
+def shard(
+    model: Annotated[Path, typer.Argument(help="A model saved with torch.export.save.", exists=True, dir_okay=False)],
+    output: Annotated[Path, typer.Option("--output", "-o", help="The folder to write.")],
+    mesh: Annotated[str, typer.Option(help="The axis and its ranks.")] = "tp=2",
+    plan: Annotated[
+        str, typer.Option(help="A .yaml or .json plan, or megatron: what the graph suggests.")
+    ] = "megatron",
+    weights: Annotated[
+        Path | None, typer.Option(help="A checkpoint to take weights from: safetensors, or a folder.", exists=True)
+    ] = None,
+    trusted: Trusted = False,
+) -> None:
+    """Split a model over ranks: one program for all, and a file of weights for each, which `crossfade run` runs.
+
+    All ranks are written by this process, one after the other.
+    """
+    from rich.progress import Progress
+
+    from crossfade.commands import shard_models
+    from crossfade.compile import simplify_exported
+
+    prepared = shard_models.shard_model(simplify_exported.load(model, trusted=trusted), mesh, plan)
+    written = []
+    with Progress(console=console, transient=True) as progress:
+        task = progress.add_task("ranks written", total=prepared.local.ranks)
+        for one in shard_models.write_ranks(prepared, weights, output):
+            written.append(one)
+            progress.advance(task)
+    console.print(shard_models.summary(written))
+    console.print(f"sharded model: {output}", soft_wrap=True)
+
+
+@app.command()
+def run(
+    folder: Annotated[Path, typer.Argument(help="What `crossfade shard` wrote.", exists=True, file_okay=False)],
+    inputs: Annotated[Path, typer.Option(help="torch.save of a tuple of arguments, a dict, or a tensor.", exists=True)],
+    output: Annotated[Path | None, typer.Option("--output", "-o", help="torch.save the outputs here.")] = None,
+    trusted: Trusted = False,
+) -> None:
+    """Run a sharded model once, on as many local ranks as it was split over.
+
+    On several hosts: torchrun ... -m crossfade run FOLDER --inputs inputs.pt
+    """
+    from crossfade.commands.run_sharded import run_folder
+
+    ran = run_folder(folder, inputs, output, trusted=trusted)
+    if ran is None:  # another rank of torchrun's reports
+        return
+    for position, described in enumerate(ran.outputs):
+        console.print(f"output {position}: {described}", highlight=False, markup=False)
+    console.print(f"{ran.ranks} ranks: loaded in {ran.loading:.2f} s, ran in {ran.seconds * 1e3:.1f} ms")
+    if output is not None:
+        console.print(f"outputs: {output}", soft_wrap=True)
+
+
+@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+def launch(
+    context: typer.Context,
+    script: Annotated[Path, typer.Argument(help="The Python script; what follows are its own arguments.", exists=True)],
+    ranks: Annotated[int, typer.Option(help="Local rank processes to start.", min=1)] = 2,
+) -> None:
+    """Start a script on several local ranks; when one fails, end all and name it.
+
+    The script calls torch.distributed.init_process_group("gloo") as under torchrun, which works as well. Cores are
+    shared out (OMP_NUM_THREADS), and memory is kept from step to step (MIMALLOC_PURGE_DELAY), unless these are set.
+    """
+    from crossfade.ranks.launch import launch as start
+
+    start([str(script), *context.args], ranks=ranks)
+
+
+@app.command()
+def passes(
+    name: Annotated[str, typer.Argument(help="Show only this pass, in full.")] = "",
+    markdown: Annotated[bool, typer.Option("--markdown", help="Print all of them in full, as docs/passes.md.")] = False,
+) -> None:
+    """List the passes with their options and what they do to the numbers; with a name, show its example."""
+    from crossfade.compile import catalogue
+
+    known = catalogue.known_passes()
+    if name and name not in known:
+        raise typer.BadParameter(f"found {name!r}; expected one of {', '.join(known)}", param_hint="name")
+    if markdown:
+        typer.echo(catalogue.passes_as_markdown(), nl=False)
+        return
+    for one in [known[name]] if name else known.values():
+        document = inspect.cleandoc(one.__doc__ or "")
+        console.print(f"[bold]{one.name}[/]  [dim]{one.numerics}[/]", highlight=False)
+        for option in catalogue.options_of(one):
+            console.print(f"    {option}", markup=False, highlight=False)
+        console.print(document if name else document.splitlines()[0], markup=False, highlight=False)
+        console.print()
+
+
+def main() -> None:
+    """Run the command line; our own errors print as one paragraph, not as a traceback."""
+    try:
+        app()
+    except CrossfadeError as error:
+        Console(stderr=True).print(f"[bold red]error:[/] {error}", highlight=False)
+        raise SystemExit(1) from None

@@ -1,0 +1,82 @@
+"""`crossfade shard`: a saved model becomes a folder of every rank's weights and the one program that they all run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+from torch.export import ExportedProgram
+
+from crossfade.compile.sharding import Prepared, Sharded, prepare
+from crossfade.errors import MeshError, PlanError
+from crossfade.report.units import format_bytes
+from crossfade.shard.tensor.plan import Plan
+from crossfade.shard.tensor.sources import source_of
+
+
+@dataclass(frozen=True)
+class Written:
+    """One rank's file."""
+
+    rank: int
+    path: Path
+    bytes: int
+    sharded: Sharded
+    """Without weights: what is alike on all ranks."""
+
+
+def read_mesh(spelling: str) -> tuple[str, int]:
+    """The axis and its ranks, from the command line.
+
+    >>> read_mesh("tp=4")
+    ('tp', 4)
+    """
+    axis, found, size = spelling.partition("=")
+    if not found or not axis or not size.isdecimal() or int(size) < 1:
+        raise MeshError(f"the mesh {spelling!r}", expected="AXIS=RANKS", remedy="write tp=4, say")
+    return axis, int(size)
+
+
+def read_plan(spelling: str) -> Plan | None:
+    """A plan from a file, or None for the one that the graph suggests."""
+    if spelling == "megatron":
+        return None
+    if not Path(spelling).is_file():
+        raise PlanError(
+            f"no plan in {spelling}", expected="a .yaml or .json file, or megatron", remedy="correct --plan"
+        )
+    return Plan.load(spelling)
+
+
+def shard_model(exported: ExportedProgram, mesh: str, plan: str) -> Prepared:
+    """The program of all ranks, without weights."""
+    axis, ranks = read_mesh(mesh)
+    return prepare(exported, ranks, read_plan(plan), axis, torch.device("cpu"))
+
+
+def write_ranks(prepared: Prepared, state: object, folder: Path) -> Iterator[Written]:
+    """Write one rank after the other: beside the source, only one rank's parts are held at a time."""
+    source = source_of(prepared.whole.state_dict if state is None else state)
+    for rank in range(prepared.local.ranks):
+        sharded = prepared.of_rank(rank, source)
+        path = sharded.save(folder)
+        bare = replace(sharded, program=prepared.local.exported)
+        del sharded
+        yield Written(rank, path, path.stat().st_size, bare)
+
+
+def summary(written: list[Written]) -> RenderableType:
+    """The plan, what a forward communicates, what each rank has to load, and what did not go as a plan hopes."""
+    sharded = written[0].sharded
+    files = Table("rank", "file", "bytes", title=f"{sharded.axis}={sharded.ranks}")
+    for one in written:
+        files.add_row(str(one.rank), one.path.name, format_bytes(one.bytes))
+    found = sharded.collectives()
+    said = ", ".join(f"{count} {kind}s ({format_bytes(size)})" for kind, (count, size) in found.items())
+    verdicts = [Text(str(one)) for one in sharded.verdicts if one.reason != "reduced"]
+    return Group(sharded.plan.__rich__(), files, Text(f"a forward has {said or 'no collectives'}"), *verdicts)

@@ -1,0 +1,58 @@
+"""What ranks agree on before a first step: one program, and whether it is what was expected."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from torch import Tensor
+
+from crossfade.compile.step import Built
+from crossfade.graph.events import events_of
+from crossfade.graph.passes import fingerprint
+from crossfade.ranks.alike import digest_of
+from crossfade.ranks.checkpoint import checksum
+from crossfade.ranks.compared import same_batch, tensors_of
+from crossfade.ranks.members import Members, account
+from crossfade.report.expect import Expect
+from crossfade.report.strict import Shortfall, refuse
+
+
+@contextlib.contextmanager
+def telling(*members: Members | None) -> Iterator[None]:
+    """Tell the others, who will wait to compare programs, why this rank cannot go on."""
+    try:
+        yield
+    except Exception as error:
+        for one in members:
+            if one is not None:
+                one.fail(f"{type(error).__name__}: {error}")
+        raise
+
+
+def agree(members: Members, built: Built, common: Sequence[str], causes: Sequence[str] = ()) -> None:
+    """Compare a program, and what else ranks must have in common, with the others; `causes` would explain the rest."""
+    held = {name: value for name, value in built.program.constants.items() if type(value) is Tensor}
+    constants = [f"constant {name} with checksum {checksum(value):08x}" for name, value in sorted(held.items())]
+    common = [*common, *constants]
+    schedules, rest = [built.exchanges, events_of(built.program).launches], "\n".join([*common, str(built.program)])
+    members.agree(" ".join([fingerprint(built.program), *causes, *common]), account(causes, schedules, rest))
+
+
+def agree_on_batch(members: Members, batch: tuple[Any, ...], *, by_plan: bool) -> None:
+    """Compare the first batch of its kind before anything is captured."""
+    tensors, told = tensors_of(batch), same_batch(by_plan=by_plan)
+    lines = [f"{name}: {tuple(one.shape)}, sums up to {int(digest_of([one], 0)):08x}" for name, one in tensors.items()]
+    members.agree(" ".join(lines), "\n".join(lines), what="batches", expected=told.expected, remedy=told.remedy)
+
+
+def hold_together(expect: Expect, built: Built, members: Members | None) -> None:
+    """Raise what falls short, on all ranks what the first one sees: predicted times differ a little between them."""
+    found = built.shortfalls
+    if members is not None:
+        shared = members.share(lambda: [asdict(one) for one in found])
+        members.agree("strict", "strict")  # each share is followed by one
+        found = tuple(Shortfall(**one) for one in shared)
+    refuse(expect, found)

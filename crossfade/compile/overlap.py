@@ -1,0 +1,120 @@
+"""Buckets and order chosen together: operators are measured, some bucket sizes are tried, each scheduled and predicted,
+the best taken."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from crossfade.compile.pipeline import overlap
+from crossfade.cost.estimate import estimate
+from crossfade.cost.machine import Machine
+from crossfade.cost.measure import measured_as_run
+from crossfade.cost.timeline import Timeline, simulate
+from crossfade.errors import MemoryLimitError
+from crossfade.execute.codegen import native
+from crossfade.finish.update_in_place import UpdateInPlace
+from crossfade.graph.collectives import Kind
+from crossfade.graph.passes import run_passes
+from crossfade.graph.program import Program
+from crossfade.schedule.bucket_sizes import SWEEP_LIMIT, BucketSize, choose_sizes
+from crossfade.simplify.spell_out_slow_operators import SpellOutSlowOperators, slow_operators
+
+_SCALES = (1.0, 0.5, 2.0)
+"""Bucket sizes to try, as shares of those that arithmetic gives."""
+_AS_FAST = 0.01
+"""Plans within this share of the fastest count as equal, since predictions are no better: the one of the fewest
+collectives is taken. Each ties the ranks together once more, and takes a processor longer than a model of it says."""
+_SMALLEST = 1 / 16
+"""The share to try where nothing larger fits the memory limit."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The program with its buckets, in the order to run it; the buckets' sizes, and what is predicted."""
+
+    program: Program
+    sizes: Mapping[Kind, BucketSize]
+    timeline: Timeline
+
+
+def plan_overlap(
+    program: Program, machine: Machine, measured: Mapping[str, float] | None = None, memory_limit: int | None = None
+) -> Plan:
+    """The plan of the least predicted time among a few bucket sizes, within the memory limit: of those about as fast,
+    the one with the fewest collectives. The same on all ranks.
+
+    Raises `MemoryLimitError`, which names the least limit that works, if none fits.
+
+        >>> from crossfade.cost.presets import preset
+        >>> from crossfade.graph.text import parse
+        >>> program = parse('''
+        ... x: f32[64] = input("x")
+        ... a: f32[64] = c10d.all_reduce(x, "sum", "dp")
+        ... wait_a: f32[64] = c10d.wait_tensor(a)
+        ... neg: f32[64] = aten.neg(x)
+        ... b: f32[64] = c10d.all_reduce(neg, "sum", "dp")
+        ... wait_b: f32[64] = c10d.wait_tensor(b)
+        ... return output("a", wait_a), output("b", wait_b)
+        ... ''', groups={"dp": 2})
+        >>> plan = plan_overlap(program, preset("ethernet-1gbit"))
+        >>> plan.timeline.seconds < 0.01
+        True
+    """
+    sizes = choose_sizes(program, machine, measured)
+    scales = _SCALES if len(program.graph.nodes) <= SWEEP_LIMIT else _SCALES[:1]
+    plans: list[Plan] = []
+    refusals: list[MemoryLimitError] = []
+    for scale in (*scales, _SMALLEST):
+        if plans and scale == _SMALLEST:
+            break
+        try:
+            plans.append(_planned(program, machine, measured, memory_limit, sizes, scale))
+        except MemoryLimitError as refused:
+            refusals.append(refused)
+    if not plans:
+        raise min(refusals, key=lambda one: one.least)
+    return _best(plans)
+
+
+def _best(plans: Sequence[Plan]) -> Plan:
+    fast = min(one.timeline.seconds for one in plans) * (1 + _AS_FAST)
+    good = [one for one in plans if one.timeline.seconds <= fast]
+    return min(good, key=lambda one: (len(one.timeline.communication), one.timeline.seconds))
+
+
+def _planned(
+    program: Program,
+    machine: Machine,
+    measured: Mapping[str, float] | None,
+    memory_limit: int | None,
+    sizes: Mapping[Kind, BucketSize],
+    scale: float,
+) -> Plan:
+    scaled = {kind: size.scaled(scale) for kind, size in sizes.items()}
+    built = run_passes(program, overlap(machine, scaled, memory_limit, measured))
+    return Plan(built, scaled, predicted(built, machine, measured))
+
+
+def predicted(program: Program, machine: Machine, measured: Mapping[str, float] | None = None) -> Timeline:
+    """What a program does when, as it stands, on a machine."""
+    return simulate(program, estimate(program, machine, measured), f"predicted for {machine.name}")
+
+
+def measured_operators(program: Program, may_spell_out: bool, device: str) -> dict[str, float]:
+    """The seconds of the program's operators on the CPU, and of the parts of those that may be spelled out; on other
+    devices they are told by arithmetic."""
+    if device != "cpu":
+        return {}
+    found = measured_as_run(program, [UpdateInPlace()], binding=native)
+    if not may_spell_out or not slow_operators(program):
+        return found
+    parts = run_passes(program, [SpellOutSlowOperators()])
+    return measured_as_run(parts, [UpdateInPlace()], binding=native, known=found) | found
+
+
+def spelled_out(program: Program, measured: Mapping[str, float]) -> Program:
+    """The program with operators written as their parts where these were measured to be faster."""
+    if not slow_operators(program):
+        return program
+    return run_passes(program, [SpellOutSlowOperators(tuple(sorted(measured.items())))])

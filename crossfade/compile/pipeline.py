@@ -1,0 +1,348 @@
+"""The compiler, top to bottom: which passes run, in which order. Only this file knows.
+
+`crossfade.compile.training` runs these on a training step; `optimize` on a graph that already has collectives;
+`crossfade.compile.simplify_exported` runs the first of them on exported models.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from torch import fx
+
+import crossfade.collective_matmul  # noqa: F401 (makes the operators of matmuls in pieces run)
+from crossfade.communicate.add_before_reducing import AddBeforeReducing
+from crossfade.communicate.bucket_all_gathers import BucketAllGathers
+from crossfade.communicate.bucket_all_reduces import BucketAllReduces
+from crossfade.communicate.bucket_reduce_scatters import BucketReduceScatters
+from crossfade.communicate.buckets import BucketPass
+from crossfade.communicate.compute_before_gathering import ComputeBeforeGathering
+from crossfade.communicate.fuse_gathers_into_matmuls import FuseGathersIntoMatmuls
+from crossfade.communicate.fuse_scatters_into_matmuls import FuseScattersIntoMatmuls
+from crossfade.communicate.lower_all_gathers import LowerAllGathers
+from crossfade.communicate.lower_averages import LowerAverages
+from crossfade.communicate.lower_reduce_scatters import LowerReduceScatters
+from crossfade.communicate.merge_duplicate_collectives import MergeDuplicateCollectives
+from crossfade.communicate.pair_complex_numbers import PairComplexNumbers
+from crossfade.communicate.raise_launches import RaiseLaunches
+from crossfade.communicate.scatter_between_blocks import ScatterBetweenBlocks
+from crossfade.communicate.scatter_sliced_reductions import ScatterSlicedReductions
+from crossfade.communicate.sink_waits import SinkWaits
+from crossfade.compile.carriers import Carriers
+from crossfade.cost.estimate import estimate
+from crossfade.cost.machine import Machine
+from crossfade.cost.timeline import simulate
+from crossfade.graph import collectives, packing
+from crossfade.graph.collective_matmul import ANYWHERE
+from crossfade.graph.collectives import Kind
+from crossfade.graph.passes import Pass, run_passes
+from crossfade.graph.pipelines import Pipeline
+from crossfade.graph.private import backend_of_group, tree_flatten, tree_unflatten
+from crossfade.graph.program import Program
+from crossfade.graph.verify import accept
+from crossfade.ranks.mesh import DataParallel, backend_on
+from crossfade.report.expect import Expect
+from crossfade.report.report import Report
+from crossfade.report.strict import Judged, hold
+from crossfade.schedule.bucket_sizes import BucketSize
+from crossfade.schedule.overlap_communication import OverlapCommunication
+from crossfade.shard.average_buffers import AverageBuffers
+from crossfade.shard.average_gradients import AverageGradients
+from crossfade.shard.broadcast_buffers import BroadcastBuffers
+from crossfade.shard.count_globally import CountGlobally
+from crossfade.shard.draw_globally import DrawGlobally
+from crossfade.shard.gather_again import GatherAgain
+from crossfade.shard.gather_parameters import GatherParameters
+from crossfade.shard.gather_row_gradients import GatherRowGradients
+from crossfade.shard.gather_updates import GatherUpdates
+from crossfade.shard.scatter_gradients import ScatterGradients
+from crossfade.shard.synchronize_batch_norm import SynchronizeBatchNorm
+from crossfade.simplify.add_matmuls import AddMatmuls
+from crossfade.simplify.associate_matmuls import AssociateMatmuls
+from crossfade.simplify.decompose_thin_matmuls import DecomposeThinMatmuls
+from crossfade.simplify.fold_constants import FoldConstants
+from crossfade.simplify.merge_common_subexpressions import MergeCommonSubexpressions
+from crossfade.simplify.remove_asserts import RemoveAsserts
+from crossfade.simplify.remove_dead_code import RemoveDeadCode
+from crossfade.simplify.reorder_for_locality import ReorderForLocality
+from crossfade.simplify.simplify_nodes import SimplifyNodes
+
+Semantics = Literal["global", "per-rank"]
+LossIs = Literal["auto", "mean", "sum"]
+DataParallelMode = Literal["replicate", "zero1", "zero2", "zero3"]
+
+
+def simplification(machine: Machine | None = None) -> Pipeline:
+    """Passes that make a captured graph smaller, bit for bit; with a machine, also those of matmuls that pay on it,
+    which reassociate.
+
+    >>> simplification()
+    remove-asserts
+    fold-constants
+    simplify-nodes
+    merge-common-subexpressions
+    remove-dead-code
+    reorder-for-locality
+    """
+    smaller = [RemoveAsserts(), FoldConstants(), SimplifyNodes(), MergeCommonSubexpressions(), RemoveDeadCode()]
+    faster = [AddMatmuls(machine), AssociateMatmuls(machine), DecomposeThinMatmuls(machine)]
+    return Pipeline([*smaller, *(faster if machine is not None else []), ReorderForLocality()])
+
+
+def batch_parallelism(
+    axis: str,
+    ranks: int,
+    semantics: Semantics,
+    *,
+    can_gather: bool = True,
+    micro_batches: int = 1,
+    unproved: str = "",
+) -> list[Pass]:
+    """Passes that split a program's batch over the ranks of an axis: what the forward means then.
+
+    `unproved` says why the losses of parts may not make up that of the whole batch, for the report.
+    """
+    if semantics == "per-rank":
+        return [BroadcastBuffers(axis)]
+    counting = CountGlobally(axis, ranks, micro_batches, unproved)
+    return [counting, DrawGlobally(ranks), SynchronizeBatchNorm(axis, ranks, can_gather), AverageBuffers(axis)]
+
+
+def parameter_sharding(
+    mode: DataParallelMode, axis: str, ranks: int, whole: tuple[str, ...] = ()
+) -> tuple[list[Pass], list[Pass]]:
+    """Passes that make parameters parts of themselves: before micro-batches are put together, and after.
+
+    With zero3 each micro-batch gathers for itself, twice; with zero2 all use what was gathered once. The parameters
+    named in `whole` stay what they are.
+
+    >>> [[one.name for one in passes] for passes in parameter_sharding("zero3", "dp", 2)]
+    [['gather-parameters', 'gather-again'], []]
+    """
+    gather: list[Pass] = [GatherParameters(axis, ranks, whole)]
+    each = [*gather, GatherAgain()] if mode == "zero3" else []
+    return each, gather if mode == "zero2" else []
+
+
+def gradient_exchange(
+    mode: DataParallelMode,
+    axes: DataParallel,
+    loss_is: Literal["mean", "sum"] = "mean",
+    whole: tuple[str, ...] = (),
+    *,
+    gathers_rows: bool = False,
+) -> list[Pass]:
+    """Passes that put the ranks' gradients together: whole on every rank, or each rank's rows.
+
+    `whole` names the parameters that every rank holds whole where the others are split. With `gathers_rows`, gradients
+    of embeddings as rows, if every rank holds all parameters whole: for planned steps, in which these gathers do not
+    stand in the way.
+    """
+    reduce_op = "avg" if loss_is == "mean" else "sum"
+    along = axes.whole if mode == "replicate" else axes.split
+    by_rows = gathers_rows and mode in ("replicate", "zero1")
+    rows: list[Pass] = [GatherRowGradients(along.name, along.size)] if by_rows else []
+    if mode == "replicate":
+        return [AverageGradients(axes.whole.name, reduce_op), *rows]
+    copies = axes.copies.name if axes.copies is not None else ""
+    held = mode == "zero1" or whole
+    return [ScatterGradients(axes.split.name, axes.split.size, reduce_op, held, copies, axes.whole.name), *rows]
+
+
+def updates_gathered(mode: DataParallelMode, axes: DataParallel, whole: tuple[str, ...] = ()) -> list[Pass]:
+    """Passes that give every rank the whole of the parameters that it holds whole, if each updated only its rows."""
+    if mode == "replicate":
+        return []
+    gathered = mode == "zero1" or bool(whole)
+    updates = [GatherUpdates(axes.split.name, axes.split.size, None if mode == "zero1" else whole)] if gathered else []
+    return [*updates, PairComplexNumbers()]
+
+
+def communication() -> Pipeline:
+    """Passes that make collectives few, early to start and late to be waited for: the ones to add to or replace."""
+    fewer = [MergeDuplicateCollectives(), AddBeforeReducing(), ScatterSlicedReductions()]
+    larger = [BucketAllGathers(), BucketReduceScatters(), BucketAllReduces()]
+    return Pipeline([*fewer, *larger, RaiseLaunches(), SinkWaits()])
+
+
+def collective_matmuls(
+    machine: Machine,
+    backends: Mapping[str, str] | None = None,
+    *,
+    alike: Sequence[str] = (),
+    groups: Sequence[str] = (),
+    symmetric: Collection[str] = (),
+    measured: Mapping[str, float] | None = None,
+) -> Pipeline:
+    """Passes that run matmuls and the collectives beside them in one another's time, where that pays on a machine.
+
+    `backends` says what each group runs on, `symmetric` which groups have symmetric memory of CUDA devices. `alike` are
+    the inputs that are the same on all ranks (names, or patterns with `*`): only from these follows what may be
+    computed in parts where an all-reduce becomes a reduce-scatter and an all-gather, along `groups` if any are given.
+
+    >>> from crossfade.cost.presets import preset
+    >>> collective_matmuls(preset("ethernet-1gbit"))
+    compute-before-gathering
+    scatter-between-blocks(machine=Machine('ethernet-1gbit',...))
+    fuse-gathers-into-matmuls
+    fuse-scatters-into-matmuls
+    """
+    forms = tuple(
+        (group, ("symmetric", *ANYWHERE) if group in symmetric else ANYWHERE)
+        for group in dict.fromkeys((*(backends or ()), *symmetric))
+    )
+    table = tuple(sorted((measured or {}).items()))
+    return Pipeline(
+        [
+            ComputeBeforeGathering(),
+            ScatterBetweenBlocks(tuple(alike), tuple(groups), machine=machine),
+            FuseGathersIntoMatmuls(machine, forms=forms, measured=table),
+            FuseScattersIntoMatmuls(machine, forms=forms, measured=table),
+        ]
+    )
+
+
+def overlap(
+    machine: Machine,
+    sizes: Mapping[Kind, BucketSize],
+    memory_limit: int | None = None,
+    measured: Mapping[str, float] | None = None,
+) -> list[Pass]:
+    """Passes like `communication()`, with buckets of these sizes, in the order that pays on a machine."""
+    fewer = [MergeDuplicateCollectives(), AddBeforeReducing(), ScatterSlicedReductions()]
+    kinds: list[tuple[type[BucketPass], Kind]] = [
+        (BucketAllGathers, Kind.ALL_GATHER),
+        (BucketReduceScatters, Kind.REDUCE_SCATTER),
+        (BucketAllReduces, Kind.ALL_REDUCE),
+    ]
+    larger = [
+        one(cap_mb=_cap(kind, sizes[kind].cap_mb), alone_mb=sizes[kind].alone_mb)
+        for one, kind in kinds
+        if kind in sizes
+    ]
+    table = tuple(sorted((measured or {}).items()))
+    return [*fewer, *larger, OverlapCommunication(machine, memory_limit, table)]
+
+
+def _cap(kind: Kind, cap: float) -> float | tuple[float, float]:
+    """The most megabytes of a bucket, or of the first and of the others: the first gather has nothing to hide under."""
+    return (cap / 4, cap) if kind is Kind.ALL_GATHER else cap
+
+
+def lowering(carriers: Carriers, groups: Mapping[str, int], memory_limit: int | None = None) -> list[Pass]:
+    """Passes that say things as each group's backend does them best; after bucketing, so that each bucket is one thing.
+
+    `groups` has the sizes of the program's groups. Within a memory limit gathers stay whole: to put one together needs
+    its memory twice.
+
+    >>> [one.spelling for one in lowering(Carriers({"dp": "gloo", "tp": "nccl"}, None), {"dp": 2, "tp": 2})]
+    ['lower-averages', 'lower-reduce-scatters', 'lower-all-gathers']
+    """
+    gloo, exchanged = carriers.on_gloo, carriers.exchanged
+    passes: list[Pass] = [LowerAverages(gloo)] if gloo else []
+    passes += [LowerReduceScatters(exchanged, _one_if_alike(carriers.pieces(groups)))] if exchanged else []
+    gathered = math.inf if memory_limit is not None or not gloo else _one_if_alike(carriers.gather_pieces(groups))
+    return passes + ([LowerAllGathers(gloo, gathered)] if gloo else [])
+
+
+def _one_if_alike(pieces: tuple[float, ...]) -> float | tuple[float, ...]:
+    """One number where all are alike."""
+    return pieces[0] if len(set(pieces)) == 1 else pieces
+
+
+def optimization(
+    backends: Mapping[str, str] | None = None,
+    machine: Machine | None = None,
+    groups: Mapping[str, int] | None = None,
+) -> Pipeline:
+    """What `optimize` runs over a graph that already has collectives, among groups of these sizes; along a group whose
+    size is not given, exchanges go in pieces as if there were no machine.
+
+    >>> optimization({"dp": "gloo"}).without("reorder-for-locality", "bucket-all-gathers")[-2]
+    LowerReduceScatters(groups=('dp',), piece_mb=1.0)
+    """
+    carriers = Carriers(backends or {}, machine)
+    lowered = lowering(carriers, groups or {})
+    if machine is None:
+        return simplification() + communication() + lowered
+    here = carriers.planned_for(machine)
+    ordered = [*communication().without("raise-launches", "sink-waits"), OverlapCommunication(here)]
+    return simplification(machine) + collective_matmuls(here, backends) + ordered + lowered
+
+
+def copy_kernel(program: Program) -> dict[str, str]:
+    """Which code packs a program's buckets, for its report."""
+    packs = program.graph.find_nodes(op="call_function", target=packing.OPERATOR)
+    used = {packing.implementation(pack.meta["val"].device) for pack in packs}
+    return {"copy kernel": ", ".join(sorted(used))} if used else {}
+
+
+def _backends_here(program: Program) -> dict[str, str]:
+    """What each group of a program runs on in this process, where it exists here."""
+    found = {}
+    for one in collectives.find(program.graph):
+        if one.group not in found and (configured := backend_of_group(one.group)) is not None:
+            found[one.group] = backend_on(one.inputs[0].meta["val"].device.type, configured)
+    return found
+
+
+@dataclass(frozen=True)
+class Optimized:
+    """An improved graph and the account of what was done."""
+
+    module: fx.GraphModule
+    report: Report
+
+
+def optimize(
+    module: fx.GraphModule,
+    *,
+    passes: Sequence[Pass] | None = None,
+    groups: Mapping[str, int] | None = None,
+    backends: Mapping[str, str] | None = None,
+    machine: Machine | None = None,
+    strict: Expect | Mapping[str, Any] | str | bool | None = None,
+) -> Optimized:
+    """Improve any FX graph of ATen ops and functional collectives; `module` is left as it is.
+
+    The result takes the same inputs and returns the same structure. `groups` gives the sizes of process groups that
+    the graph names; by default those that the graph's own ops say. `backends` gives what each group runs on, by default
+    as torch knows it in this process: gloo's reduce-scatters become all-to-alls and local sums, which is twice as fast;
+    `backends={}` keeps them. A `machine` adds what pays only on some, and puts nodes in the order that is predicted to
+    be fastest on it. With `passes`, exactly those run: a list, or a pipeline like
+    `crossfade.compile.pipeline.optimization().without("bucket-all-reduces")`. With `strict`, what falls short of an
+    `Expect` (in any of its forms, see docs/strict.md) is an error.
+
+        >>> from crossfade.graph.text import parse
+        >>> program = parse('''
+        ... x: f32[2] = input("x")
+        ... y: f32[2] = input("y")
+        ... a: f32[2] = c10d.all_reduce(x, "sum", "0")
+        ... wait_a: f32[2] = c10d.wait_tensor(a)
+        ... b: f32[2] = c10d.all_reduce(y, "sum", "0")
+        ... wait_b: f32[2] = c10d.wait_tensor(b)
+        ... return output("a", wait_a), output("b", wait_b)
+        ... ''', groups={"0": 2})
+        >>> print(optimize(program.module()).report)
+        Program: 2 collectives (16 B) became 1 (16 B)...
+    """
+    expect = Expect.of(strict)
+    structure: Any = module.graph.output_node().args[0]
+    _, spec = tree_flatten(structure)
+    before = accept(module, groups=groups)
+    if backends is None:
+        backends = _backends_here(before)
+    if passes is None:
+        passes = optimization(backends, machine, before.groups)
+    after = run_passes(before, passes)
+    report = Report.of(before, after, title=type(module).__name__, facts=copy_kernel(after))
+    if expect is not None and machine is not None:
+        report = report.with_timelines(predicted=simulate(after, estimate(after, machine)))
+    hold(expect, Judged(report, before, after))
+    result = after.copy()
+    result.output_node.args = (tree_unflatten(result.results, spec),)
+    result.graph.set_codegen(module.graph._codegen)
+    return Optimized(result.module(), report)

@@ -1,0 +1,474 @@
+"""A compiled training step: called with a batch, it trains the user's model and optimizer and returns the loss."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+import time
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, fx, nn
+from torch.optim import Optimizer
+
+from crossfade.cost.timeline import Timeline
+from crossfade.errors import CrossfadeError, RankFailedError
+from crossfade.execute.bound import Bound, Found, watch
+from crossfade.execute.executable import Executable
+from crossfade.execute.stopwatch import Stopwatch
+from crossfade.graph.private import group_named, mark_optimizer_stepped
+from crossfade.graph.program import InputKind, OutputKind, Program
+from crossfade.ranks import checkpoint
+from crossfade.ranks.alike import Comparison
+from crossfade.ranks.groups import Lease
+from crossfade.ranks.members import Members
+from crossfade.ranks.one_at_a_time import CAPTURING
+from crossfade.ranks.shards import Shards, place_of
+
+log = logging.getLogger("crossfade")
+
+CAPTURES_KEPT = 32
+"""Programs kept for batches of other shapes or settings; the oldest goes first."""
+
+_WHY_SO_MANY = (
+    "each shape of batch, number in the batch, and optimizer option other than the learning rate has its own; "
+    "pad batches to few shapes, pass changing numbers as tensors"
+)
+
+
+class TakesBatch(Protocol):
+    """Knows which part of a batch is this rank's."""
+
+    def take(self, batch: tuple[Any, ...], rank: int) -> list[Tensor]:
+        """This rank's tensors."""
+
+
+class PartsOfModel(checkpoint.SplitState, Protocol):
+    """This rank's parts of a model."""
+
+    def part(self, name: str, whole: Tensor) -> Tensor:
+        """Of something whole that is like a parameter."""
+
+
+class SplitByPlan(Protocol):
+    """A model that a plan splits when it is first captured."""
+
+    @property
+    def parts(self) -> PartsOfModel | None:
+        """None until then."""
+
+    def check(self) -> None:
+        """Refuse to go on if the model has other parameters than those that were split."""
+
+    def gathered(self) -> contextlib.AbstractContextManager[nn.Module]:
+        """The whole model for a while."""
+
+
+@dataclass(frozen=True)
+class Built:
+    """Everything one captured step needs to run, for one shape of batch."""
+
+    program: Program
+    layout: TakesBatch
+    report: Any
+    state_keys: Mapping[str, Collection[str]]
+    """For each parameter that is stepped, the entries of optimizer state that the program takes."""
+    comparisons: Sequence[Comparison] = ()
+    """What ranks compare at every step."""
+    exchanges: tuple[Any, ...] = ()
+    """What was to be communicated before it was put together, each with what it is for."""
+    shortfalls: tuple[Any, ...] = ()
+    """What is short of what `strict=` expects, as this rank sees it."""
+
+
+@dataclass(frozen=True)
+class _Ready:
+    built: Built
+    executable: Executable
+    bound: Bound
+    batch_names: list[str]
+    state_keys: list[tuple[str, nn.Parameter, Collection[str]]]
+
+
+class Step:
+    """One training step as one graph; made by `crossfade.compile_step`.
+
+    Calling it runs forward, loss, backward, gradient exchange and optimizer, changes the model's parameters and
+    buffers and the optimizer's state in place, and returns the loss (of the whole batch, equal on every rank).
+    A batch of another shape, a changed optimizer option, a switch between `train()` and `eval()`, and a change of
+    anything else that the forward or the loss reads, captures again.
+    Parameters' `.grad` stay None: gradients live inside the step.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        build: Callable[[tuple[Any, ...]], Built],
+        key: Callable[[tuple[Any, ...]], Hashable],
+        members: Members | None,
+        groups: Mapping[str, str],
+        shards: Shards | None = None,
+        initial_state: Callable[[Collection[str]], Mapping[str, Mapping[str, Tensor]]] = lambda names: {},
+        state_keys: Callable[[], Mapping[str, Collection[str]]] = dict,
+        shares_random_numbers: bool = True,
+        part_of_batch: int | None = None,
+        tensor: SplitByPlan | None = None,
+        everyone: str | None = None,
+        lease: Lease | None = None,
+    ) -> None:
+        """`members` and `everyone`, a process group's name, are of all ranks that train the model together; the lease
+        keeps them and all groups until the step is closed."""
+        self._tensor, self._everyone, self._lease = tensor, everyone, lease
+        self._closed, self._turn = False, threading.RLock()
+        self._calls = 0
+        self.model, self.optimizer = model, optimizer
+        self._part_of_batch = part_of_batch if part_of_batch is not None else members.rank if members else 0
+        self._shards, self._shares_random_numbers = shards, shares_random_numbers
+        self._initial_state, self._state_keys = initial_state, state_keys
+        self._build, self._key = build, key
+        self._members, self._groups = members, groups
+        self._ready: dict[Hashable, _Ready] = {}
+        self._workspaces: dict[Hashable, Tensor] = {}
+        self._last: _Ready | None = None
+        self.steps = 0
+        self.captures = 0
+        """How many programs were captured so far: one for each shape of batch and setting."""
+        self.outputs: dict[str, Tensor] = {}
+
+    @property
+    def report(self) -> Any:
+        """What became of every collective of the program that ran last."""
+        if self._last is None:
+            raise RuntimeError(
+                "nothing captured yet: call the step once, or step.prepare(*batch), then ask for the report"
+            )
+        return self._last.built.report
+
+    @property
+    def program(self) -> Program:
+        """The program that ran last."""
+        if self._last is None:
+            raise RuntimeError(
+                "nothing captured yet: call the step once, or step.prepare(*batch), then ask for the program"
+            )
+        return self._last.built.program
+
+    def prepare(self, *batch: Any) -> Step:
+        """Capture the step for batches like this one without running it; nothing of the user's is changed, except that
+        with `keep_whole="auto"` the first capture splits parameters."""
+        with self._turn:
+            self._last = self._prepared(batch)
+        return self
+
+    def close(self) -> None:
+        """Give back process groups and the memory of buckets; the step cannot be called again, the model can be used.
+
+        A step that is no longer referred to does so by itself. Each rank may close it when it likes.
+
+            >>> step = Step(nn.Linear(2, 1), None, None, None, None, {})
+            >>> step.close()
+            >>> step(torch.ones(1, 2))
+            Traceback (most recent call last):
+            crossfade.errors.CrossfadeError: found a call of a step that was closed. Remedy: compile a new one.
+        """
+        with self._turn:
+            self._closed = True
+            self._ready.clear()
+            self._workspaces.clear()
+            self._last = None
+            if self._lease is not None:
+                self._lease.release()
+
+    def __call__(self, *batch: Any) -> Tensor:
+        """Train on one batch and return its loss."""
+        with self._turn:
+            ready = self._last = self._prepared(batch)
+            values = self._taken(ready, batch)
+            del batch
+            return self._train(ready, ready.executable, values)
+
+    def profile(self, *batch: Any) -> Timeline:
+        """Train on one batch as a call does, and return what this rank did when; see `crossfade.execute.stopwatch`.
+
+        The first step makes optimizer state and the memory of buckets: profile a later one, on every rank.
+        """
+        with self._turn:
+            ready = self._last = self._prepared(batch)
+            values = self._taken(ready, batch)
+            del batch
+            stopwatch = Stopwatch(ready.executable)
+            self._train(ready, stopwatch, values)
+        return stopwatch.timeline
+
+    def _taken(self, ready: _Ready, batch: tuple[Any, ...]) -> dict[str, Tensor]:
+        """This rank's part of a batch, by the names of the program's inputs."""
+        values = dict(zip(ready.batch_names, ready.built.layout.take(batch, self._part_of_batch), strict=True))
+        return values | {one.name: one.given(batch, self.steps) for one in ready.built.comparisons}
+
+    def _train(self, ready: _Ready, executable: Executable, values: dict[str, Tensor]) -> Tensor:
+        if not ready.bound.is_current():
+            for other in self._ready.values():  # they may hold what was replaced, and be called late or never
+                other.bound.forget()
+            self._create_state(ready.state_keys)
+            ready.bound.look_up()
+        results = self._run(executable, ready.bound.values(values))
+        mark_optimizer_stepped(self.optimizer)
+        self.steps += 1
+        named = list(zip(ready.built.program.outputs, results, strict=True))
+        self.outputs = {out.name: value for out, value in named if out.kind not in (OutputKind.LOSS, OutputKind.ALIKE)}
+        came = {out.name: value for out, value in named if out.kind is OutputKind.ALIKE}
+        for comparison in ready.built.comparisons:
+            comparison.reduced(came[comparison.name], self.steps - 1)
+        return results[0]
+
+    @contextlib.contextmanager
+    def gathered(self) -> Iterator[nn.Module]:
+        """The model with its whole parameters, on every rank, for evaluation or export. All ranks must enter.
+
+        Where parameters are split, changes made to them inside are lost.
+
+            >>> model = nn.Linear(2, 1)
+            >>> step = Step(model, torch.optim.SGD(model.parameters()), None, None, None, {})
+            >>> with step.gathered() as whole:
+            ...     whole(torch.ones(3, 2)).shape
+            torch.Size([3, 1])
+        """
+        split = self._shards or self._tensor
+        if split is None:
+            yield self.model
+            return
+        with contextlib.ExitStack() as whole:
+            with self._together("gather the model"):
+                model = whole.enter_context(split.gathered())
+            yield model
+
+    def own_parts(self, whole: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """This rank's parts of whole parameters, where the model is split over an axis by a plan.
+
+        >>> step = Step(nn.Linear(2, 1), None, None, None, None, {})
+        >>> step.own_parts({"bias": torch.ones(1)})
+        {'bias': tensor([1.])}
+        """
+        parts = self._parts
+        return {name: parts.part(name, value) if parts else value for name, value in whole.items()}
+
+    @property
+    def _parts(self) -> PartsOfModel | None:
+        return self._tensor.parts if self._tensor is not None else None
+
+    def state_dict(self) -> dict[str, Any]:
+        """The model, the optimizer, the number of steps and, where ranks share it, the random generator.
+
+        What is split is there as DTensors: `torch.distributed.checkpoint` saves it from all ranks, and loads it on any
+        number of them. The optimizer's state of every trained parameter is there, also before the first step. All ranks
+        must call it: weights that a plan splits in blocks are put in one piece first.
+        """
+        self._create_all_state()
+        for ready in self._ready.values():
+            for comparison in ready.built.comparisons:
+                comparison.finish()
+        members = self._members if self._tensor is not None else None
+        with members.together("put weights in one piece") if members is not None else contextlib.nullcontext():
+            return checkpoint.state_of(
+                self.model,
+                self.optimizer,
+                steps=self.steps,
+                with_random=self._shares_random_numbers,
+                parts=self._parts,
+            )
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from what `state_dict` returned here or, loaded by `torch.distributed.checkpoint`, elsewhere."""
+        self._create_all_state()
+        self.steps = checkpoint.restore(self.model, self.optimizer, state, parts=self._parts)
+
+    def save(self, folder: str | Path) -> None:
+        """Write a checkpoint from all ranks; until it is complete, an earlier one in the folder stays."""
+        with self._together(f"save a checkpoint to {folder}"):
+            first = self._members is None or not self._members.rank
+            checkpoint.save(self.state_dict(), folder, self._group(), first=first)
+
+    def load(self, folder: str | Path) -> None:
+        """Go on from a checkpoint that `save` wrote, on any number of ranks, with any `data_parallel` and any plan."""
+        with self._together(f"load the checkpoint in {folder}"):
+            state = self.state_dict()
+            checkpoint.load(state, folder, self._group())
+            self.load_state_dict(state)
+
+    @contextlib.contextmanager
+    def _together(self, what: str) -> Iterator[None]:
+        """Do something that all ranks must do now: see that they do, and say who did not where it fails."""
+        self._check_open()
+        if self._members is None:
+            yield
+            return
+        self._members.agree(what, what, to=what, at=self._calls)
+        try:
+            with self._members.together(what):
+                yield
+        except RankFailedError as error:
+            raise self._given_up(error) from error.__cause__
+
+    def _given_up(self, error: RankFailedError) -> RankFailedError:
+        if self._lease is not None:
+            self._lease.mark_broken()
+        return error
+
+    def _check_open(self) -> None:
+        """Refuse to run without the groups that the programs name."""
+        if self._closed:
+            raise CrossfadeError("a call of a step that was closed", remedy="compile a new one")
+        if self._lease is not None:
+            self._lease.check()
+
+    def _group(self) -> Any:
+        return group_named(self._everyone) if self._everyone is not None else None
+
+    def _prepared(self, batch: tuple[Any, ...]) -> _Ready:
+        self._check_open()
+        if self._shards is not None:
+            self._shards.check()
+        found = self._ready.get(self._key(batch))
+        if found is not None:
+            return found
+        with CAPTURING:  # and asked again: what tracing in another thread patches looks like a change
+            found = self._ready.get(self._key(batch))
+            return self._captured(batch) if found is None else found
+
+    def _captured(self, batch: tuple[Any, ...]) -> _Ready:
+        start = time.perf_counter()
+        built = self._build(batch)
+        log.info("captured %s in %.1f s: %s", type(self.model).__name__, time.perf_counter() - start, built.report)
+        executable = Executable(built.program, self._groups)
+        if len(self._ready) == CAPTURES_KEPT:
+            self._ready.pop(next(iter(self._ready)))
+            self._drop_workspaces()
+        keys = [(name, self.model.get_parameter(name), one) for name, one in built.state_keys.items()]
+        names = [item.name for item in built.program.inputs if item.kind is InputKind.INPUT]
+        ready = _Ready(built, executable, self._bound(built.program), names, keys)
+        self._ready[self._key(batch)] = ready  # as the model is now: a plan may have split its buffers
+        self.captures += 1
+        if self.captures in (5, 20, 100):
+            log.warning("captured %d programs so far: %s", self.captures, _WHY_SO_MANY)
+        return ready
+
+    def _run(self, executable: Executable, inputs: list[Any]) -> tuple[Any, ...]:
+        if self._members is None:
+            return executable(inputs)
+        self._calls += 1
+        self._members.note("calls", str(self._calls))
+        self._members.note("step", str(self.steps))
+        try:
+            return executable(inputs)
+        except Exception as error:
+            collective = executable.collective_at(error)
+            if not collective:
+                self._members.leave(f"{type(error).__name__}: {error}")
+                raise
+            raise self._given_up(self._members.blame(self.steps, collective, error)) from error
+
+    def _create_state(self, wanted: Iterable[tuple[str, nn.Parameter, Collection[str]]]) -> None:
+        """Give the optimizer the state that its own first step would have made, where it has none."""
+        states = self.optimizer.state
+        lacking = []
+        for name, parameter, keys in wanted:
+            state = states.get(parameter)
+            if keys and (state is None or any(state.get(key) is None for key in keys)):
+                lacking.append(name)
+        for name, entries in (self._initial_state(lacking) if lacking else {}).items():
+            if self._shards is not None:
+                self._shards.create_state(name, entries)
+            else:
+                state = states[self.model.get_parameter(name)]
+                state.update({key: value for key, value in entries.items() if state.get(key) is None})
+
+    def _create_all_state(self) -> None:
+        """State of every trained parameter, also of those that no program has stepped yet."""
+        for split in (self._shards, self._tensor):
+            if split is not None:
+                split.check()
+        keys = self._state_keys()
+        self._create_state([(name, self.model.get_parameter(name), one) for name, one in keys.items()])
+
+    def _bound(self, program: Program) -> Bound:
+        """How to find each input's value: users may load checkpoints or change rates between steps."""
+        lasting: dict[int, Callable[[], Found]] = {}
+        fresh: dict[int, Callable[[dict[str, Any]], Any]] = {}
+        for place, (item, node) in enumerate(program.named_inputs()):
+            if item.kind in (InputKind.INPUT, InputKind.ALIKE):
+                fresh[place] = partial(_taken_out, item.name)
+            elif item.kind is InputKind.SCALAR and not item.name.startswith("rank"):
+                fresh[place] = partial(self._rate, int(item.name.rsplit(".", 1)[1]))
+            else:
+                lasting[place] = self._finder(item.kind, item.name, node)
+        return Bound(lasting, fresh)
+
+    def _rate(self, group: int, batch: dict[str, Any]) -> float:
+        return float(self.optimizer.param_groups[group]["lr"])
+
+    def _finder(self, kind: InputKind, name: str, node: fx.Node) -> Callable[[], Found]:
+        match kind:
+            case InputKind.WORKSPACE:
+                return lambda: Found(self._workspace(name, node))
+            case InputKind.OPTIMIZER_STATE:
+                return partial(self._found_state, *name.rsplit(":", 1))
+            case InputKind.SCALAR:
+                assert name == "rank" or self._shards is not None, f"{name} of a program without parts"
+                rank = self._part_of_batch if self._shards is None or name == "rank" else self._shards.rank
+                return lambda: Found(rank)
+            case InputKind.PARAMETER:
+                registry, attribute = place_of(self.model, name)
+            case _:
+                owner, _, attribute = name.rpartition(".")
+                registry = self.model.get_submodule(owner)._buffers
+        return partial(self._found_tensor, kind, name, registry, attribute)
+
+    def _found_tensor(self, kind: InputKind, name: str, registry: dict[str, Any], attribute: str) -> Found:
+        """A parameter, or what this rank keeps of it; or a buffer."""
+        seen, shards = registry[attribute], self._shards
+        split = kind is InputKind.PARAMETER and shards is not None and shards.has(name)
+        return Found(shards.parameter(name) if split and shards else seen, (watch(registry, attribute),))
+
+    def _found_state(self, name: str, key: str) -> Found:
+        """An entry of the optimizer's state, or what this rank keeps of it."""
+        registry, attribute = place_of(self.model, name)
+        parameter, states = registry[attribute], self.optimizer.state
+        entries = states[parameter]
+        value = self._shards.state(name, key) if self._shards is not None else entries[key]  # may take over the entry
+        relied_on = (
+            watch(registry, attribute),
+            watch(vars(self.optimizer), "state"),
+            watch(states, parameter),
+            watch(entries, key),
+        )
+        return Found(value, relied_on)
+
+    def _workspace(self, name: str, node: fx.Node) -> Tensor:
+        """Memory that lives as long as the step, shared by its programs, made at the first call."""
+        like, key = node.meta["val"], _workspace_key(name, node)
+        if key not in self._workspaces:
+            self._workspaces[key] = torch.empty(like.shape, dtype=like.dtype, device=like.device)
+        return self._workspaces[key]
+
+    def _drop_workspaces(self) -> None:
+        """Free the workspaces that no kept program uses."""
+        programs = [ready.built.program for ready in self._ready.values()]
+        named = [pair for program in programs for pair in program.named_inputs()]
+        used = {_workspace_key(item.name, node) for item, node in named if item.kind is InputKind.WORKSPACE}
+        for key in [key for key in self._workspaces if key not in used]:
+            del self._workspaces[key]
+
+
+def _workspace_key(name: str, node: fx.Node) -> Hashable:
+    like = node.meta["val"]
+    return name, like.shape, like.dtype, like.device
+
+
+def _taken_out(name: str, batch: dict[str, Any]) -> Any:
+    return batch.pop(name)

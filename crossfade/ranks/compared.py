@@ -1,0 +1,199 @@
+"""The things that ranks compare at every step: batches, rates, parameters, random generators."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from crossfade.graph.effects import is_random
+from crossfade.graph.passes import fingerprint
+from crossfade.graph.private import tree_flatten, tree_flatten_with_path, tree_keystr
+from crossfade.graph.program import Program
+from crossfade.ranks.alike import Alike, Batch, Comparison, Digest, digest_of
+from crossfade.ranks.checkpoint import random_state
+from crossfade.ranks.members import Members
+from crossfade.ranks.shards import place_of
+
+_WHOLE_BATCH = 'the same whole batch on every rank, of which each computes its part (batch="global")'
+_OWN_BATCH = (
+    'pass batch="local" to compile_step if each rank brings its own part, as under a DistributedSampler; '
+    "otherwise let all ranks load the same batches: one seed, no sampler that splits them"
+)
+_BY_PLAN = "the same batch on all ranks that hold parts of one model (tensor_parallel)"
+_SAMPLE_BY_PLAN = "let samplers split by the rank along dp alone, not along tp"
+_WHERE = "restart from the last checkpoint: this step has already used it"
+_PARAMETER_SAMPLE = 16384
+
+
+def tensors_of(batch: Batch) -> dict[str, Tensor]:
+    """The tensors of a batch by name.
+
+    >>> list(tensors_of(({"x": Tensor([1])}, 2)))
+    ["batch[0]['x']"]
+    """
+    pairs, _ = tree_flatten_with_path(batch)
+    return {f"batch{tree_keystr(path)}": leaf for path, leaf in pairs if isinstance(leaf, Tensor)}
+
+
+def _tensors(batch: Batch) -> list[Tensor]:
+    return [leaf for leaf in tree_flatten(batch)[0] if isinstance(leaf, Tensor)]
+
+
+def same_batch(*, by_plan: bool = False) -> Alike:
+    """Every rank is given the whole batch; or the same one, as it holds a part of the same model."""
+    return Alike(
+        "a batch",
+        lambda batch, step: digest_of(_tensors(batch), step),
+        lambda step: "its batch sums up to",
+        _BY_PLAN if by_plan else _WHOLE_BATCH,
+        _SAMPLE_BY_PLAN if by_plan else _OWN_BATCH,
+    )
+
+
+def own_batch() -> Alike:
+    """Every rank is given a part of the batch that no other has."""
+    return Alike(
+        "batch",
+        lambda batch, step: digest_of(_tensors(batch), step),
+        lambda step: "its batch sums up to",
+        'a part of its own for each rank (batch="local")',
+        'leave batch="local" out if every rank brings the whole batch, or give each loader a DistributedSampler',
+        "differ",
+    )
+
+
+def shared_numbers(names: Sequence[str]) -> Alike:
+    """Numbers of a batch that the loss depends on, such as how many items all ranks have together."""
+
+    def digest(batch: Batch, step: int) -> Digest:
+        tensors = tensors_of(batch)
+        return digest_of([tensors[name] for name in names], step)
+
+    return Alike(
+        f"{', '.join(names)}, a number that the loss depends on,",
+        digest,
+        lambda step: "its number sums up to",
+        "the whole batch's number on every rank",
+        "add it up over the ranks first (torch.distributed.all_reduce)",
+    )
+
+
+def rates(optimizer: Optimizer) -> Alike:
+    """Learning rates, and how many steps were taken."""
+
+    def digest(batch: Batch, step: int) -> int:
+        return zlib.crc32(repr((step, [float(group["lr"]) for group in optimizer.param_groups])).encode())
+
+    def words(step: int) -> str:
+        return "lr " + ", ".join(f"{float(group['lr']):g}" for group in optimizer.param_groups) + f" in step {step};"
+
+    return Alike(
+        "a learning rate",
+        digest,
+        words,
+        "the same rates, in the same step, on every rank",
+        "step the scheduler, and load checkpoints, alike on every rank, then " + _WHERE,
+    )
+
+
+def replicas(model: nn.Module, optimizer: Optimizer) -> Alike:
+    """Parameters and optimizer state of which every rank updates its own copy: some of one at each step."""
+    names = [name for name, _ in model.named_parameters()]
+    places: Mapping[str, tuple[dict[str, Any], str]] = {name: place_of(model, name) for name in names}
+
+    def chosen(step: int) -> tuple[str, list[Tensor]]:
+        name = names[step % len(names)]
+        registry, attribute = places[name]
+        parameter = registry[attribute]
+        state = optimizer.state.get(parameter, {}).values()
+        entries = [value for value in state if isinstance(value, Tensor) and value.shape == parameter.shape]
+        return name, [parameter, *entries]
+
+    def digest(batch: Batch, step: int) -> Digest:
+        return digest_of(chosen(step)[1], step // len(names), _PARAMETER_SAMPLE)
+
+    return Alike(
+        "a parameter, or its optimizer state,",
+        digest,
+        lambda step: f"{names[step % len(names)]} sums up to",
+        "the same on every rank",
+        "change weights, and load checkpoints, alike on every rank, then " + _WHERE + "; where ranks run on different "
+        "processors, whose last bits differ, pass check_every=0",
+    )
+
+
+def random_stream(model: nn.Module) -> Alike:
+    """The random generator, where all ranks draw from one stream."""
+
+    def digest(batch: Batch, step: int) -> Digest:
+        return zlib.crc32(b"".join(state.numpy().tobytes() for state in random_state(model).values()))
+
+    return Alike(
+        "the random generator's state",
+        digest,
+        lambda step: "its generator",
+        'one stream of random numbers on all ranks (semantics="global"): dropout is no longer that of one device',
+        "draw other random numbers (augmentation, sampling) from a generator of your own, or alike on every rank; or "
+        'pass semantics="per-rank"',
+        "warn",
+    )
+
+
+def same_program(program: Program) -> Alike:
+    """The program that runs: a rank that goes back to earlier settings captures nothing, and so agrees on nothing."""
+    number = zlib.crc32(fingerprint(program).encode())
+    return Alike(
+        "the program",
+        lambda batch, step: number,
+        lambda step: "its program sums up to",
+        "the same program on every rank",
+        "change settings of the model, the loss and the optimizer alike on every rank, then " + _WHERE,
+    )
+
+
+def comparisons(
+    model: nn.Module,
+    optimizer: Optimizer,
+    program: Program,
+    among: Iterable[tuple[str, Members | None, bool]],
+    *,
+    every: int,
+    reduce_op: str,
+    whole_batch: bool,
+    replicated: bool,
+    one_stream: bool,
+    numbers: Sequence[str] = (),
+) -> list[Comparison]:
+    """What ranks compare at every step, `among` groups by name: whether each trains parts of one model is the last.
+
+    These must have the same batch; so must others if each is given the `whole_batch`, or else the same `numbers` of it
+    that the loss depends on. Copies of parameters are compared where they are `replicated` (otherwise a row has one
+    owner, who hands it out), the random generator where all draw from `one_stream`.
+    """
+    draws = one_stream and any(is_random(node) for node in program.graph.nodes)
+    device = next((one.device.type for one in model.parameters()), "cpu")
+    found = []
+    for group, members, by_plan in among:
+        if members is None or members.alone or not every:
+            continue
+        same = by_plan or whole_batch
+        things = [same_program(program), same_batch(by_plan=by_plan) if same else own_batch(), rates(optimizer)]
+        things += [shared_numbers(numbers)] if numbers and not same else []
+        things += [replicas(model, optimizer)] if replicated and not by_plan else []
+        things += [random_stream(model)] if draws else []
+        found.append(Comparison(group, members, things, every, device, reduce_op))
+    return found
+
+
+def cost_of_comparing(comparisons: Sequence[Comparison], batch: Batch) -> dict[str, str]:
+    """What comparing costs a step, for its report."""
+    if not comparisons:
+        return {}
+    micros = 1e6 * sum(min(one.seconds(batch) for _ in range(3)) for one in comparisons)
+    size, every = sum(4 * one.numbers for one in comparisons), comparisons[0].every
+    often = "every step" if every == 1 else f"every {every} steps"
+    return {"ranks compared": f"{often}: {size} bytes beside the loss, {micros:.0f} us to sum up"}
