@@ -1,7 +1,7 @@
 """One exception tree. Every message says what was found, what was expected, and ends with the remedy.
 
 >>> str(MeshError("a mesh of 8 ranks", expected="at most 2, the world size", remedy="start 8 ranks"))
-'found a mesh of 8 ranks; expected at most 2, the world size. Remedy: start 8 ranks.'
+'a mesh of 8 ranks: expected at most 2, the world size. Remedy: start 8 ranks.'
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ class CrossfadeError(Exception):
 
     def __init__(self, found: str, *, expected: str = "", remedy: str) -> None:
         self.found, self.expected, self.remedy = found, expected, remedy
-        wanted = f"; expected {expected}" if expected else ""
-        super().__init__(f"found {found}{wanted}. Remedy: {remedy}.")
+        wanted = f": expected {expected}" if expected else ""
+        super().__init__(f"{found}{wanted}. Remedy: {remedy}.")
 
     def __reduce__(self) -> tuple:
         return _rebuild, (type(self), self.found, self.expected, self.remedy)

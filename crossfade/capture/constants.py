@@ -23,7 +23,7 @@ def check_constants(constants: Mapping[str, Any], model: nn.Module, name_of: Cal
         >>> model = nn.Linear(2, 1)
         >>> check_constants({"c": model.weight}, model, lambda tensor: "loss_fn.weight")
         Traceback (most recent call last):
-        crossfade.errors.CaptureError: found parameter weight read from loss_fn.weight...
+        crossfade.errors.CaptureError: parameter weight read from loss_fn.weight...
     """
     own = {_memory(parameter): name for name, parameter in model.named_parameters() if type(parameter) in _PLAIN}
     for constant in constants.values():

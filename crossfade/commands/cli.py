@@ -38,7 +38,7 @@ def demo(
     from crossfade.demo.model import SIZES
 
     if size not in SIZES:
-        raise typer.BadParameter(f"found {size!r}; expected one of {', '.join(SIZES)}", param_hint="--size")
+        raise typer.BadParameter(f"{size!r}: expected one of {', '.join(SIZES)}", param_hint="--size")
     show.run(ranks=ranks, steps=steps, size=size, folder=report, console=console)
 
 
@@ -280,7 +280,7 @@ def passes(
 
     known = catalogue.known_passes()
     if name and name not in known:
-        raise typer.BadParameter(f"found {name!r}; expected one of {', '.join(known)}", param_hint="name")
+        raise typer.BadParameter(f"{name!r}: expected one of {', '.join(known)}", param_hint="name")
     if markdown:
         typer.echo(catalogue.passes_as_markdown(), nl=False)
         return

@@ -175,7 +175,7 @@ class Step:
             >>> step.close()
             >>> step(torch.ones(1, 2))
             Traceback (most recent call last):
-            crossfade.errors.CrossfadeError: found a call of a step that was closed. Remedy: compile a new one.
+            crossfade.errors.CrossfadeError: a call of a step that was closed. Remedy: compile a new one.
         """
         with self._turn:
             self._closed = True

@@ -203,7 +203,7 @@ class _Calibration:
         )
         if self.unsteady and self.ranks.is_first:
             log.warning(
-                "found times of the same collective that vary while calibrating: %s; predictions for this machine may "
+                "times of the same collective that vary while calibrating: %s; predictions for this machine may "
                 "be as far off. Remedy: calibrate again when nothing else runs, or for longer.",
                 ", ".join(self.unsteady),
             )

@@ -3,7 +3,7 @@
 >>> account = Found({"ranks": "two"}, "sharded.json", "", CrossfadeError, "save it again")
 >>> account["ranks"].whole(least=1)
 Traceback (most recent call last):
-crossfade.errors.CrossfadeError: found sharded.json, ranks = 'two'; expected a whole number of at least 1...
+crossfade.errors.CrossfadeError: sharded.json, ranks = 'two': expected a whole number of at least 1...
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 >>> named_inside(Path("models"), "../secret.safetensors", "the index", CrossfadeError)
 Traceback (most recent call last):
-crossfade.errors.CrossfadeError: found '../secret.safetensors' in the index, which is outside of models...
+crossfade.errors.CrossfadeError: '../secret.safetensors' in the index, which is outside of models...
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 >>> decoded_json('{"ranks": 2, "ranks": 3}', "plan.json", CrossfadeError, "write it again")
 Traceback (most recent call last):
-crossfade.errors.CrossfadeError: found plan.json, in which 'ranks' stands twice...
+crossfade.errors.CrossfadeError: plan.json, in which 'ranks' stands twice...
 """
 
 from __future__ import annotations

@@ -144,7 +144,7 @@ class Comparison:
 
     def _warn(self, thing: Alike, found: str) -> None:
         if thing.name not in self._warned and self.members.rank == 0:
-            warnings.warn(f"found {found}; expected {thing.expected}. Remedy: {thing.remedy}.", stacklevel=6)
+            warnings.warn(f"{found}: expected {thing.expected}. Remedy: {thing.remedy}.", stacklevel=6)
         self._warned.add(thing.name)
 
     def _mismatch(self, thing: Alike, step: int) -> RankMismatchError:

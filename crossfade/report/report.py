@@ -271,7 +271,7 @@ class Report:
 
         >>> Report.from_json('{"format": 0}')
         Traceback (most recent call last):
-        crossfade.errors.CrossfadeError: found text, JSON of report format 0; expected format 1...
+        crossfade.errors.CrossfadeError: text, JSON of report format 0: expected format 1...
         """
         from crossfade.report.json_text import load
 
@@ -298,7 +298,7 @@ class Report:
 
         >>> Report("step").to_trace("trace.json")
         Traceback (most recent call last):
-        crossfade.errors.CrossfadeError: found a report without a timeline...
+        crossfade.errors.CrossfadeError: a report without a timeline...
         """
         from crossfade.report.trace import dump_trace
 

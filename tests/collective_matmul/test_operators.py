@@ -165,17 +165,17 @@ def test_a_dynamic_dim_stays_dynamic() -> None:
 
 E34, E45 = torch.empty(3, 4), torch.empty(4, 5)
 GATHERS: dict[str, tuple[dict[str, Any], str]] = {
-    "a letter alone": ({"products": ["mk,nj->mn"]}, r"the product 'mk,nj->mn'; expected two operands and a result"),
+    "a letter alone": ({"products": ["mk,nj->mn"]}, r"the product 'mk,nj->mn': expected two operands and a result"),
     "a letter twice": ({"products": ["mm,kn->mn"]}, r"the product 'mm,kn->mn'"),
     "no arrow": ({"products": ["mk,kn"]}, r"the product 'mk,kn'"),
-    "no dtype": ({"products": ["mk,kn->mn float99"]}, r"'mk,kn->mn float99'; expected 'EQUATION'"),
+    "no dtype": ({"products": ["mk,kn->mn float99"]}, r"'mk,kn->mn float99': expected 'EQUATION'"),
     "other sizes": ({"products": ["mk,nk->mn"]}, r"sizes 4 and 5 for the letter 'k' of mk,nk->mn"),
-    "other dims": ({"products": ["bmk,kn->bmn"]}, r"shape \[6, 4\] for 'bmk' of bmk,kn->bmn; expected 3 dims"),
+    "other dims": ({"products": ["bmk,kn->bmn"]}, r"shape \[6, 4\] for 'bmk' of bmk,kn->bmn: expected 3 dims"),
     "other dtypes": ({"others": [E45.double()]}, r"of torch.float32 and torch.float64 that returns torch.float32"),
     "a dtype without scales": ({"products": ["mk,kn->mn bfloat16"]}, r"that returns torch.bfloat16"),
     "one scale": ({"scales": [None, torch.ones(())]}, r"lacks a scale or the result's dtype"),
     "no such dim": ({"dim": 2}, r"2 dims to gather along dim 2"),
-    "no such form": ({"form": "square"}, r"form='square', ranks=2, chunks=1; expected one of chunked, ring"),
+    "no such form": ({"form": "square"}, r"form='square', ranks=2, chunks=1: expected one of chunked, ring"),
     "no pieces": ({"chunks": 0}, r"chunks=0"),
     "bias": ({"biases": [torch.ones(3)]}, r"a bias of shape \[3\] for a result of \[6, 5\]"),
     "operands": ({"others": []}, r"0 operands, 1 biases and 0 scales for 1 products"),
@@ -192,18 +192,18 @@ def test_what_does_not_fit_is_refused(what: str) -> None:
 
 def test_scatters_that_do_not_fit_are_refused() -> None:
     with FakeTensorMode(allow_non_fake_inputs=True):
-        with pytest.raises(RewriteError, match="dim 0 of size 3 to scatter over 2 ranks; expected a multiple of 2"):
+        with pytest.raises(RewriteError, match="dim 0 of size 3 to scatter over 2 ranks: expected a multiple of 2"):
             matmul_scatter(E34, E45, "mk,kn->mn", dim=0, ranks=2, group="tp")
-        with pytest.raises(RewriteError, match="the reduction 'max'; expected sum or avg"):
+        with pytest.raises(RewriteError, match="the reduction 'max': expected sum or avg"):
             matmul_scatter(E34, E45, "mk,kn->mn", dim=1, ranks=1, reduce_op="max", group="tp")
         with pytest.raises(RewriteError, match="to scatter along dim 2"):
             matmul_scatter(E34, E45, "mk,kn->mn", dim=2, ranks=1, group="tp")
         one, other = matmul_scatter_meanwhile(E34, E45, "mk,kn->mn", [(E45.t(), E34.t())], dim=1, ranks=5, group="tp")
         assert (one.shape, other.shape) == ((3, 1), (5, 3))
         for pair in ((E34, E34), (E34, E45.double()), (E34[0], E45)):
-            with pytest.raises(RewriteError, match="to be multiplied meanwhile; expected two matrices of one dtype"):
+            with pytest.raises(RewriteError, match="to be multiplied meanwhile: expected two matrices of one dtype"):
                 matmul_scatter_meanwhile(E34, E45, "mk,kn->mn", [pair], dim=1, ranks=5, group="tp")
-        with pytest.raises(RewriteError, match="3 operands to be multiplied meanwhile; expected two for each"):
+        with pytest.raises(RewriteError, match="3 operands to be multiplied meanwhile: expected two for each"):
             alone = (E34, E45, None, [], "mk,kn->mn", 1, "sum", 5, "ring", 1, "tp", [E34, E45, E34])
             torch.ops.crossfade.matmul_scatter_meanwhile(*alone)
 
@@ -211,7 +211,7 @@ def test_scatters_that_do_not_fit_are_refused() -> None:
 def test_scales_that_do_not_fit_are_refused() -> None:
     small = [torch.ones(4, 16).to(torch.float8_e4m3fn), torch.ones(16, 16).to(torch.float8_e4m3fn)]
     scales = [torch.ones(3, 1), torch.ones(1, 16)]
-    with pytest.raises(RewriteError, match=r"a scale of shape \[3, 1\] for 'mk'.*; expected one number, or 4"):
+    with pytest.raises(RewriteError, match=r"a scale of shape \[3, 1\] for 'mk'.*: expected one number, or 4"):
         gather_matmul(small[0], small[1:], ["mk,kn->mn bfloat16"], dim=0, ranks=1, group="tp", scales=scales)
 
 
@@ -246,7 +246,7 @@ def test_symmetric_memory_says_what_it_needs() -> None:
     with emulated.world(TOY, 2):
         group = torch.distributed.group.WORLD.group_name  # type: ignore[union-attr]
         settings: Any = {"dim": 0, "ranks": 2, "group": group, "form": "symmetric"}
-        message = "found a tensor on cpu in a product fused through symmetric memory; expected one on a CUDA device"
+        message = "a tensor on cpu in a product fused through symmetric memory: expected one on a CUDA device"
         with pytest.raises(NotYetError, match=message):
             gather_matmul(torch.ones(2, 2), [torch.ones(2, 2)], ["mk,kn->mn"], **settings)
         with pytest.raises(NotYetError, match=message):

@@ -90,7 +90,7 @@ def test_one_that_is_not_worth_copying_travels_alone_and_parts_nobody():
         assert [" ".join(bucket.members) for bucket in plan.buckets] == buckets
     left = BucketAllReduces(alone_mb=400 / MB).plan(program).left
     assert list(map(str, left)) == ["s2: left alone: it is large enough to travel alone, and is not copied so"]
-    with pytest.raises(PassError, match=r"bucket-all-reduces\(alone_mb=0\); expected megabytes, more than 0"):
+    with pytest.raises(PassError, match=r"bucket-all-reduces\(alone_mb=0\): expected megabytes, more than 0"):
         BucketAllReduces(alone_mb=0)
 
 

@@ -110,8 +110,8 @@ def test_weights_come_from_every_form_of_checkpoint(tmp_path: Path, form: str) -
 def test_states_that_do_not_fit_say_so(tmp_path: Path) -> None:
     program, state = exported(), dict(net().state_dict())
     cases: list[tuple[Any, str]] = [
-        ({**state, "up.weight": torch.ones(64, 8)}, "up.weight of shape (64, 8) in the state; expected (32, 8)"),
-        ({**state, "up.weight": state["up.weight"].half()}, "type torch.float16 in the state; expected torch.float32"),
+        ({**state, "up.weight": torch.ones(64, 8)}, "up.weight of shape (64, 8) in the state: expected (32, 8)"),
+        ({**state, "up.weight": state["up.weight"].half()}, "type torch.float16 in the state: expected torch.float32"),
         ({name: value for name, value in state.items() if name != "shift"}, "no tensor named 'shift'"),
         ({"net." + name: value for name, value in state.items()}, "did you mean net.up.weight"),
         (tmp_path, "no state in"),
@@ -354,10 +354,10 @@ def test_partial_outputs_add_up() -> None:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"inputs": {"y": BY_HEAD}}, "an input 'y'; expected x"),
+        ({"inputs": {"y": BY_HEAD}}, "an input 'y': expected x"),
         ({"inputs": {"x": torch_placements.Shard(2)}}, "of a value of 2 dims"),
         ({"inputs": {"x": torch_placements.Partial()}}, "the input x as partial sums"),
-        ({"outputs": {1: BY_HEAD}}, "an output 1; expected a position from 0 to 0"),
+        ({"outputs": {1: BY_HEAD}}, "an output 1: expected a position from 0 to 0"),
         ({"outputs": {0: torch_placements.Partial("max")}}, "expected Shard(dim) or Replicate()"),
         ({"outputs": {0: "sharded"}}, "the placement 'sharded'"),
     ],

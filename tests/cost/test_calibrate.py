@@ -99,7 +99,7 @@ def test_a_link_that_does_not_keep_its_pace_is_told_of(ranks: Callable[[int], Ra
     assert source.endswith("; times varied: all_gather on dp by 2.0x")
     assert unsaid == []
     assert [one.partition(";")[0] for one in said] == [
-        "found times of the same collective that vary while calibrating: all_gather on dp by 2.0x"
+        "times of the same collective that vary while calibrating: all_gather on dp by 2.0x"
     ]
 
 
@@ -149,9 +149,9 @@ def refused() -> list[str]:
 
 def test_what_cannot_be_measured_is_refused_before_anything_travels(ranks: Callable[[int], Ranks]) -> None:
     (alone, cuda, sizes), _ = ranks(2).run(refused)
-    assert alone.startswith("found axis 'tp' of one rank; expected at least 2")
-    assert cuda.startswith("found gloo for cuda tensors on axis 'dp'; expected nccl (gloo's all-gather")
-    assert sizes.startswith(f"found sizes [{MB}, {MB}]; expected at least two different ones")
+    assert alone.startswith("axis 'tp' of one rank: expected at least 2")
+    assert cuda.startswith("gloo for cuda tensors on axis 'dp': expected nccl (gloo's all-gather")
+    assert sizes.startswith(f"sizes [{MB}, {MB}]: expected at least two different ones")
 
 
 def points(latency: float, bandwidth: float, noise: tuple[float, ...]) -> list[tuple[float, float, float]]:

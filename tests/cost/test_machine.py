@@ -47,7 +47,7 @@ def test_an_unknown_axis_is_named() -> None:
     with pytest.raises(MachineError) as caught:
         machine.collective_seconds(Kind.ALL_REDUCE, 8, 2, axis="dp")
     assert str(caught.value) == (
-        "found no fabric for axis 'dp' in toy; expected one of tp, or one for every axis. "
+        "no fabric for axis 'dp' in toy: expected one of tp, or one for every axis. "
         'Remedy: add it under fabrics, or add one under "*".'
     )
 
@@ -74,47 +74,47 @@ def changed(change: Callable[[dict[str, Any]], Any]) -> str:
 
 LINK = "fabrics.*.links.all_reduce"
 REFUSED: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
-    "missing field": (lambda m: m.pop("flops"), "found no machine.flops; expected every field"),
+    "missing field": (lambda m: m.pop("flops"), "no machine.flops: expected every field"),
     "missing kind": (
         lambda m: m["fabrics"]["*"]["links"].pop("broadcast"),
-        "found no fabrics.*.links.broadcast; expected every kind of collective",
+        "no fabrics.*.links.broadcast: expected every kind of collective",
     ),
     "missing number": (
         lambda m: m["fabrics"]["*"]["links"]["all_reduce"].pop("latency"),
-        f"found no {LINK}.latency; expected every field",
+        f"no {LINK}.latency: expected every field",
     ),
     "unknown field": (
         lambda m: m.update(speed=1),
-        "found machine.speed; expected only name, fabrics, flops, memory_bandwidth, overhead, device, memory, source",
+        "machine.speed: expected only name, fabrics, flops, memory_bandwidth, overhead, device, memory, source",
     ),
     "a piece of all kinds": (
         lambda m: m["fabrics"]["*"].update(piece=None),
-        "found fabrics.*.piece; expected only links, launch, slows_compute. Remedy: correct it, or calibrate anew.",
+        "fabrics.*.piece: expected only links, launch, slows_compute. Remedy: correct it, or calibrate anew.",
     ),
     "unknown kind": (
         lambda m: m["fabrics"]["*"]["links"].update(scan={}),
-        "found fabrics.*.links.scan; expected one of all_reduce, all_gather, reduce_scatter, all_to_all, broadcast",
+        "fabrics.*.links.scan: expected one of all_reduce, all_gather, reduce_scatter, all_to_all, broadcast",
     ),
     "negative": (
         lambda m: m["fabrics"]["*"]["links"]["all_reduce"].update(latency=-1),
-        f"found {LINK}.latency = -1; expected a number of at least 0",
+        f"{LINK}.latency = -1: expected a number of at least 0",
     ),
     "a piece of nothing": (
         lambda m: m["fabrics"]["*"]["links"]["all_gather"].update(piece=0),
-        "found fabrics.*.links.all_gather.piece = 0; expected a number more than 0",
+        "fabrics.*.links.all_gather.piece = 0: expected a number more than 0",
     ),
-    "zero": (lambda m: m.update(memory_bandwidth=0), "found memory_bandwidth = 0; expected a number more than 0"),
+    "zero": (lambda m: m.update(memory_bandwidth=0), "memory_bandwidth = 0: expected a number more than 0"),
     "not a number": (
         lambda m: m["flops"].update(float32=math.nan),
-        "found flops.float32 = nan; expected a number more",
+        "flops.float32 = nan: expected a number more",
     ),
-    "infinite": (lambda m: m.update(overhead=math.inf), "found overhead = inf; expected a number of at least 0"),
-    "text for a number": (lambda m: m.update(memory="80 GB"), "found memory = '80 GB'; expected a number more than 0"),
-    "truth for a number": (lambda m: m.update(overhead=True), "found overhead = True; expected a number of at least 0"),
-    "number for text": (lambda m: m.update(name=5), "found name = 5; expected text"),
-    "list for fabrics": (lambda m: m.update(fabrics=[]), "found fabrics = []; expected an object"),
-    "list for flops": (lambda m: m.update(flops=[1]), "found flops = [1]; expected an object"),
-    "no float32": (lambda m: m["flops"].pop("float32"), "found no flops.float32; expected at least that dtype"),
+    "infinite": (lambda m: m.update(overhead=math.inf), "overhead = inf: expected a number of at least 0"),
+    "text for a number": (lambda m: m.update(memory="80 GB"), "memory = '80 GB': expected a number more than 0"),
+    "truth for a number": (lambda m: m.update(overhead=True), "overhead = True: expected a number of at least 0"),
+    "number for text": (lambda m: m.update(name=5), "name = 5: expected text"),
+    "list for fabrics": (lambda m: m.update(fabrics=[]), "fabrics = []: expected an object"),
+    "list for flops": (lambda m: m.update(flops=[1]), "flops = [1]: expected an object"),
+    "no float32": (lambda m: m["flops"].pop("float32"), "no flops.float32: expected at least that dtype"),
 }
 
 
@@ -129,7 +129,7 @@ def test_what_cannot_be_is_named(change: Callable[[dict[str, Any]], Any], messag
 def test_other_text_is_refused() -> None:
     with pytest.raises(MachineError, match=r"^found text, which is not JSON \(Expecting value: line 1"):
         Machine.from_json("a fast one")
-    with pytest.raises(MachineError, match=r"^found machine = \[1\]; expected an object"):
+    with pytest.raises(MachineError, match=r"^found machine = \[1\]: expected an object"):
         Machine.from_json("[1]")
 
 

@@ -262,7 +262,7 @@ def test_tables_are_kept_as_files(tmp_path: Path) -> None:
     assert (again, again.left_out, again.unmeasurable) == (table, ["b"], {"c": "it raised"})
     with pytest.raises(MachineError, match="no file"):
         Measurements.load(tmp_path / "none.json")
-    with pytest.raises(MachineError, match="a table of measurements, seconds = 3; expected an object"):
+    with pytest.raises(MachineError, match="a table of measurements, seconds = 3: expected an object"):
         Measurements.from_json('{"seconds": 3}')
 
 

@@ -465,11 +465,11 @@ def messages() -> list[str]:
 def test_errors_say_what_to_do(alone: Alone) -> None:
     found = alone(messages)
     without, unknown, axis, size, parts, sparse, timeout = found
-    assert without.startswith("MachineError: found an emulated world without a machine")
+    assert without.startswith("MachineError: an emulated world without a machine")
     assert "pg_options of type str" in unknown
     assert "no fabric for axis '*'" in axis
-    assert "an output of 7 elements; expected 8 in a group of 8 ranks" in size
-    assert "a size of 7 in a group of 8 ranks; expected a multiple of 8" in parts
-    assert "NotYetError: found a torch.sparse_coo tensor" in sparse
+    assert "an output of 7 elements: expected 8 in a group of 8 ranks" in size
+    assert "a size of 7 in a group of 8 ranks: expected a multiple of 8" in parts
+    assert "NotYetError: a torch.sparse_coo tensor" in sparse
     assert timeout.startswith("RankFailedError") and "at most 0.001 s" in timeout
     assert all("Remedy: " in one for one in found)

@@ -252,7 +252,7 @@ def test_the_end_stands_still_for_what_nobody_waited_for() -> None:
 
 
 def test_an_unknown_device_is_refused() -> None:
-    with pytest.raises(NotYetError, match="found a program on device 'xpu'; expected cpu or cuda"):
+    with pytest.raises(NotYetError, match="a program on device 'xpu': expected cpu or cuda"):
         stopwatch._clock("xpu")
 
 

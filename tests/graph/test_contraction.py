@@ -56,7 +56,7 @@ def test_what_used_a_result_early_comes_after_the_unit() -> None:
 
 
 def test_two_units_that_need_one_another_are_refused() -> None:
-    with pytest.raises(RewriteError, match="found a2 put together with a1, on which it depends"):
+    with pytest.raises(RewriteError, match="a2 put together with a1, on which it depends"):
         contracted(CROSSED, ("a1", "a2"), ("b1", "b2"))
 
 

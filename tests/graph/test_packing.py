@@ -154,16 +154,16 @@ def test_unpack_undoes_pack(layout: tuple[int, list[int]], dtype: torch.dtype, d
 
 
 MISTAKES = {
-    "nothing": (lambda: pack([]), "an empty list to pack; expected at least one value"),
+    "nothing": (lambda: pack([]), "an empty list to pack: expected at least one value"),
     "ragged rows": (
         lambda: pack([torch.ones(2, 3)], 4),
-        r"shape \[2, 3\] to pack into 4 rows; expected a multiple of 4",
+        r"shape \[2, 3\] to pack into 4 rows: expected a multiple of 4",
     ),
-    "no rows": (lambda: pack([torch.ones(2)], 0), "a bucket of 0 rows; expected at least one"),
+    "no rows": (lambda: pack([torch.ones(2)], 0), "a bucket of 0 rows: expected at least one"),
     "dtypes": (lambda: pack([torch.ones(2), torch.ones(2).half()]), "values of float16, float32 in one bucket"),
     "integers": (lambda: pack([torch.arange(4)], divisor=2), "integers to divide by 2.0"),
-    "sizes": (lambda: unpack(torch.ones(6), 2, [2, 2]), r"6 elements; expected 2 rows of 2 \+ 2 = 8"),
-    "no sizes": (lambda: unpack(torch.ones(0), 2, []), "no sizes to unpack; expected at least one"),
+    "sizes": (lambda: unpack(torch.ones(6), 2, [2, 2]), r"6 elements: expected 2 rows of 2 \+ 2 = 8"),
+    "no sizes": (lambda: unpack(torch.ones(0), 2, []), "no sizes to unpack: expected at least one"),
     "no rows out": (lambda: unpack(torch.ones(6), 0, [6]), "a bucket of 0 rows"),
 }
 
@@ -180,7 +180,7 @@ def test_mistakes_are_named_with_and_without_data(name: str) -> None:
 def test_a_bucket_is_on_one_device() -> None:
     with (
         FakeTensorMode(),
-        pytest.raises(RewriteError, match="values on cpu, cuda:0 in one bucket; expected one device"),
+        pytest.raises(RewriteError, match="values on cpu, cuda:0 in one bucket: expected one device"),
     ):
         pack([torch.ones(2), torch.ones(2, device="cuda:0")])
 

@@ -124,23 +124,21 @@ def test_the_original_is_untouched():
     [
         (
             Swap(lie=True),
-            "found pass swap reporting changed=False on a graph that did change. "
-            "Remedy: return the truth from Swap.run.",
+            "pass swap reporting changed=False on a graph that did change. Remedy: return the truth from Swap.run.",
         ),
         (
             Swap("nothing", lie=True),
-            "found pass swap reporting changed=True on a graph that did not change. "
-            "Remedy: return the truth from Swap.run.",
+            "pass swap reporting changed=True on a graph that did not change. Remedy: return the truth from Swap.run.",
         ),
         (
             Crash(),
-            "found pass crash which failed: ValueError: two lines. "
+            "pass crash which failed: ValueError: two lines. "
             "Remedy: leave crash out of the pipeline, and report the program it failed on.",
         ),
         (
             LoseWait(),
-            "found pass lose-wait which left a broken program at node c [model.py:12]: VerifyError: "
-            "found c = aten.add.Tensor(start, b) [model.py:12], which reads start before its wait; expected only waits "
+            "pass lose-wait which left a broken program at node c [model.py:12]: VerifyError: "
+            "c = aten.add.Tensor(start, b) [model.py:12], which reads start before its wait: expected only waits "
             "to read what start is still writing. Remedy: read the wait's result instead.. "
             "Remedy: leave lose-wait out of the pipeline, and report the program it failed on.",
         ),
@@ -168,7 +166,7 @@ def test_missing_requirement(order, position, remedy):
     with pytest.raises(PassError) as caught:
         run_passes(program(), order)
     assert str(caught.value) == (
-        f"found pass needs-swap at position {position}, where swapped does not hold yet; expected each pass after "
+        f"pass needs-swap at position {position}, where swapped does not hold yet: expected each pass after "
         f"those that provide what it requires. Remedy: {remedy}."
     )
 

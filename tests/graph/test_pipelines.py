@@ -101,21 +101,21 @@ def test_changes_make_another_pipeline(changed: Pipeline, expected: list[Pass]):
     [
         (
             lambda: PIPELINE.without("pass-tow"),
-            "found the pass 'pass-tow'; expected one of: pass-one, several-passes, pass-two, pass-three. "
+            "the pass 'pass-tow': expected one of: pass-one, several-passes, pass-two, pass-three. "
             "Remedy: did you mean pass-two or pass-one or pass-three.",
         ),
         (
             lambda: PIPELINE.replace("zzz", One()),
-            "found the pass 'zzz'; expected one of: pass-one, several-passes, pass-two, pass-three. "
+            "the pass 'zzz': expected one of: pass-one, several-passes, pass-two, pass-three. "
             "Remedy: use one of these names.",
         ),
-        (lambda: Pipeline().before(One, Two()), "found the pass 'pass-one'; expected one of: none. Remedy: "),
+        (lambda: Pipeline().before(One, Two()), "the pass 'pass-one': expected one of: none. Remedy: "),
         (
             lambda: Pipeline([One(), One(2)]).before("pass-one", Three()),
-            "found the pass 'pass-one' at 2 places; expected one place to add passes at. "
+            "the pass 'pass-one' at 2 places: expected one place to add passes at. "
             "Remedy: name a pass that occurs once, or build the pipeline from a list.",
         ),
-        (lambda: Pipeline([Two(), Several()]).after(Two, Three()), "found the pass 'pass-two' at 2 places"),
+        (lambda: Pipeline([Two(), Several()]).after(Two, Three()), "the pass 'pass-two' at 2 places"),
     ],
 )
 def test_refusals(change, message: str):

@@ -222,91 +222,88 @@ def test_nodes_at_the_border_print_in_messages():
 X = 'x: f32[4] = input("x")'
 END = 'return output("x", x)'
 ERRORS = {
-    "syntax": (f"{X}\ny = = 3\n{END}", "found line 2: y = = 3. Remedy: write one assignment per line."),
+    "syntax": (f"{X}\ny = = 3\n{END}", "line 2: y = = 3. Remedy: write one assignment per line."),
     "empty": (
         "\n\n",
-        'found no lines; expected a program. Remedy: end with a line like `return output("y", y)`.',
+        'no lines: expected a program. Remedy: end with a line like `return output("y", y)`.',
     ),
     "no-return": (
         X,
-        "found line 1: x: f32[4] = input('x'); expected a last line like `return output(\"y\", y)`. "
+        "line 1: x: f32[4] = input('x'): expected a last line like `return output(\"y\", y)`. "
         "Remedy: correct that line.",
     ),
     "not-an-assignment": (
         f"{X}\naten.relu(x)\n{END}",
-        "found line 2: aten.relu(x); expected an assignment. Remedy: correct that line.",
+        "line 2: aten.relu(x): expected an assignment. Remedy: correct that line.",
     ),
     "not-a-call": (
         f"{X}\ny = x\n{END}",
-        "found line 2: y = x; expected an input, a call or an element. Remedy: correct that line.",
+        "line 2: y = x: expected an input, a call or an element. Remedy: correct that line.",
     ),
     "input-without-type": (
         'x = input("x")\nreturn output("x", x)',
-        "found line 1: x = input('x'); expected a type, as in `x: f32[4] = input(\"x\")`. Remedy: correct that line.",
+        "line 1: x = input('x'): expected a type, as in `x: f32[4] = input(\"x\")`. Remedy: correct that line.",
     ),
     "constant-without-type": (
         f'{X}\nk = constant("k")\n{END}',
-        "found line 2: k = constant('k'); expected a type, as in `k: f32[4] = constant(\"k\")`. "
-        "Remedy: correct that line.",
+        "line 2: k = constant('k'): expected a type, as in `k: f32[4] = constant(\"k\")`. Remedy: correct that line.",
     ),
     "unknown-type": (
         'x: f33[4] = input("x")\nreturn output("x", x)',
-        f"found line 1: x: f33[4] = input('x'); expected a type like f32[2, 3], one of {', '.join(DTYPES)}. "
+        f"line 1: x: f33[4] = input('x'): expected a type like f32[2, 3], one of {', '.join(DTYPES)}. "
         "Remedy: correct that line.",
     ),
     "wrong-type": (
         f"{X}\ny: f32[5] = aten.relu(x)\n{END}",
-        "found line 2: y: f32[5] = aten.relu(x); expected the type f32[4]. Remedy: correct that line.",
+        "line 2: y: f32[5] = aten.relu(x): expected the type f32[4]. Remedy: correct that line.",
     ),
     "unknown-operator": (
         f"{X}\ny = aten.nothing(x)\n{END}",
-        "found line 2: y = aten.nothing(x); expected one like aten.mm or aten.add.Tensor. Remedy: correct that line.",
+        "line 2: y = aten.nothing(x): expected one like aten.mm or aten.add.Tensor. Remedy: correct that line.",
     ),
     "unknown-overload": (
         f"{X}\ny = aten.relu.Tensor(x)\n{END}",
-        "found line 2: y = aten.relu.Tensor(x); expected one like aten.mm or aten.add.Tensor; aten.relu.Tensor has "
+        "line 2: y = aten.relu.Tensor(x): expected one like aten.mm or aten.add.Tensor; aten.relu.Tensor has "
         "default, out. Remedy: correct that line.",
     ),
     "unknown-function": (
         f"{X}\ny = operator.nothing(x)\n{END}",
-        "found line 2: y = operator.nothing(x); expected one like aten.mm or aten.add.Tensor. "
-        "Remedy: correct that line.",
+        "line 2: y = operator.nothing(x): expected one like aten.mm or aten.add.Tensor. Remedy: correct that line.",
     ),
     "unknown-name": (
         f"{X}\ny = aten.relu(z)\n{END}",
-        "found line 2: y = aten.relu(z); expected a value or a name defined above for 'z'. Remedy: correct that line.",
+        "line 2: y = aten.relu(z): expected a value or a name defined above for 'z'. Remedy: correct that line.",
     ),
     "element-of-unknown-name": (
         f"{X}\ny = z[0]\n{END}",
-        "found line 2: y = z[0]; expected an input, a call or an element. Remedy: correct that line.",
+        "line 2: y = z[0]: expected an input, a call or an element. Remedy: correct that line.",
     ),
     "element-out-of-range": (
         f"{X}\np = aten.split.Tensor(x, 2)\ny = p[2]\n{END}",
-        "found line 3: y = p[2]; expected arguments that fit, but IndexError: list index out of range. "
+        "line 3: y = p[2]: expected arguments that fit, but IndexError: list index out of range. "
         "Remedy: correct that line.",
     ),
     "arguments-that-do-not-fit": (
         f"{X}\ny = aten.view(x, [3])\n{END}",
-        "found line 2: y = aten.view(x, [3]); expected arguments that fit, but RuntimeError: ",
+        "line 2: y = aten.view(x, [3]): expected arguments that fit, but RuntimeError: ",
     ),
     "name-twice": (
         f"{X}\nx = aten.relu(x)\n{END}",
-        "found line 2: x = aten.relu(x); expected a name that is not used twice or reserved (x_1 would be free). "
+        "line 2: x = aten.relu(x): expected a name that is not used twice or reserved (x_1 would be free). "
         "Remedy: correct that line.",
     ),
     "reserved-name": (
         f"{X}\nsum = aten.relu(x)\n{END}",
-        "found line 2: sum = aten.relu(x); expected a name that is not used twice or reserved (sum_1 would be free). "
+        "line 2: sum = aten.relu(x): expected a name that is not used twice or reserved (sum_1 would be free). "
         "Remedy: correct that line.",
     ),
     "name-of-a-value": (
         f"{X}\nf32 = aten.relu(x)\n{END}",
-        "found line 2: f32 = aten.relu(x); expected a name other than f32, which is a value. "
-        "Remedy: correct that line.",
+        "line 2: f32 = aten.relu(x): expected a name other than f32, which is a value. Remedy: correct that line.",
     ),
     "unknown-result": (
         f'{X}\nreturn result("x", x)',
-        'found line 2: return result(\'x\', x); expected results like `output("y", y)` or `gradient("w", g)`. '
+        'line 2: return result(\'x\', x): expected results like `output("y", y)` or `gradient("w", g)`. '
         "Remedy: correct that line.",
     ),
 }

@@ -85,7 +85,7 @@ def compiled(
 BAD: dict[str, tuple[type[CrossfadeError], str, Callable[[nn.Module], Any]]] = {
     "batch not divisible by micro-batches": (
         BatchError,
-        r"found a batch of 6 samples; expected a multiple of 4 .* Remedy: pass 4 samples",
+        r"a batch of 6 samples: expected a multiple of 4 .* Remedy: pass 4 samples",
         lambda m: compiled(m, accumulate=4)(*BATCH),
     ),
     "tensors of different batch size": (
@@ -95,11 +95,11 @@ BAD: dict[str, tuple[type[CrossfadeError], str, Callable[[nn.Module], Any]]] = {
     ),
     "semantics misspelt": (
         CrossfadeError,
-        r"found semantics='Global'; expected 'global' or 'per-rank'",
+        r"semantics='Global': expected 'global' or 'per-rank'",
         lambda m: compiled(m, semantics="Global"),
     ),
-    "negative clipping": (CrossfadeError, r"found clip_grad_norm=-1", lambda m: compiled(m, clip_grad_norm=-1)),
-    "no micro-batches": (CrossfadeError, r"found accumulate=0", lambda m: compiled(m, accumulate=0)),
+    "negative clipping": (CrossfadeError, r"clip_grad_norm=-1", lambda m: compiled(m, clip_grad_norm=-1)),
+    "no micro-batches": (CrossfadeError, r"accumulate=0", lambda m: compiled(m, accumulate=0)),
     "parameter changed by the forward": (
         CaptureError,
         r"parameter weight changed by the forward itself; .*Remedy: do it between steps",
@@ -113,12 +113,12 @@ BAD: dict[str, tuple[type[CrossfadeError], str, Callable[[nn.Module], Any]]] = {
     "gradient hook": (ModelError, r"a gradient hook on weight", lambda m: compiled(hooked(m))),
     "optimizer we do not support": (
         OptimizerError,
-        r"found the optimizer RMSprop; expected one of SGD, Adam, AdamW",
+        r"the optimizer RMSprop: expected one of SGD, Adam, AdamW",
         lambda m: compiled(m, torch.optim.RMSprop(m.parameters())),
     ),
     "fused optimizer": (
         OptimizerError,
-        r"found fused=True in parameter group 0",
+        r"fused=True in parameter group 0",
         lambda m: compiled(m, torch.optim.Adam(m.parameters(), fused=True)),
     ),
     "optimizer of another model": (
@@ -133,18 +133,18 @@ BAD: dict[str, tuple[type[CrossfadeError], str, Callable[[nn.Module], Any]]] = {
     ),
     "mesh larger than the world": (
         MeshError,
-        r"found a mesh of 8 ranks in a world of 1; .* Remedy: start 8 processes",
+        r"a mesh of 8 ranks in a world of 1; .* Remedy: start 8 processes",
         lambda m: compiled(m, mesh={"dp": 8}),
     ),
     "axis of a later version": (NotYetError, r"mesh axes tp", lambda m: compiled(m, mesh={"tp": 2})),
     "unknown mode": (
         CrossfadeError,
-        r"data_parallel=.zero4.; expected .*zero3",
+        r"data_parallel=.zero4.: expected .*zero3",
         lambda m: compiled(m, data_parallel="zero4"),
     ),
     "model on the meta device": (
         ModelError,
-        r"found weight on the meta device, .* Remedy: materialise the model first",
+        r"weight on the meta device, .* Remedy: materialise the model first",
         lambda m: compiled(nn.Linear(4, 2, device="meta")),
     ),
     "nothing to train": (ModelError, r"no parameter that requires", lambda m: compiled(nn.ReLU(), sgd(m))),
@@ -275,27 +275,26 @@ JOBS = {
     [
         (
             "batch not divisible",
-            ["BatchError: found a batch of 5 samples; expected a multiple of 2 (2 data-parallel"] * 2,
+            ["BatchError: a batch of 5 samples: expected a multiple of 2 (2 data-parallel"] * 2,
         ),
         (
             "different models",
-            ["RankMismatchError: found different programs, first in the 3rd collective of dp, which differs in sizes"]
-            * 2,
+            ["RankMismatchError: different programs, first in the 3rd collective of dp, which differs in sizes"] * 2,
         ),
-        ("different seeds", ["RankMismatchError: found different programs, first at line 2: rank 0 has `random"] * 2),
+        ("different seeds", ["RankMismatchError: different programs, first at line 2: rank 0 has `random"] * 2),
         (
             "different values",
-            ["RankMismatchError: found different programs, first at line 3: rank 0 has `weight with checksum"] * 2,
+            ["RankMismatchError: different programs, first at line 3: rank 0 has `weight with checksum"] * 2,
         ),
         (
             "different rates",
-            ["RankMismatchError: found different programs, first at line 5: rank 0 has `lr.0 = 0.1`"] * 2,
+            ["RankMismatchError: different programs, first at line 5: rank 0 has `lr.0 = 0.1`"] * 2,
         ),
         (
             "one cannot capture",
-            ["RankFailedError: found rank 1: CaptureError: found control flow", "CaptureError: found control flow"],
+            ["RankFailedError: rank 1: CaptureError: control flow", "CaptureError: control flow"],
         ),
-        ("one stays away", ["RankFailedError: found rank 1 did not come to compare programs within 3 s", "no error"]),
+        ("one stays away", ["RankFailedError: rank 1 did not come to compare programs within 3 s", "no error"]),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -387,7 +386,7 @@ def test_a_rank_that_alone_captures_again_says_why(changing: int) -> None:
     with cf.Ranks(2, timeout=60, start="forkserver") as world:
         said = world.run(_one_changes, changing)
     why = "captures again, since model.1.p changed from 0.0 to 0.5"
-    assert f"; this rank {why}; expected every rank to capture again at the same step" in said[changing]
+    assert f"; this rank {why}: expected every rank to capture again at the same step" in said[changing]
     assert "a failed collective in step 1" in said[1 - changing] and f"it {why}" in said[1 - changing]
 
 
@@ -395,7 +394,7 @@ def test_errors_survive_the_way_between_processes() -> None:
     import pickle
 
     error = RankMismatchError("a", expected="b", remedy="c")
-    assert str(pickle.loads(pickle.dumps(error))) == str(error) == "found a; expected b. Remedy: c."
+    assert str(pickle.loads(pickle.dumps(error))) == str(error) == "a: expected b. Remedy: c."
 
 
 def _one_never_opens() -> None:
@@ -413,5 +412,5 @@ JOBS["one never opens"] = _one_never_opens
 def test_a_rank_that_never_compiles_is_named() -> None:
     with cf.Ranks(2, timeout=60, start="forkserver") as world:  # not the pool: these have lost count of each other
         first, second = world.run(on_ranks, "one never opens")
-    assert first.startswith("RankFailedError: found rank 1 did not come to compare programs within 2 s")
+    assert first.startswith("RankFailedError: rank 1 did not come to compare programs within 2 s")
     assert second == "no error"

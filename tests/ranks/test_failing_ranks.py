@@ -73,7 +73,7 @@ def _settings_differ(what: str) -> tuple[str, float]:
 @pytest.mark.parametrize("what", DIFFERENT)
 def test_settings_that_differ_are_named_on_every_rank_before_anything_is_captured(ranks: Any, what: str) -> None:
     for message, seconds in ranks(2).run(_settings_differ, what):
-        assert message.startswith("RankMismatchError: found different programs, first at line")
+        assert message.startswith("RankMismatchError: different programs, first at line")
         assert f"rank 0 has `{what} = " in message
         assert "Remedy: pass the same on every rank" in message
         assert seconds < 20.0, "said at once, not by running into the timeout"
@@ -89,7 +89,7 @@ def _constants_differ(size: int) -> str:
 @pytest.mark.parametrize("size", [1, 20_000])
 def test_constants_that_differ_are_named(ranks: Any, size: int) -> None:
     for message in ranks(2).run(_constants_differ, size):
-        assert message.startswith("RankMismatchError: found different programs")
+        assert message.startswith("RankMismatchError: different programs")
         assert "has `constant " in message and "with checksum" in message
 
 
@@ -114,7 +114,7 @@ def test_one_rank_that_saves_alone_is_told_where_the_other_is(who: int, tmp_path
     assert "RankFailedError" in saving and f"rank {1 - who}" in saving
     assert "save a checkpoint" in saving and "went on to step 1" in saving
     assert soon < 8.0 < 16.0 + late
-    assert "RankFailedError: found a failed collective in step 1: all_reduce" in training
+    assert "RankFailedError: a failed collective in step 1: all_reduce" in training
     assert f"rank {who} " in training
     assert not (tmp_path / "c").exists()
 
@@ -131,8 +131,8 @@ def _after_destroying() -> list[str]:
 def test_a_destroyed_process_group_is_named() -> None:
     with cf.Ranks(2, timeout=100, start="forkserver") as world:
         for called, saved, closed in world.run(_after_destroying):
-            assert called.startswith("MeshError: found the destroyed process group crossfade/")
-            assert saved.startswith("MeshError: found the destroyed process group crossfade/")
+            assert called.startswith("MeshError: the destroyed process group crossfade/")
+            assert saved.startswith("MeshError: the destroyed process group crossfade/")
             assert closed == "no error"
 
 

@@ -52,14 +52,14 @@ def test_parameters_kept_whole_are_trained_alike(ranks: Any, mode: str, keep_who
 
 
 REFUSED: dict[str, dict[str, Any]] = {
-    "found keep_whole=['0.weight'] with data_parallel='zero1'": {"data_parallel": "zero1", "keep_whole": ["0.weight"]},
-    "found keep_whole='0.*'; expected \"auto\", or a list": {"data_parallel": "zero2", "keep_whole": "0.*"},
-    "found no parameter '0.wieght' to keep whole": {"data_parallel": "zero2", "keep_whole": ["0.wieght"]},
-    "found keep_whole=\"auto\" with data_parallel='zero3'": {"data_parallel": "zero3", "keep_whole": "auto"},
-    'found keep_whole="auto" within a memory limit': {
+    "keep_whole=['0.weight'] with data_parallel='zero1'": {"data_parallel": "zero1", "keep_whole": ["0.weight"]},
+    "keep_whole='0.*': expected \"auto\", or a list": {"data_parallel": "zero2", "keep_whole": "0.*"},
+    "no parameter '0.wieght' to keep whole": {"data_parallel": "zero2", "keep_whole": ["0.wieght"]},
+    "keep_whole=\"auto\" with data_parallel='zero3'": {"data_parallel": "zero3", "keep_whole": "auto"},
+    'keep_whole="auto" within a memory limit': {
         "data_parallel": "zero2", "keep_whole": "auto", "memory_limit": 10**9,
     },
-    'found keep_whole="auto" without a machine to plan for': {
+    'keep_whole="auto" without a machine to plan for': {
         "data_parallel": "zero2", "keep_whole": "auto", "passes": [],
     },
 }  # fmt: skip
@@ -84,7 +84,7 @@ def refused() -> list[str]:
 
 @pytest.mark.ranks
 def test_what_cannot_be_kept_whole_is_refused(ranks: Any) -> None:
-    split = "found parameter 0.weight as a DTensor; expected whole parameters, of which some are to stay whole"
+    split = "parameter 0.weight as a DTensor: expected whole parameters, of which some are to stay whole"
     for messages in ranks(2).run(refused):
         for message, start_of_it in zip(messages, [*REFUSED, split, split], strict=True):
             assert message.startswith(start_of_it)
@@ -140,7 +140,7 @@ def replaced_too_early() -> str:
 @pytest.mark.ranks
 def test_parameters_that_wait_to_be_split_are_not_replaced(ranks: Any) -> None:
     for message in ranks(2).run(replaced_too_early):
-        assert message.startswith("found another parameter 0.bias than the one that is to be split")
+        assert message.startswith("another parameter 0.bias than the one that is to be split")
 
 
 def asked_otherwise() -> str:

@@ -16,7 +16,7 @@ def seen(variable: str) -> tuple[int, int, int, str | None]:
 
 
 def test_other_ways_to_start_are_refused() -> None:
-    with pytest.raises(CrossfadeError, match=r"start='frok'; expected one of spawn, forkserver on this system"):
+    with pytest.raises(CrossfadeError, match=r"start='frok': expected one of spawn, forkserver on this system"):
         Ranks(2, start="frok")  # type: ignore[arg-type]
 
 

@@ -144,7 +144,7 @@ def named_twice() -> list[str]:
 @pytest.mark.ranks
 def test_a_name_is_for_one_set_of_ranks(ranks: Any) -> None:
     for rank, (message,) in enumerate(ranks(2).run(named_twice)):
-        assert f"found the ranks {rank} to be called named; expected the ranks 0, 1" in message
+        assert f"the ranks {rank} to be called named: expected the ranks 0, 1" in message
 
 
 def returned_twice() -> list[list[float]]:

@@ -164,7 +164,7 @@ def test_a_table_with_a_short_row_is_refused() -> None:
     with pytest.raises(CrossfadeError) as caught:
         Table("Speed", ["ranks", "ms"], [[2, 1.5], [4]])
     assert str(caught.value) == (
-        "found 1 cell in row 1 of table 'Speed'; expected 2, one for each of ranks, ms. "
+        "1 cell in row 1 of table 'Speed': expected 2, one for each of ranks, ms. "
         "Remedy: give every row one cell per column, None where there is nothing to say."
     )
 

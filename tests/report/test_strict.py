@@ -266,13 +266,13 @@ def test_the_error_lists_each_verdict_with_node_source_and_remedy() -> None:
     with pytest.raises(StrictError) as caught:
         cf.optimize(module, passes=[BucketAllReduces(cap_mb=1.5, first_mb=1.5)], strict="bucketed:all collectives<=1")
     assert str(caught.value) == (
-        "found 3 things short of what strict= expects:\n"
+        "3 things short of what strict= expects:\n"
         "  collectives<=1: the program: 2 collectives (remedy: raise cap_mb of the passes that make buckets)\n"
         "  bucketed:all: bucket-all-reduces: s: left alone: no neighbour of the same kind fits its bucket: cap 1.5 MB "
         "(remedy: a larger cap_mb packs more)\n"
         "  bucketed:all: bucket-all-reduces: t [model.py:7]: left alone: no neighbour of the same kind fits its bucket"
         ": cap 1.5 MB (remedy: a larger cap_mb packs more)\n"
-        "; expected collectives<=1 bucketed:all. Remedy: follow the remedies above, or expect less."
+        ": expected collectives<=1 bucketed:all. Remedy: follow the remedies above, or expect less."
     )
     assert [one.source for one in caught.value.shortfalls] == ["", "", "model.py:7"]
     done = cf.optimize(module, passes=[BucketAllReduces(cap_mb=4, first_mb=4)], strict="bucketed:all collectives<=1")

@@ -163,7 +163,7 @@ def _reduce(x: Tensor, op: str, group: str) -> Tensor:
     if not _needs_grad(x):
         return _all_reduced(x, op, group)
     if op != "sum":
-        raise NotImplementedError(f"found the gradient of an all-reduce of {op}. Remedy: detach what it reduces.")
+        raise NotImplementedError(f"the gradient of an all-reduce of {op}. Remedy: detach what it reduces.")
     return _Reduce.apply(x, op, group)
 
 
