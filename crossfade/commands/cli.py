@@ -72,7 +72,7 @@ def explain(
     before.groups = dict.fromkeys(collectives.group_sizes(before.graph), group_size)
     usual = pipeline.optimization(machine=found, groups=before.groups)
     chosen = [catalogue.pass_from_spelling(one) for one in passes.split()] if passes else usual
-    after = run_passes(before, chosen)
+    after = run_passes(before, chosen, context=pipeline.planning_for(found))
     report = Report.of(before, after, title=program.name)
     report = report.with_timelines(predicted=whatif.predicted(after, found)) if found is not None else report
     report.show(console)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from crossfade.compile.overlap import Plan, plan_overlap, predicted
+from crossfade.compile.overlap import OverlapPlan, plan_overlap, predicted
 from crossfade.cost.estimate import estimate
 from crossfade.cost.machine import Machine
 from crossfade.cost.presets import PRESETS, preset
@@ -24,7 +24,7 @@ class Outlook:
 
     machine: Machine
     before: Timeline
-    plan: Plan
+    plan: OverlapPlan
     peak: int
     report: Report
 

@@ -20,7 +20,7 @@ from crossfade.graph.effects import is_pure
 from crossfade.graph.layouts import same, same_shape
 from crossfade.graph.matmuls import Product
 from crossfade.graph.order import Order
-from crossfade.graph.passes import Outcome, Pass, Verdict
+from crossfade.graph.passes import Outcome, Pass, Verdict, from_context
 from crossfade.graph.program import Program, size_hint
 from crossfade.graph.splice import Replacements
 
@@ -124,11 +124,11 @@ class Gate:
 class CollectiveMatmulPass(Pass):
     """What both passes share: their options, which `FuseGathersIntoMatmuls` explains."""
 
-    machine: Machine = preset("ethernet-1gbit")  # noqa: RUF009 (a machine is frozen)
+    machine: Machine = from_context(preset("ethernet-1gbit"))
     form: str = "auto"
     chunks: int | None = None
     forms: tuple[tuple[str, tuple[str, ...]], ...] = ()
-    measured: tuple[tuple[str, float], ...] = ()
+    measured: Mapping[str, float] | None = from_context()
 
     def __post_init__(self) -> None:
         if self.form not in ("auto", *collective_matmul.FORMS):
@@ -144,7 +144,7 @@ class CollectiveMatmulPass(Pass):
 
     def gate(self, program: Program) -> Gate:
         """What says whether a candidate of a program pays."""
-        return Gate(program, self.machine, dict(self.forms), dict(self.measured), self.form, self.chunks)
+        return Gate(program, self.machine, dict(self.forms), dict(self.measured or {}), self.form, self.chunks)
 
 
 def raised(order: Order, needed: Iterable[fx.Node], place: fx.Node, written: set[fx.Node]) -> list[fx.Node] | str:

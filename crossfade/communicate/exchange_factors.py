@@ -14,7 +14,7 @@ from crossfade.cost.machine import Machine, bytes_sent
 from crossfade.graph import collectives
 from crossfade.graph.collectives import Collective, Kind
 from crossfade.graph.order import Order
-from crossfade.graph.passes import Numerics, Outcome, Pass, PassResult, Verdict
+from crossfade.graph.passes import Numerics, Outcome, Pass, PassResult, Verdict, from_context
 from crossfade.graph.program import MADE_FOR, Program, tensor_bytes
 from crossfade.graph.splice import Replacements, splice
 
@@ -64,7 +64,7 @@ class ExchangeFactors(Pass):
     name = "exchange-factors"
     numerics = Numerics.REASSOCIATES
 
-    machine: Machine | None = None
+    machine: Machine | None = from_context()
     group: str = "dp"
 
     def run(self, program: Program) -> PassResult:

@@ -22,7 +22,7 @@ from crossfade.graph import collectives
 from crossfade.graph.collectives import Collective, Kind
 from crossfade.graph.operators import argument_names
 from crossfade.graph.own_part import own_part
-from crossfade.graph.passes import Numerics, Outcome, Pass, PassResult, Verdict
+from crossfade.graph.passes import Numerics, Outcome, Pass, PassResult, Verdict, from_context
 from crossfade.graph.program import Program
 from crossfade.graph.splice import splice
 
@@ -96,7 +96,7 @@ class ScatterBetweenBlocks(Pass):
     alike: tuple[str, ...] = ()
     groups: tuple[str, ...] = ()
     max_growth: float = 0.25
-    machine: Machine | None = None
+    machine: Machine | None = from_context()
 
     def run(self, program: Program) -> PassResult:
         """Plan and carry out one group after the other: what one leaves is the next one's program."""

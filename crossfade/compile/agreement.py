@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from crossfade.compile.step import Built
+from crossfade.compile.built import Built
 from crossfade.graph.events import events_of
 from crossfade.graph.passes import fingerprint
 from crossfade.ranks.alike import digest_of

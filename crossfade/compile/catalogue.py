@@ -9,12 +9,11 @@ import importlib
 import inspect
 import pkgutil
 import re
-from dataclasses import fields
 from typing import Any, get_args, get_type_hints
 
 from crossfade.communicate.buckets import BucketPass
 from crossfade.errors import PassError
-from crossfade.graph.passes import Pass
+from crossfade.graph.passes import Pass, option_fields
 
 
 @functools.cache
@@ -46,7 +45,8 @@ def options_of(one: type[Pass]) -> list[str]:
     """
     kinds = get_type_hints(one)
     return [
-        f"{option.name}: {_spelled_type(kinds[option.name])} = {_default(option.default)}" for option in fields(one)
+        f"{option.name}: {_spelled_type(kinds[option.name])} = {_default(option.default)}"
+        for option in option_fields(one)
     ]
 
 
@@ -87,7 +87,7 @@ def pass_from_spelling(spelling: str) -> Pass:
         remedy = f"did you mean {near[0]}" if near else "`crossfade passes` lists them"
         raise PassError(f"the pass {name!r}", expected="a known pass", remedy=remedy)
     kind = known_passes()[name]
-    defaults: dict[str, Any] = {option.name: option.default for option in fields(kind)}
+    defaults: dict[str, Any] = {option.name: option.default for option in option_fields(kind)}
     try:
         values = _literals(f"options({options}" if options else "options()")
         kinds = get_type_hints(kind)

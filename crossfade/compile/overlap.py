@@ -3,7 +3,7 @@ the best taken."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from crossfade.compile.pipeline import overlap
@@ -15,7 +15,7 @@ from crossfade.errors import MemoryLimitError
 from crossfade.execute.codegen import native
 from crossfade.finish.update_in_place import UpdateInPlace
 from crossfade.graph.collectives import Kind
-from crossfade.graph.passes import run_passes
+from crossfade.graph.passes import Pass, run_passes
 from crossfade.graph.program import Program
 from crossfade.schedule.bucket_sizes import SWEEP_LIMIT, BucketSize, choose_sizes
 from crossfade.simplify.spell_out_slow_operators import SpellOutSlowOperators, slow_operators
@@ -30,7 +30,7 @@ _SMALLEST = 1 / 16
 
 
 @dataclass(frozen=True)
-class Plan:
+class OverlapPlan:
     """The program with its buckets, in the order to run it; the buckets' sizes, and what is predicted."""
 
     program: Program
@@ -39,10 +39,15 @@ class Plan:
 
 
 def plan_overlap(
-    program: Program, machine: Machine, measured: Mapping[str, float] | None = None, memory_limit: int | None = None
-) -> Plan:
+    program: Program,
+    machine: Machine,
+    measured: Mapping[str, float] | None = None,
+    memory_limit: int | None = None,
+    *,
+    edited: Callable[[Sequence[Pass]], Sequence[Pass]] = lambda passes: passes,
+) -> OverlapPlan:
     """The plan of the least predicted time among a few bucket sizes, within the memory limit: of those about as fast,
-    the one with the fewest collectives. The same on all ranks.
+    the one with the fewest collectives. The same on all ranks. `edited` makes a user's changes to the passes.
 
     Raises `MemoryLimitError`, which names the least limit that works, if none fits.
 
@@ -63,37 +68,27 @@ def plan_overlap(
     """
     sizes = choose_sizes(program, machine, measured)
     scales = _SCALES if len(program.graph.nodes) <= SWEEP_LIMIT else _SCALES[:1]
-    plans: list[Plan] = []
+    plans: list[OverlapPlan] = []
     refusals: list[MemoryLimitError] = []
     for scale in (*scales, _SMALLEST):
         if plans and scale == _SMALLEST:
             break
         try:
-            plans.append(_planned(program, machine, measured, memory_limit, sizes, scale))
+            scaled = {kind: size.scaled(scale) for kind, size in sizes.items()}
+            passes, context = edited(overlap(scaled, memory_limit)), {"machine": machine, "measured": measured}
+            built = run_passes(program, passes, context=context)
+            plans.append(OverlapPlan(built, scaled, predicted(built, machine, measured)))
         except MemoryLimitError as refused:
             refusals.append(refused)
     if not plans:
-        raise min(refusals, key=lambda one: one.least)
+        raise min(refusals, key=lambda refused: refused.least)
     return _best(plans)
 
 
-def _best(plans: Sequence[Plan]) -> Plan:
-    fast = min(one.timeline.seconds for one in plans) * (1 + _AS_FAST)
-    good = [one for one in plans if one.timeline.seconds <= fast]
-    return min(good, key=lambda one: (len(one.timeline.communication), one.timeline.seconds))
-
-
-def _planned(
-    program: Program,
-    machine: Machine,
-    measured: Mapping[str, float] | None,
-    memory_limit: int | None,
-    sizes: Mapping[Kind, BucketSize],
-    scale: float,
-) -> Plan:
-    scaled = {kind: size.scaled(scale) for kind, size in sizes.items()}
-    built = run_passes(program, overlap(machine, scaled, memory_limit, measured))
-    return Plan(built, scaled, predicted(built, machine, measured))
+def _best(plans: Sequence[OverlapPlan]) -> OverlapPlan:
+    fast = min(plan.timeline.seconds for plan in plans) * (1 + _AS_FAST)
+    good = [plan for plan in plans if plan.timeline.seconds <= fast]
+    return min(good, key=lambda plan: (len(plan.timeline.communication), plan.timeline.seconds))
 
 
 def predicted(program: Program, machine: Machine, measured: Mapping[str, float] | None = None) -> Timeline:
@@ -111,10 +106,3 @@ def measured_operators(program: Program, may_spell_out: bool, device: str) -> di
         return found
     parts = run_passes(program, [SpellOutSlowOperators()])
     return measured_as_run(parts, [UpdateInPlace()], binding=native, known=found) | found
-
-
-def spelled_out(program: Program, measured: Mapping[str, float]) -> Program:
-    """The program with operators written as their parts where these were measured to be faster."""
-    if not slow_operators(program):
-        return program
-    return run_passes(program, [SpellOutSlowOperators(tuple(sorted(measured.items())))])

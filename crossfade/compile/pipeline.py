@@ -75,9 +75,9 @@ LossIs = Literal["auto", "mean", "sum"]
 DataParallelMode = Literal["replicate", "zero1", "zero2", "zero3"]
 
 
-def simplification(machine: Machine | None = None) -> Pipeline:
-    """Passes that make a captured graph smaller, bit for bit; with a machine, also those of matmuls that pay on it,
-    which reassociate.
+def simplification(*, matmuls: bool = False) -> Pipeline:
+    """Passes that make a captured graph smaller, bit for bit; with `matmuls`, also those that reassociate matmuls where
+    that pays on the runner's machine.
 
     >>> simplification()
     remove-asserts
@@ -88,8 +88,8 @@ def simplification(machine: Machine | None = None) -> Pipeline:
     reorder-for-locality
     """
     smaller = [RemoveAsserts(), FoldConstants(), SimplifyNodes(), MergeCommonSubexpressions(), RemoveDeadCode()]
-    faster = [AddMatmuls(machine), AssociateMatmuls(machine), DecomposeThinMatmuls(machine)]
-    return Pipeline([*smaller, *(faster if machine is not None else []), ReorderForLocality()])
+    faster = [AddMatmuls(), AssociateMatmuls(), DecomposeThinMatmuls()]
+    return Pipeline([*smaller, *(faster if matmuls else []), ReorderForLocality()])
 
 
 def batch_parallelism(
@@ -169,24 +169,22 @@ def communication() -> Pipeline:
 
 
 def collective_matmuls(
-    machine: Machine,
     backends: Mapping[str, str] | None = None,
     *,
     alike: Sequence[str] = (),
     groups: Sequence[str] = (),
     symmetric: Collection[str] = (),
-    measured: Mapping[str, float] | None = None,
 ) -> Pipeline:
-    """Passes that run matmuls and the collectives beside them in one another's time, where that pays on a machine.
+    """Passes that run matmuls and the collectives beside them in one another's time, where that pays on the runner's
+    machine.
 
     `backends` says what each group runs on, `symmetric` which groups have symmetric memory of CUDA devices. `alike` are
     the inputs that are the same on all ranks (names, or patterns with `*`): only from these follows what may be
     computed in parts where an all-reduce becomes a reduce-scatter and an all-gather, along `groups` if any are given.
 
-    >>> from crossfade.cost.presets import preset
-    >>> collective_matmuls(preset("ethernet-1gbit"))
+    >>> collective_matmuls()
     compute-before-gathering
-    scatter-between-blocks(machine=Machine('ethernet-1gbit',...))
+    scatter-between-blocks
     fuse-gathers-into-matmuls
     fuse-scatters-into-matmuls
     """
@@ -194,24 +192,18 @@ def collective_matmuls(
         (group, ("symmetric", *ANYWHERE) if group in symmetric else ANYWHERE)
         for group in dict.fromkeys((*(backends or ()), *symmetric))
     )
-    table = tuple(sorted((measured or {}).items()))
     return Pipeline(
         [
             ComputeBeforeGathering(),
-            ScatterBetweenBlocks(tuple(alike), tuple(groups), machine=machine),
-            FuseGathersIntoMatmuls(machine, forms=forms, measured=table),
-            FuseScattersIntoMatmuls(machine, forms=forms, measured=table),
+            ScatterBetweenBlocks(tuple(alike), tuple(groups)),
+            FuseGathersIntoMatmuls(forms=forms),
+            FuseScattersIntoMatmuls(forms=forms),
         ]
     )
 
 
-def overlap(
-    machine: Machine,
-    sizes: Mapping[Kind, BucketSize],
-    memory_limit: int | None = None,
-    measured: Mapping[str, float] | None = None,
-) -> list[Pass]:
-    """Passes like `communication()`, with buckets of these sizes, in the order that pays on a machine."""
+def overlap(sizes: Mapping[Kind, BucketSize], memory_limit: int | None = None) -> Pipeline:
+    """Passes like `communication()`, with buckets of these sizes, in the order that pays on the runner's machine."""
     fewer = [MergeDuplicateCollectives(), AddBeforeReducing(), ScatterSlicedReductions()]
     kinds: list[tuple[type[BucketPass], Kind]] = [
         (BucketAllGathers, Kind.ALL_GATHER),
@@ -223,8 +215,7 @@ def overlap(
         for one, kind in kinds
         if kind in sizes
     ]
-    table = tuple(sorted((measured or {}).items()))
-    return [*fewer, *larger, OverlapCommunication(machine, memory_limit, table)]
+    return Pipeline([*fewer, *larger, OverlapCommunication(memory_limit=memory_limit)])
 
 
 def _cap(kind: Kind, cap: float) -> float | tuple[float, float]:
@@ -259,7 +250,8 @@ def optimization(
     groups: Mapping[str, int] | None = None,
 ) -> Pipeline:
     """What `optimize` runs over a graph that already has collectives, among groups of these sizes; along a group whose
-    size is not given, exchanges go in pieces as if there were no machine.
+    size is not given, exchanges go in pieces as if there were no machine. For a machine, run it with `planning_for` as
+    the context.
 
     >>> optimization({"dp": "gloo"}).without("reorder-for-locality", "bucket-all-gathers")[-2]
     LowerReduceScatters(groups=('dp',), piece_mb=1.0)
@@ -268,9 +260,13 @@ def optimization(
     lowered = lowering(carriers, groups or {})
     if machine is None:
         return simplification() + communication() + lowered
-    here = carriers.planned_for(machine)
-    ordered = [*communication().without("raise-launches", "sink-waits"), OverlapCommunication(here)]
-    return simplification(machine) + collective_matmuls(here, backends) + ordered + lowered
+    ordered = [*communication().without("raise-launches", "sink-waits"), OverlapCommunication()]
+    return simplification(matmuls=True) + collective_matmuls(backends) + ordered + lowered
+
+
+def planning_for(machine: Machine | None, backends: Mapping[str, str] | None = None) -> dict[str, Any]:
+    """The context in which passes plan for a machine, as these backends use it."""
+    return {} if machine is None else {"machine": Carriers(backends or {}, machine).planned_for(machine)}
 
 
 def copy_kernel(program: Program) -> dict[str, str]:
@@ -337,7 +333,7 @@ def optimize(
         backends = _backends_here(before)
     if passes is None:
         passes = optimization(backends, machine, before.groups)
-    after = run_passes(before, passes)
+    after = run_passes(before, passes, context=planning_for(machine, backends))
     report = Report.of(before, after, title=type(module).__name__, facts=copy_kernel(after))
     if expect is not None and machine is not None:
         report = report.with_timelines(predicted=simulate(after, estimate(after, machine)))

@@ -6,16 +6,20 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 from torch.optim import Optimizer
 
+from crossfade.compile.built import Built
+from crossfade.compile.compiler import StepCompiler
+from crossfade.compile.phases import Ran
+from crossfade.compile.place import Place
 from crossfade.cost.timeline import Timeline
 from crossfade.errors import CrossfadeError, RankFailedError
 from crossfade.execute.bound import Bound, Found, watch
@@ -24,11 +28,10 @@ from crossfade.execute.stopwatch import Stopwatch
 from crossfade.graph.private import group_named, mark_optimizer_stepped
 from crossfade.graph.program import InputKind, OutputKind, Program
 from crossfade.ranks import checkpoint
-from crossfade.ranks.alike import Comparison
-from crossfade.ranks.groups import Lease
-from crossfade.ranks.members import Members
 from crossfade.ranks.one_at_a_time import CAPTURING
-from crossfade.ranks.shards import Shards, place_of
+from crossfade.ranks.shards import place_of
+from crossfade.report.report import Report
+from crossfade.shard.tensor.parts import Parts
 
 log = logging.getLogger("crossfade")
 
@@ -39,51 +42,6 @@ _WHY_SO_MANY = (
     "each shape of batch, number in the batch, and optimizer option other than the learning rate has its own; "
     "pad batches to few shapes, pass changing numbers as tensors"
 )
-
-
-class TakesBatch(Protocol):
-    """Knows which part of a batch is this rank's."""
-
-    def take(self, batch: tuple[Any, ...], rank: int) -> list[Tensor]:
-        """This rank's tensors."""
-
-
-class PartsOfModel(checkpoint.SplitState, Protocol):
-    """This rank's parts of a model."""
-
-    def part(self, name: str, whole: Tensor) -> Tensor:
-        """Of something whole that is like a parameter."""
-
-
-class SplitByPlan(Protocol):
-    """A model that a plan splits when it is first captured."""
-
-    @property
-    def parts(self) -> PartsOfModel | None:
-        """None until then."""
-
-    def check(self) -> None:
-        """Refuse to go on if the model has other parameters than those that were split."""
-
-    def gathered(self) -> contextlib.AbstractContextManager[nn.Module]:
-        """The whole model for a while."""
-
-
-@dataclass(frozen=True)
-class Built:
-    """Everything one captured step needs to run, for one shape of batch."""
-
-    program: Program
-    layout: TakesBatch
-    report: Any
-    state_keys: Mapping[str, Collection[str]]
-    """For each parameter that is stepped, the entries of optimizer state that the program takes."""
-    comparisons: Sequence[Comparison] = ()
-    """What ranks compare at every step."""
-    exchanges: tuple[Any, ...] = ()
-    """What was to be communicated before it was put together, each with what it is for."""
-    shortfalls: tuple[Any, ...] = ()
-    """What is short of what `strict=` expects, as this rank sees it."""
 
 
 @dataclass(frozen=True)
@@ -109,30 +67,13 @@ class Step:
         self,
         model: nn.Module,
         optimizer: Optimizer,
-        build: Callable[[tuple[Any, ...]], Built],
-        key: Callable[[tuple[Any, ...]], Hashable],
-        members: Members | None,
-        groups: Mapping[str, str],
-        shards: Shards | None = None,
-        initial_state: Callable[[Collection[str]], Mapping[str, Mapping[str, Tensor]]] = lambda names: {},
-        state_keys: Callable[[], Mapping[str, Collection[str]]] = dict,
-        shares_random_numbers: bool = True,
-        part_of_batch: int | None = None,
-        tensor: SplitByPlan | None = None,
-        everyone: str | None = None,
-        lease: Lease | None = None,
+        compiler: StepCompiler | None = None,
+        place: Place | None = None,
     ) -> None:
-        """`members` and `everyone`, a process group's name, are of all ranks that train the model together; the lease
-        keeps them and all groups until the step is closed."""
-        self._tensor, self._everyone, self._lease = tensor, everyone, lease
+        self.model, self.optimizer = model, optimizer
+        self._compiler, self._place = compiler, place or Place()
         self._closed, self._turn = False, threading.RLock()
         self._calls = 0
-        self.model, self.optimizer = model, optimizer
-        self._part_of_batch = part_of_batch if part_of_batch is not None else members.rank if members else 0
-        self._shards, self._shares_random_numbers = shards, shares_random_numbers
-        self._initial_state, self._state_keys = initial_state, state_keys
-        self._build, self._key = build, key
-        self._members, self._groups = members, groups
         self._ready: dict[Hashable, _Ready] = {}
         self._workspaces: dict[Hashable, Tensor] = {}
         self._last: _Ready | None = None
@@ -142,22 +83,26 @@ class Step:
         self.outputs: dict[str, Tensor] = {}
 
     @property
-    def report(self) -> Any:
+    def report(self) -> Report:
         """What became of every collective of the program that ran last."""
-        if self._last is None:
-            raise RuntimeError(
-                "nothing captured yet: call the step once, or step.prepare(*batch), then ask for the report"
-            )
-        return self._last.built.report
+        return self._latest("report").report
 
     @property
     def program(self) -> Program:
         """The program that ran last."""
+        return self._latest("program").program
+
+    @property
+    def pipeline(self) -> Ran:
+        """The phases that compiled it and the passes that they ran, as they ran; `print` shows the compiler."""
+        return self._latest("pipeline").phases
+
+    def _latest(self, what: str) -> Built:
         if self._last is None:
             raise RuntimeError(
-                "nothing captured yet: call the step once, or step.prepare(*batch), then ask for the program"
+                f"nothing captured yet: call the step once, or step.prepare(*batch), then ask for the {what}"
             )
-        return self._last.built.program
+        return self._last.built
 
     def prepare(self, *batch: Any) -> Step:
         """Capture the step for batches like this one without running it; nothing of the user's is changed, except that
@@ -171,7 +116,7 @@ class Step:
 
         A step that is no longer referred to does so by itself. Each rank may close it when it likes.
 
-            >>> step = Step(nn.Linear(2, 1), None, None, None, None, {})
+            >>> step = Step(nn.Linear(2, 1), None)
             >>> step.close()
             >>> step(torch.ones(1, 2))
             Traceback (most recent call last):
@@ -182,8 +127,8 @@ class Step:
             self._ready.clear()
             self._workspaces.clear()
             self._last = None
-            if self._lease is not None:
-                self._lease.release()
+            if self._place.lease is not None:
+                self._place.lease.release()
 
     def __call__(self, *batch: Any) -> Tensor:
         """Train on one batch and return its loss."""
@@ -208,8 +153,8 @@ class Step:
 
     def _taken(self, ready: _Ready, batch: tuple[Any, ...]) -> dict[str, Tensor]:
         """This rank's part of a batch, by the names of the program's inputs."""
-        values = dict(zip(ready.batch_names, ready.built.layout.take(batch, self._part_of_batch), strict=True))
-        return values | {one.name: one.given(batch, self.steps) for one in ready.built.comparisons}
+        values = dict(zip(ready.batch_names, ready.built.layout.take(batch, self._place.part_of_batch), strict=True))
+        return values | {comparison.name: comparison.given(batch, self.steps) for comparison in ready.built.comparisons}
 
     def _train(self, ready: _Ready, executable: Executable, values: dict[str, Tensor]) -> Tensor:
         if not ready.bound.is_current():
@@ -234,12 +179,12 @@ class Step:
         Where parameters are split, changes made to them inside are lost.
 
             >>> model = nn.Linear(2, 1)
-            >>> step = Step(model, torch.optim.SGD(model.parameters()), None, None, None, {})
+            >>> step = Step(model, torch.optim.SGD(model.parameters()))
             >>> with step.gathered() as whole:
             ...     whole(torch.ones(3, 2)).shape
             torch.Size([3, 1])
         """
-        split = self._shards or self._tensor
+        split = self._place.shards or self._place.tensor
         if split is None:
             yield self.model
             return
@@ -251,7 +196,7 @@ class Step:
     def own_parts(self, whole: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """This rank's parts of whole parameters, where the model is split over an axis by a plan.
 
-        >>> step = Step(nn.Linear(2, 1), None, None, None, None, {})
+        >>> step = Step(nn.Linear(2, 1), None)
         >>> step.own_parts({"bias": torch.ones(1)})
         {'bias': tensor([1.])}
         """
@@ -259,8 +204,8 @@ class Step:
         return {name: parts.part(name, value) if parts else value for name, value in whole.items()}
 
     @property
-    def _parts(self) -> PartsOfModel | None:
-        return self._tensor.parts if self._tensor is not None else None
+    def _parts(self) -> Parts | None:
+        return self._place.tensor.parts if self._place.tensor is not None else None
 
     def state_dict(self) -> dict[str, Any]:
         """The model, the optimizer, the number of steps and, where ranks share it, the random generator.
@@ -273,13 +218,13 @@ class Step:
         for ready in self._ready.values():
             for comparison in ready.built.comparisons:
                 comparison.finish()
-        members = self._members if self._tensor is not None else None
+        members = self._place.everyone if self._place.tensor is not None else None
         with members.together("put weights in one piece") if members is not None else contextlib.nullcontext():
             return checkpoint.state_of(
                 self.model,
                 self.optimizer,
                 steps=self.steps,
-                with_random=self._shares_random_numbers,
+                with_random=self._compiler is None or self._compiler.shares_random_numbers,
                 parts=self._parts,
             )
 
@@ -291,7 +236,7 @@ class Step:
     def save(self, folder: str | Path) -> None:
         """Write a checkpoint from all ranks; until it is complete, an earlier one in the folder stays."""
         with self._together(f"save a checkpoint to {folder}"):
-            first = self._members is None or not self._members.rank
+            first = self._place.everyone is None or not self._place.everyone.rank
             checkpoint.save(self.state_dict(), folder, self._group(), first=first)
 
     def load(self, folder: str | Path) -> None:
@@ -305,73 +250,77 @@ class Step:
     def _together(self, what: str) -> Iterator[None]:
         """Do something that all ranks must do now: see that they do, and say who did not where it fails."""
         self._check_open()
-        if self._members is None:
+        if self._place.everyone is None:
             yield
             return
-        self._members.agree(what, what, to=what, at=self._calls)
+        self._place.everyone.agree(what, what, to=what, at=self._calls)
         try:
-            with self._members.together(what):
+            with self._place.everyone.together(what):
                 yield
         except RankFailedError as error:
             raise self._given_up(error) from error.__cause__
 
     def _given_up(self, error: RankFailedError) -> RankFailedError:
-        if self._lease is not None:
-            self._lease.mark_broken()
+        if self._place.lease is not None:
+            self._place.lease.mark_broken()
         return error
 
     def _check_open(self) -> None:
         """Refuse to run without the groups that the programs name."""
         if self._closed:
             raise CrossfadeError("a call of a step that was closed", remedy="compile a new one")
-        if self._lease is not None:
-            self._lease.check()
+        if self._place.lease is not None:
+            self._place.lease.check()
 
     def _group(self) -> Any:
-        return group_named(self._everyone) if self._everyone is not None else None
+        return group_named(self._place.everyones_group) if self._place.everyones_group is not None else None
+
+    def _made_by(self) -> StepCompiler:
+        assert self._compiler is not None, "a step that compile_step did not make"
+        return self._compiler
 
     def _prepared(self, batch: tuple[Any, ...]) -> _Ready:
         self._check_open()
-        if self._shards is not None:
-            self._shards.check()
-        found = self._ready.get(self._key(batch))
+        if self._place.shards is not None:
+            self._place.shards.check()
+        found = self._ready.get(self._made_by().key(batch))
         if found is not None:
             return found
         with CAPTURING:  # and asked again: what tracing in another thread patches looks like a change
-            found = self._ready.get(self._key(batch))
+            found = self._ready.get(self._made_by().key(batch))
             return self._captured(batch) if found is None else found
 
     def _captured(self, batch: tuple[Any, ...]) -> _Ready:
         start = time.perf_counter()
-        built = self._build(batch)
+        built = self._made_by().build(batch)
         log.info("captured %s in %.1f s: %s", type(self.model).__name__, time.perf_counter() - start, built.report)
-        executable = Executable(built.program, self._groups)
+        executable = Executable(built.program, self._place.groups)
         if len(self._ready) == CAPTURES_KEPT:
             self._ready.pop(next(iter(self._ready)))
             self._drop_workspaces()
-        keys = [(name, self.model.get_parameter(name), one) for name, one in built.state_keys.items()]
+        keys = [(name, self.model.get_parameter(name), entries) for name, entries in built.state_keys.items()]
         names = [item.name for item in built.program.inputs if item.kind is InputKind.INPUT]
         ready = _Ready(built, executable, self._bound(built.program), names, keys)
-        self._ready[self._key(batch)] = ready  # as the model is now: a plan may have split its buffers
+        self._ready[self._made_by().key(batch)] = ready  # as the model is now: a plan may have split its buffers
         self.captures += 1
         if self.captures in (5, 20, 100):
             log.warning("captured %d programs so far: %s", self.captures, _WHY_SO_MANY)
         return ready
 
     def _run(self, executable: Executable, inputs: list[Any]) -> tuple[Any, ...]:
-        if self._members is None:
+        if self._place.everyone is None:
             return executable(inputs)
         self._calls += 1
-        self._members.note("calls", str(self._calls))
-        self._members.note("step", str(self.steps))
+        self._place.everyone.note("calls", str(self._calls))
+        self._place.everyone.note("step", str(self.steps))
         try:
             return executable(inputs)
         except Exception as error:
             collective = executable.collective_at(error)
             if not collective:
-                self._members.leave(f"{type(error).__name__}: {error}")
+                self._place.everyone.leave(f"{type(error).__name__}: {error}")
                 raise
-            raise self._given_up(self._members.blame(self.steps, collective, error)) from error
+            raise self._given_up(self._place.everyone.blame(self.steps, collective, error)) from error
 
     def _create_state(self, wanted: Iterable[tuple[str, nn.Parameter, Collection[str]]]) -> None:
         """Give the optimizer the state that its own first step would have made, where it has none."""
@@ -381,20 +330,20 @@ class Step:
             state = states.get(parameter)
             if keys and (state is None or any(state.get(key) is None for key in keys)):
                 lacking.append(name)
-        for name, entries in (self._initial_state(lacking) if lacking else {}).items():
-            if self._shards is not None:
-                self._shards.create_state(name, entries)
+        for name, entries in (self._made_by().initial_state(lacking) if lacking else {}).items():
+            if self._place.shards is not None:
+                self._place.shards.create_state(name, entries)
             else:
                 state = states[self.model.get_parameter(name)]
                 state.update({key: value for key, value in entries.items() if state.get(key) is None})
 
     def _create_all_state(self) -> None:
         """State of every trained parameter, also of those that no program has stepped yet."""
-        for split in (self._shards, self._tensor):
+        for split in (self._place.shards, self._place.tensor):
             if split is not None:
                 split.check()
-        keys = self._state_keys()
-        self._create_state([(name, self.model.get_parameter(name), one) for name, one in keys.items()])
+        keys = self._compiler.state_keys() if self._compiler is not None else {}
+        self._create_state([(name, self.model.get_parameter(name), entries) for name, entries in keys.items()])
 
     def _bound(self, program: Program) -> Bound:
         """How to find each input's value: users may load checkpoints or change rates between steps."""
@@ -419,8 +368,12 @@ class Step:
             case InputKind.OPTIMIZER_STATE:
                 return partial(self._found_state, *name.rsplit(":", 1))
             case InputKind.SCALAR:
-                assert name == "rank" or self._shards is not None, f"{name} of a program without parts"
-                rank = self._part_of_batch if self._shards is None or name == "rank" else self._shards.rank
+                assert name == "rank" or self._place.shards is not None, f"{name} of a program without parts"
+                rank = (
+                    self._place.part_of_batch
+                    if self._place.shards is None or name == "rank"
+                    else self._place.shards.rank
+                )
                 return lambda: Found(rank)
             case InputKind.PARAMETER:
                 registry, attribute = place_of(self.model, name)
@@ -431,7 +384,7 @@ class Step:
 
     def _found_tensor(self, kind: InputKind, name: str, registry: dict[str, Any], attribute: str) -> Found:
         """A parameter, or what this rank keeps of it; or a buffer."""
-        seen, shards = registry[attribute], self._shards
+        seen, shards = registry[attribute], self._place.shards
         split = kind is InputKind.PARAMETER and shards is not None and shards.has(name)
         return Found(shards.parameter(name) if split and shards else seen, (watch(registry, attribute),))
 
@@ -440,7 +393,9 @@ class Step:
         registry, attribute = place_of(self.model, name)
         parameter, states = registry[attribute], self.optimizer.state
         entries = states[parameter]
-        value = self._shards.state(name, key) if self._shards is not None else entries[key]  # may take over the entry
+        value = (
+            self._place.shards.state(name, key) if self._place.shards is not None else entries[key]
+        )  # may take over the entry
         relied_on = (
             watch(registry, attribute),
             watch(vars(self.optimizer), "state"),

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import math
 import re
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import Field, dataclass, field, fields, replace
 from enum import StrEnum
 from typing import Any, ClassVar
 
@@ -127,16 +128,56 @@ class Pass:
         >>> SinkWaits().spelling
         'sink-waits'
         """
-        given = {f.name: getattr(self, f.name) for f in fields(self) if getattr(self, f.name) != f.default}
-        options = [f"{name}={_spelled(value)}" for name, value in given.items()]
-        return f"{self.name}({','.join(options)})" if options else self.name
+        given = {option.name: getattr(self, option.name) for option in option_fields(self)}
+        spelled = [f"{o.name}={_spelled(given[o.name])}" for o in option_fields(self) if given[o.name] != o.default]
+        return f"{self.name}({','.join(spelled)})" if spelled else self.name
+
+
+_FROM_CONTEXT = "from context"
+
+
+def from_context(default: Any = None) -> Any:
+    """A field that the runner fills in from its context: what is measured or known about the machine.
+
+    It is no option: it is neither spelled nor compared. A value given by hand stays.
+
+        >>> from crossfade.schedule.overlap_communication import OverlapCommunication
+        >>> [option.name for option in option_fields(OverlapCommunication)]
+        ['memory_limit']
+    """
+    return field(default=default, compare=False, metadata={_FROM_CONTEXT: True})
+
+
+def option_fields(of: Pass | type[Pass]) -> list[Field]:
+    """The fields of a pass that a user sets and its spelling shows.
+
+    >>> from crossfade.communicate.merge_duplicate_collectives import MergeDuplicateCollectives
+    >>> [option.name for option in option_fields(MergeDuplicateCollectives)]
+    ['hold', 'near']
+    """
+    return [option for option in fields(of) if _FROM_CONTEXT not in option.metadata]
+
+
+def _filled_in(given: Pass, context: Mapping[str, Any]) -> Pass:
+    """The pass with what the context knows, where nothing was given by hand."""
+    known = {
+        slot.name: context[slot.name]
+        for slot in fields(given)
+        if _FROM_CONTEXT in slot.metadata and slot.name in context and getattr(given, slot.name) is slot.default
+    }
+    return replace(given, **known) if known else given
 
 
 def _spelled(value: Any) -> str:
-    """An option's value, without spaces, and without the address that a function prints with; passes by spelling."""
-    if isinstance(value, tuple) and value and all(isinstance(one, Pass) for one in value):
-        value = tuple(one.spelling for one in value)
-    return getattr(value, "__qualname__", type(value).__qualname__) if callable(value) else repr(value).replace(" ", "")
+    """An option's value as one token that parses back; functions by name, passes by spelling."""
+    match value:
+        case Pass():
+            return repr(value.spelling)
+        case tuple():
+            return f"({','.join(map(_spelled, value))}{',' if len(value) == 1 else ''})"
+        case float() if math.isinf(value):
+            return "1e999"  # `inf` is no literal
+    return getattr(value, "__qualname__", type(value).__qualname__) if callable(value) else repr(value)
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,12 +197,19 @@ class PassRecord:
     after: str = ""
 
 
-def run_passes(program: Program, passes: Sequence[Pass], *, keep_text: bool | None = None) -> Program:
+def run_passes(
+    program: Program,
+    passes: Sequence[Pass],
+    *,
+    context: Mapping[str, Any] | None = None,
+    keep_text: bool | None = None,
+) -> Program:
     """Run `passes` over a copy of `program`; the result's history has a record of each.
 
     The runner times each pass, verifies the program after it, compares the `changed` it reports with a hash of the
     graph, and wraps whatever goes wrong with the pass's name; a program that was broken before is a `VerifyError`.
-    `keep_text` forces the before/after texts on or off.
+    `context` has what passes may ask for: the `machine` to plan for, `measured` seconds of operators. `keep_text`
+    forces the before/after texts on or off.
 
         >>> from crossfade.graph.text import parse
         >>> from crossfade.simplify.remove_dead_code import RemoveDeadCode
@@ -177,7 +225,7 @@ def run_passes(program: Program, passes: Sequence[Pass], *, keep_text: bool | No
     done, look = program.copy(), _Look()
     for one in passes:
         try:
-            look = _run_one(done, one, keep_text, look)
+            look = _run_one(done, _filled_in(one, context or {}), keep_text, look)
         except PassError:
             verify_given(program)  # was it broken before?
             raise

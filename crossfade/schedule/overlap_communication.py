@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from crossfade.cost.estimate import estimate
 from crossfade.cost.machine import Machine
 from crossfade.cost.presets import preset
 from crossfade.graph import collectives
-from crossfade.graph.passes import Numerics, Outcome, Pass, PassResult, Verdict
+from crossfade.graph.passes import Numerics, Outcome, Pass, PassResult, Verdict, from_context
 from crossfade.graph.program import Program
 from crossfade.schedule.plan import HIDDEN, MEMORY, Outlook, apply_schedule, plan_schedule
 
@@ -49,13 +50,13 @@ class OverlapCommunication(Pass):
     name = "overlap-communication"
     numerics = Numerics.BITWISE
 
-    machine: Machine = preset("ethernet-1gbit")  # noqa: RUF009 (a machine is frozen)
+    machine: Machine = from_context(preset("ethernet-1gbit"))
     memory_limit: int | None = None
-    measured: tuple[tuple[str, float], ...] = ()
+    measured: Mapping[str, float] | None = from_context()
 
     def run(self, program: Program) -> PassResult:
         """Estimate, plan, apply; a verdict for each collective."""
-        costs = estimate(program, self.machine, dict(self.measured))
+        costs = estimate(program, self.machine, dict(self.measured or {}))
         schedule = plan_schedule(program, costs, self.memory_limit)
         found = {one.node.name: one for one in collectives.find(program.graph)}
         changed = apply_schedule(program, schedule)

@@ -11,7 +11,7 @@ from torch import Tensor, fx
 from crossfade.graph import collectives
 from crossfade.graph.effects import is_random
 from crossfade.graph.operators import arguments
-from crossfade.graph.passes import Numerics, Outcome, Pass, PassResult, Verdict
+from crossfade.graph.passes import Numerics, Outcome, Pass, PassResult, Verdict, from_context
 from crossfade.graph.program import OutputKind, Program, tensor_bytes
 from crossfade.graph.splice import after, splice
 from crossfade.shard.loss_parts import COUNT, MULTIPLIES, NLL_BACKWARD, SCALED, UNPROVED, UNPROVED_REMEDY
@@ -63,7 +63,7 @@ class CountGlobally(Pass):
     group: str = "dp"
     ranks: int = 2
     micro_batches: int = 1
-    unproved: str = ""
+    unproved: str = from_context("")
 
     def run(self, program: Program) -> PassResult:
         """Take each marked count over the whole batch, and let its users have that."""

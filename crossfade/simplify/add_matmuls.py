@@ -10,7 +10,7 @@ from torch import fx
 
 from crossfade.cost.machine import Machine
 from crossfade.graph.operators import arguments
-from crossfade.graph.passes import Numerics, Pass, PassResult
+from crossfade.graph.passes import Numerics, Pass, PassResult, from_context
 from crossfade.graph.private import statically_equal
 from crossfade.graph.program import Program
 from crossfade.graph.rewrite import Match, Rule
@@ -61,7 +61,7 @@ class AddMatmuls(Pass):
     name = "add-matmuls"
     numerics = Numerics.REASSOCIATES
 
-    machine: Machine | None = None
+    machine: Machine | None = from_context()
 
     def run(self, program: Program) -> PassResult:
         """Try every sum once; concatenating is tried first, since it is only done where it is the better one."""

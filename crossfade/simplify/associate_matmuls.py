@@ -12,7 +12,7 @@ from torch import Tensor, fx
 from crossfade.cost.machine import Machine
 from crossfade.graph.aliasing import Aliasing
 from crossfade.graph.operators import arguments
-from crossfade.graph.passes import Numerics, Outcome, Pass, PassResult, Verdict
+from crossfade.graph.passes import Numerics, Outcome, Pass, PassResult, Verdict, from_context
 from crossfade.graph.program import Program
 from crossfade.graph.splice import erase_if_dead, splice
 from crossfade.simplify.products import Call, Comparison, is_only_read_by, product_of_sizes, sizes_of
@@ -52,7 +52,7 @@ class AssociateMatmuls(Pass):
     name = "associate-matmuls"
     numerics = Numerics.REASSOCIATES
 
-    machine: Machine | None = None
+    machine: Machine | None = from_context()
 
     def run(self, program: Program) -> PassResult:
         """Decide for each chain as a whole."""

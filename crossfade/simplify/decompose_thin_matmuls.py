@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, fx
 
 from crossfade.cost.machine import Machine
-from crossfade.graph.passes import Numerics, Pass, PassResult
+from crossfade.graph.passes import Numerics, Pass, PassResult, from_context
 from crossfade.graph.private import statically_equal
 from crossfade.graph.program import Program
 from crossfade.graph.rewrite import Match, Rule
@@ -53,7 +53,7 @@ class DecomposeThinMatmuls(Pass):
     name = "decompose-thin-matmuls"
     numerics = Numerics.REASSOCIATES
 
-    machine: Machine | None = None
+    machine: Machine | None = from_context()
     compiled: bool = True
 
     def run(self, program: Program) -> PassResult:

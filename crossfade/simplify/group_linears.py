@@ -17,7 +17,7 @@ from crossfade.graph.contraction import Contraction
 from crossfade.graph.effects import alias_roots, written_owners
 from crossfade.graph.operators import arguments, remembered
 from crossfade.graph.order import Order, reorder
-from crossfade.graph.passes import Numerics, Outcome, Pass, PassResult, Verdict
+from crossfade.graph.passes import Numerics, Outcome, Pass, PassResult, Verdict, from_context
 from crossfade.graph.private import statically_equal
 from crossfade.graph.program import Program
 from crossfade.graph.splice import insert_call
@@ -78,7 +78,7 @@ class GroupLinears(Pass):
     name = "group-linears"
     numerics = Numerics.REASSOCIATES
 
-    machine: Machine | None = None
+    machine: Machine | None = from_context()
     folds_constants: bool = False
 
     def run(self, program: Program) -> PassResult:

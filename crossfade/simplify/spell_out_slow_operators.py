@@ -12,7 +12,7 @@ from torch import Tensor, fx
 
 from crossfade.cost.keys import Keys
 from crossfade.graph.operators import arguments
-from crossfade.graph.passes import Numerics, Outcome, Pass, PassResult, Verdict
+from crossfade.graph.passes import Numerics, Outcome, Pass, PassResult, Verdict, from_context
 from crossfade.graph.program import Program
 from crossfade.graph.splice import splice
 
@@ -26,7 +26,7 @@ class SpellOutSlowOperators(Pass):
     """Write an operator as its parts where these were measured to take half of its time or less.
 
     Torch's exact gradient of gelu takes three times as long on an aarch64 CPU as the pointwise operators that it
-    consists of. `measured` has the seconds of operators by key (`crossfade.cost.keys`), as pairs; what is not in it
+    consists of. `measured` has the seconds of operators by key (`crossfade.cost.keys`); what is not in it
     stays. None spells everything out that the pass knows: a program to measure the parts in. Only what is computed in
     single or double precision anyway.
 
@@ -56,11 +56,11 @@ class SpellOutSlowOperators(Pass):
     name = "spell-out-slow-operators"
     numerics = Numerics.REASSOCIATES
 
-    measured: tuple[tuple[str, float], ...] | None = None
+    measured: Mapping[str, float] | None = from_context()
 
     def run(self, program: Program) -> PassResult:
         """Try each candidate: put its parts before it, and keep one of the two."""
-        keys, seconds = Keys(), None if self.measured is None else dict(self.measured)
+        keys, seconds = Keys(), self.measured
         verdicts: list[Verdict] = []
         for node in _candidates(program):
             if not _is_precise(node):

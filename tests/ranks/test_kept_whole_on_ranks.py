@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 import crossfade as cf
-from crossfade.compile import training
+from crossfade.compile import training_phases
 from crossfade.errors import CrossfadeError
 from tests.ranks.cases import PLANNED, Trained, batches, start, train_eager, trained
 from tests.ranks.test_training import differences
@@ -26,7 +26,7 @@ def kept_whole(mode: str, keep_whole: Any) -> tuple[Trained, list[str]]:
     case, model, optimizer = start("wide", "")
     options = {"data_parallel": mode, "keep_whole": keep_whole, "clip_grad_norm": 0.1}
     step = cf.compile_step(model, case.loss, optimizer, {"dp": 2}, timeout=30.0, **options)
-    with mock.patch.object(training, "parameters_to_keep_whole", lambda *_: CHOSEN):
+    with mock.patch.object(training_phases, "parameters_to_keep_whole", lambda *_: CHOSEN):
         losses = [float(step(*batch)) for batch in batches(case, 10)]
     found = trained(losses, model, optimizer, captures=step.captures, said=step.report.facts["kept whole"])
     return found, [name for name, one in model.named_parameters() if not isinstance(one, DTensor)]
@@ -109,7 +109,7 @@ def turned(keep_whole: Any) -> tuple[list[float], list[str]]:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     options = {"data_parallel": "zero2", "keep_whole": keep_whole, "timeout": 20.0}
     step = cf.compile_step(model, nn.functional.mse_loss, optimizer, {"dp": 2}, **options)
-    with mock.patch.object(training, "parameters_to_keep_whole", lambda *_: ["inner.bias"]):
+    with mock.patch.object(training_phases, "parameters_to_keep_whole", lambda *_: ["inner.bias"]):
         losses = [float(step(torch.ones(4, 16), torch.zeros(4, 16))) for _ in range(3)]
     return losses, [name for name, one in model.named_parameters() if not isinstance(one, DTensor)]
 

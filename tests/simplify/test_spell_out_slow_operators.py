@@ -30,7 +30,7 @@ def table(whole: float, part: float) -> dict[str, float]:
 
 
 def spelled_out(measured: dict[str, float]) -> Program:
-    return run_passes(parse(TEXT), [SpellOutSlowOperators(tuple(measured.items()))])
+    return run_passes(parse(TEXT), [SpellOutSlowOperators(measured)])
 
 
 def test_parts_that_are_faster_take_its_place() -> None:

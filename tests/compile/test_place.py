@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from crossfade.compile.setup import _nearest_preset, _warn_of_preset, machine_for
+from crossfade.compile.place import _nearest_preset, _warn_of_preset, machine_for
 from crossfade.ranks.mesh import Axis, DataParallel
 
 

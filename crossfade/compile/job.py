@@ -1,4 +1,4 @@
-"""The program of one micro-batch of a step, and how the losses of such parts make up the whole batch's."""
+"""What is compiled: a model with its loss and optimizer, as asked for, in its place; and how a batch is captured."""
 
 from __future__ import annotations
 
@@ -10,60 +10,69 @@ from torch import nn
 from torch.optim import Optimizer
 
 from crossfade.capture.baked_in import BakedIn
-from crossfade.capture.batch import BatchIs, BatchLayout
+from crossfade.capture.batch import BatchLayout
 from crossfade.capture.constants import check_constants
 from crossfade.capture.optimizer import parameter_names
 from crossfade.capture.training import LossFunction, capture_forward_backward, resized
-from crossfade.compile.pipeline import Semantics
-from crossfade.compile.tensor_parallel import TensorParallel
+from crossfade.compile.options import Options
+from crossfade.compile.place import Place
 from crossfade.graph.program import Program
 from crossfade.shard.batch_dims import mark_batch_dims, needs_batch_dims
 from crossfade.shard.loss_parts import LossParts, find_loss_parts
 
 
-def trained_parameters(model: nn.Module, optimizer: Optimizer) -> list[str]:
-    """The names of the parameters that the optimizer trains."""
-    names = parameter_names(model)
-    return [names[p] for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
-
-
 @dataclass(frozen=True)
-class Capturing:
-    """What a capture follows from: the model and the loss, and how a batch is divided among `ranks`."""
+class Job:
+    """What one `compile_step` compiles."""
 
     model: nn.Module
-    baked_in: BakedIn
     loss_fn: LossFunction | None
     optimizer: Optimizer
-    ranks: int
-    batch: BatchIs
-    accumulate: int
-    semantics: Semantics
-    tensor: TensorParallel | None = None
+    options: Options
+    place: Place
+    baked_in: BakedIn
+
+    def trained(self) -> list[str]:
+        """The names of the parameters that the optimizer trains."""
+        names = parameter_names(self.model)
+        return [names[p] for group in self.optimizer.param_groups for p in group["params"] if p.requires_grad]
+
+    def split_over(self) -> dict[str, str]:
+        """The parameters of which this rank has a part, with the axis that the parts are spread over."""
+        place = self.place
+        if place.tensor is not None:
+            return place.tensor.split_over()
+        if place.axes is None or place.shards is None:
+            return {}
+        names = parameter_names(self.model)
+        return {name: place.axes.split.name for parameter, name in names.items() if parameter.dim()}
 
     def layout(self, batch: tuple[Any, ...]) -> BatchLayout:
         """How a batch is divided."""
-        return BatchLayout.of(batch, ranks=self.ranks, accumulate=self.accumulate, given=self.batch)
+        ranks = self.place.axes.whole.size if self.place.axes else 1
+        return BatchLayout.of(batch, ranks=ranks, accumulate=self.options.accumulate, given=self.options.batch)
 
     def capture(self, batch: tuple[Any, ...], layout: BatchLayout) -> tuple[Program, LossParts]:
-        """Forward, loss and backward on one micro-batch of one rank.
+        """Forward, loss and backward on one micro-batch of a rank, and how the losses of such parts make up the whole.
 
         Where it is to mean what one device would compute on the whole batch, it is captured once more on a larger
         batch: by comparison it is known which dims hold samples, and how the loss is reduced.
         """
-        trained, size = trained_parameters(self.model, self.optimizer), layout.micro_batch_size
+        trained, size = self.trained(), layout.micro_batch_size
         program = self._captured(batch, layout, size, trained)
         check_constants(program.constants, self.model, self.baked_in.path_of)
         times = layout.ranks if layout.ranks > 1 else layout.accumulate
-        if times == 1 or self.semantics == "per-rank":
+        if times == 1 or self.options.semantics == "per-rank":
             return program, LossParts(None)
         needed = layout.ranks > 1 and needs_batch_dims(program)
         larger = self._captured(batch, layout, size * times, trained if needed else ())
         if needed:
             mark_batch_dims(program, larger)
-        return program, find_loss_parts(program, larger, times, trained, micro_batches=self.accumulate > 1)
+        several = self.options.accumulate > 1
+        return program, find_loss_parts(program, larger, times, trained, micro_batches=several)
 
     def _captured(self, batch: tuple[Any, ...], layout: BatchLayout, size: int, trained: Sequence[str]) -> Program:
+        tensor = self.place.tensor
         return capture_forward_backward(
             self.model,
             self.loss_fn,
@@ -71,6 +80,6 @@ class Capturing:
             batch_size=size,
             trained=trained,
             layout=layout,
-            plain_norms=layout.ranks > 1 and self.semantics == "global",
-            forward=self.tensor.forward(resized(batch, size, layout)) if self.tensor is not None else None,
+            plain_norms=layout.ranks > 1 and self.options.semantics == "global",
+            forward=tensor.forward(resized(batch, size, layout)) if tensor is not None else None,
         )

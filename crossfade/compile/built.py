@@ -1,0 +1,33 @@
+"""What a compilation makes: everything that one captured step needs to run."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+
+from crossfade.capture.batch import BatchLayout
+from crossfade.compile.phases import Ran
+from crossfade.graph.launches import Launch
+from crossfade.graph.program import Program
+from crossfade.ranks.alike import Comparison
+from crossfade.report.report import Report
+from crossfade.report.strict import Shortfall
+
+
+@dataclass(frozen=True)
+class Built:
+    """Everything one captured step needs to run, for one shape of batch."""
+
+    program: Program
+    layout: BatchLayout
+    report: Report
+    state_keys: Mapping[str, Collection[str]]
+    """For each parameter that is stepped, the entries of optimizer state that the program takes."""
+    comparisons: Sequence[Comparison]
+    """What ranks compare at every step."""
+    exchanges: Sequence[Launch]
+    """What was to be communicated before it was put together, each with what it is for."""
+    shortfalls: Sequence[Shortfall]
+    """What is short of what `strict=` expects, as this rank sees it."""
+    phases: Ran
+    """How it was compiled."""

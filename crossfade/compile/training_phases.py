@@ -1,0 +1,314 @@
+"""The compiler of a training step: `TRAINING` lists its phases, from a batch to the program that runs.
+
+It reads top to bottom; each function below is one phase. What a phase decides, it decides alike on all ranks, or shares
+what the first one decided.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from crossfade.capture.accumulate import accumulate as repeat_on_micro_batches
+from crossfade.capture.batch import BatchLayout
+from crossfade.capture.optimizer import append_optimizer, parameter_names
+from crossfade.communicate.exchange_factors import ExchangeFactors
+from crossfade.compile.job import Job
+from crossfade.compile.kept_whole import parameters_to_keep_whole
+from crossfade.compile.overlap import measured_operators, plan_overlap, predicted
+from crossfade.compile.phases import Compilation, Phase, Phases
+from crossfade.compile.pipeline import (
+    batch_parallelism,
+    collective_matmuls,
+    communication,
+    gradient_exchange,
+    lowering,
+    parameter_sharding,
+    simplification,
+    updates_gathered,
+)
+from crossfade.cost.measure import measure
+from crossfade.cost.timeline import Timeline
+from crossfade.execute.codegen import native
+from crossfade.finish.collect_small_operators import CollectSmallOperators
+from crossfade.finish.fuse_adam_updates import FuseAdamUpdates
+from crossfade.finish.group_small_operators import GroupSmallOperators
+from crossfade.finish.pack_in_place import PackInPlace
+from crossfade.finish.update_in_place import UpdateInPlace
+from crossfade.graph.passes import Pass, run_passes
+from crossfade.graph.program import Program
+from crossfade.ranks.alike import Comparison
+from crossfade.ranks.compared import comparisons
+from crossfade.shard.compare_ranks import CompareRanks
+from crossfade.shard.count_globally import CountGlobally
+from crossfade.shard.loss_parts import LossParts
+from crossfade.simplify.spell_out_slow_operators import SpellOutSlowOperators, slow_operators
+
+
+@dataclass(kw_only=True)
+class StepCompilation(Compilation):
+    """A training step on its way through the phases."""
+
+    job: Job
+    batch: tuple[Any, ...]
+    layout: BatchLayout | None = None
+    """How the batch is divided among ranks and micro-batches."""
+    loss_parts: LossParts | None = None
+    """How the losses of the parts make up that of the whole batch."""
+    compared: list[Comparison] | None = None
+    """What ranks compare at every step."""
+    plain: Program | None = None
+    """The program before its communication was improved: what the report compares with."""
+    timeline: Timeline | None = None
+    """What the final program should do when."""
+
+    @property
+    def is_planned(self) -> bool:
+        """Whether there are a machine to plan for and ranks to share the plan with, and no passes of the user's."""
+        place = self.job.place
+        return self.job.options.passes is None and place.machine is not None and place.everyone is not None
+
+    @property
+    def context(self) -> dict[str, Any]:
+        """What passes may ask for."""
+        place = self.job.place
+        if not self.is_planned or place.machine is None:
+            return super().context
+        return {**super().context, "machine": place.carriers.planned_for(place.machine)}
+
+    def parts(self) -> LossParts:
+        """How losses are put together."""
+        assert self.loss_parts is not None
+        return self.loss_parts
+
+
+def choose_whole(step: StepCompilation) -> None:
+    """Choose the parameters to keep whole (`keep_whole="auto"`) by a capture of its own, and split the others."""
+    job, place = step.job, step.job.place
+    members, axes, shards, machine = place.members, place.axes, place.shards, step.context["machine"]
+    assert members is not None and axes is not None and shards is not None
+    captured, parts = job.capture(step.batch, job.layout(step.batch))
+    repeated = repeat_on_micro_batches(captured, job.options.accumulate, mean=_is_mean(step, parts))
+    whole = run_passes(repeated, simplification())
+    here = measured_operators(whole, _may_spell_out(step), place.device)  # on all ranks at once, as in a step
+    split = axes.split
+    chosen = members.share(lambda: parameters_to_keep_whole(whole, machine, here, split.name, split.size))
+    members.agree(" ".join(chosen), "\n".join(chosen))
+    shards.split_all_but(chosen)
+
+
+def capture(step: StepCompilation) -> None:
+    """Forward, loss and backward on one micro-batch of this rank."""
+    step.layout = step.job.layout(step.batch)
+    step.program, step.loss_parts = step.job.capture(step.batch, step.layout)
+    step.program.groups = step.job.place.sizes
+
+
+def accumulate(step: StepCompilation) -> None:
+    """Repeat the program on micro-batches; with zero3 each gathers parameters for itself."""
+    options, place = step.job.options, step.job.place
+    if place.axes is not None:
+        split = place.axes.split
+        step.run(parameter_sharding(place.mode, split.name, split.size, place.kept_whole)[0])
+    mean = _is_mean(step, step.parts())
+    step.program = repeat_on_micro_batches(step.made(), options.accumulate, mean=mean)
+    if place.axes is None and options.accumulate > 1:
+        step.run([CountGlobally("", 1, options.accumulate, step.parts().unproved)])
+
+
+def shard_data(step: StepCompilation) -> None:
+    """One rank's program: its part of the batch, its part of the parameters, everyone's gradients."""
+    options, place, parts = step.job.options, step.job.place, step.parts()
+    axes = place.axes
+    assert axes is not None
+    gathered_once = parameter_sharding(place.mode, axes.split.name, axes.split.size, place.kept_whole)[1]
+    batch = batch_parallelism(
+        axes.whole.name,
+        axes.whole.size,
+        options.semantics,
+        can_gather=place.can_gather,
+        micro_batches=options.accumulate,
+        unproved=parts.unproved,
+    )
+    by_rows = place.can_gather and place.machine is not None
+    loss_is = parts.put_together(options.loss_is)
+    exchange = gradient_exchange(place.mode, axes, loss_is, place.kept_whole, gathers_rows=by_rows)
+    step.run([*gathered_once, *batch, *exchange])
+
+
+def compare_ranks(step: StepCompilation) -> None:
+    """Let numbers travel with the loss by which ranks see that they have not diverged."""
+    options, place, parts = step.job.options, step.job.place, step.parts()
+    among = [(place.axes.whole.name, place.members, False)] if place.axes else []
+    among += [(place.tensor.axis.name, place.tensor.members, True)] if place.tensor else []
+    step.compared = comparisons(
+        step.job.model,
+        step.job.optimizer,
+        step.made(),
+        among,
+        every=options.check_every,
+        reduce_op="avg" if _is_mean(step, parts) else "sum",
+        whole_batch=options.batch == "global",
+        replicated=place.mode == "replicate",
+        one_stream=options.semantics == "global",
+        numbers=parts.shared_numbers,
+    )
+    step.run([CompareRanks(each.group, each.reduce_op, each.numbers) for each in step.compared])
+
+
+def optimizer(step: StepCompilation) -> None:
+    """The optimizer's own `step()`, traced onto the gradients; what was updated by rows is gathered again."""
+    job, place = step.job, step.job.place
+    step.program = append_optimizer(
+        step.made(),
+        job.optimizer,
+        parameter_names(job.model),
+        clip_grad_norm=job.options.clip_grad_norm,
+        split_over=job.split_over(),
+    )
+    if place.axes is not None:
+        step.run(updates_gathered(place.mode, place.axes, place.kept_whole))
+
+
+def simplify(step: StepCompilation) -> None:
+    """Fewer nodes, bit for bit."""
+    step.run(simplification())
+    step.plain = step.made()
+
+
+def exchange_factors(step: StepCompilation) -> None:
+    """Exchange factors of gradients where they arrive sooner than their products."""
+    axes = step.job.place.axes
+    assert axes is not None
+    step.run([ExchangeFactors(group=axes.split.name)])
+
+
+def measure_operators(step: StepCompilation) -> None:
+    """Time operators, and the parts of those that may be spelled out, on all ranks at once as in a step."""
+    place = step.job.place
+    assert place.everyone is not None
+    here = measured_operators(step.made(), _may_spell_out(step), place.device)
+    step.measured = place.everyone.share(lambda: here)
+
+
+def spell_out(step: StepCompilation) -> None:
+    """Operators as their parts where these were measured to be faster."""
+    step.run([SpellOutSlowOperators()])
+
+
+def collective_matmul(step: StepCompilation) -> None:
+    """Matmuls and the collectives beside them in one another's time."""
+    place = step.job.place
+    assert place.tensor is not None
+    alike, axis = place.tensor.alike(step.made()), place.tensor.axis.name
+    step.run(collective_matmuls(place.carriers.backends, alike=alike, groups=(axis,)))
+
+
+def schedule(step: StepCompilation) -> None:
+    """Buckets and order chosen together: a few bucket sizes, each scheduled and simulated, the fastest kept."""
+    machine, limit = step.context["machine"], step.job.options.memory_limit
+    step.program = plan_overlap(step.made(), machine, step.measured, limit, edited=step.edited).program
+
+
+def communicate(step: StepCompilation) -> None:
+    """Collectives few, early to start and late to be waited for, without a machine; or the user's own passes."""
+    own = step.job.options.passes
+    step.run(communication() if own is None else own)
+
+
+def lower(step: StepCompilation) -> None:
+    """Collectives as each group's backend does them best."""
+    step.run(lowering(step.job.place.carriers, step.made().groups, step.job.options.memory_limit))
+
+
+def finish(step: StepCompilation) -> None:
+    """Buckets in kept memory, updates in place, several small operators in a call."""
+    limited = step.job.options.memory_limit is not None
+    packing = PackInPlace(math.inf) if limited else PackInPlace()  # within a limit only buckets are kept
+    step.run([packing, UpdateInPlace(), *([] if limited else _fewer_calls(step))])
+
+
+def predict(step: StepCompilation) -> None:
+    """What the final program should do when, by what this rank takes for its operators."""
+    place, program = step.job.place, step.made()
+    assert place.machine is not None
+    more = measure(program, binding=native) if place.device == "cpu" else {}
+    step.timeline = predicted(program, place.carriers.run_on(place.machine), {**(step.measured or {}), **more})
+
+
+def _fewer_calls(step: StepCompilation) -> list[Pass]:
+    """Passes that do more in a call. What is done together lives longer, so none of them within a memory limit.
+
+    Updates are fused in planned steps only: their last bits are others than those of torch's default.
+    """
+    device = step.job.place.device
+    collecting: list[Pass] = [CollectSmallOperators()] if device == "cuda" else []
+    fusing: list[Pass] = [FuseAdamUpdates()] if device == "cpu" and step.is_planned else []
+    return [*fusing, *collecting, GroupSmallOperators()]
+
+
+def _is_mean(step: StepCompilation, parts: LossParts) -> bool:
+    return parts.put_together(step.job.options.loss_is) == "mean"
+
+
+def _may_spell_out(step: StepCompilation) -> bool:
+    """Whether operators may be written as their parts, which hold more memory."""
+    return step.job.place.device == "cpu" and step.job.options.memory_limit is None
+
+
+def _nothing_to_choose(step: StepCompilation) -> str:
+    shards = step.job.place.shards
+    return "" if shards is not None and shards.will_split else 'keep_whole="auto" was not asked for'
+
+
+def _one_device(step: StepCompilation) -> str:
+    return "" if step.job.place.axes is not None else "the batch is not split over ranks"
+
+
+def _unplanned(step: StepCompilation) -> str:
+    return "" if step.is_planned else "no machine is planned for"
+
+
+def _planned(step: StepCompilation) -> str:
+    return "buckets and order are chosen by the phase schedule" if step.is_planned else ""
+
+
+def _nothing_split(step: StepCompilation) -> str:
+    replicated = step.job.place.axes is None or step.job.place.mode == "replicate"
+    return _unplanned(step) or ("gradients are not split by rows" if replicated else "")
+
+
+def _nothing_slow(step: StepCompilation) -> str:
+    if why_not := _unplanned(step):
+        return why_not
+    if not _may_spell_out(step):
+        return "parts hold more memory than the limit allows, or are no faster on this device"
+    return "" if slow_operators(step.made()) else "no operator is known to be slower than its parts"
+
+
+def _no_plan(step: StepCompilation) -> str:
+    return _unplanned(step) or ("" if step.job.place.tensor is not None else "no tensor-parallel plan")
+
+
+TRAINING = Phases(
+    [
+        Phase("choose-whole", choose_whole, ("batch",), ("batch",), _nothing_to_choose),
+        Phase("capture", capture, ("batch",), ("program", "layout", "loss_parts")),
+        Phase("accumulate", accumulate, ("program", "loss_parts")),
+        Phase("shard-data", shard_data, ("program", "loss_parts"), why_not=_one_device),
+        Phase("compare-ranks", compare_ranks, ("program", "loss_parts"), ("program", "compared")),
+        Phase("optimizer", optimizer),
+        Phase("simplify", simplify, gives=("program", "plain")),
+        Phase("exchange-factors", exchange_factors, why_not=_nothing_split),
+        Phase("measure", measure_operators, gives=("measured",), why_not=_unplanned),
+        Phase("spell-out", spell_out, ("program", "measured"), why_not=_nothing_slow),
+        Phase("collective-matmul", collective_matmul, ("program", "measured"), why_not=_no_plan),
+        Phase("schedule", schedule, ("program", "measured"), why_not=_unplanned),
+        Phase("communicate", communicate, why_not=_planned),
+        Phase("lower", lower),
+        Phase("finish", finish),
+        Phase("predict", predict, ("program", "measured"), ("timeline",), _unplanned),
+    ]
+)
+"""The compiler. `compile_step(..., phases=TRAINING.without_pass("sink-waits"))` changes it by name."""
