@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from crossfade.compile.built import Built
+from crossfade.errors import CrossfadeError
 from crossfade.graph.events import events_of
 from crossfade.graph.passes import fingerprint
 from crossfade.ranks.alike import digest_of
@@ -26,9 +27,19 @@ def telling(*members: Members | None) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        for one in members:
-            if one is not None:
-                one.fail(f"{type(error).__name__}: {error}")
+        for group in members:
+            if group is not None and group is not getattr(error, "known_to", None):
+                group.fail(f"{type(error).__name__}: {error}")
+        raise
+
+
+@contextlib.contextmanager
+def meeting(members: Members) -> Iterator[None]:
+    """What fails here fails on all members, who need not be told: to tell them would fail what they do next."""
+    try:
+        yield
+    except CrossfadeError as error:
+        error.known_to = members  # type: ignore[attr-defined]
         raise
 
 

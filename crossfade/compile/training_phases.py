@@ -14,6 +14,7 @@ from crossfade.capture.accumulate import accumulate as repeat_on_micro_batches
 from crossfade.capture.batch import BatchLayout
 from crossfade.capture.optimizer import append_optimizer, parameter_names
 from crossfade.communicate.exchange_factors import ExchangeFactors
+from crossfade.compile.agreement import meeting
 from crossfade.compile.job import Job
 from crossfade.compile.kept_whole import parameters_to_keep_whole
 from crossfade.compile.overlap import measured_operators, plan_overlap, predicted
@@ -94,7 +95,8 @@ def choose_whole(step: StepCompilation) -> None:
     here = measured_operators(whole, _may_spell_out(step), place.device)  # on all ranks at once, as in a step
     split = axes.split
     chosen = members.share(lambda: parameters_to_keep_whole(whole, machine, here, split.name, split.size))
-    members.agree(" ".join(chosen), "\n".join(chosen))
+    with meeting(members):
+        members.agree(" ".join(chosen), "\n".join(chosen))
     shards.split_all_but(chosen)
 
 

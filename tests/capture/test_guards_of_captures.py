@@ -476,7 +476,7 @@ def _penalised() -> tuple[nn.Module, Any]:
 
 REFUSED: dict[str, tuple[str, Callable[[], tuple[nn.Module, Any]]]] = {
     "a parameter in a list": (r"parameter linear.weight read from model.all\[0\]", lambda: (Collected(), F.mse_loss)),
-    "a parameter in a closure": (r"parameter weight read from loss_fn.weight; .* read model.weight", _penalised),
+    "a parameter in a closure": (r"parameter weight read from loss_fn.weight: .* read model.weight", _penalised),
     "a plain tensor that is written": (
         r"shape \(2,\), neither parameter nor buffer, changed in place by aten.mul_.Tensor at .*test_guards.*self.mean",
         lambda: (Writing(), F.mse_loss),

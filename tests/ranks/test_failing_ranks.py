@@ -158,10 +158,10 @@ def _steps_come_and_go(count: int) -> tuple[list[tuple[int, int]], bool, bool]:
     after = _left_behind()
     model = linear()
     one, other = compiled(model), compiled(model)
-    shared = one._groups == other._groups
+    shared = one._place.groups == other._place.groups
     one.close()
     other(*BATCH)
-    distinct = compiled(linear())._groups != other._groups
+    distinct = compiled(linear())._place.groups != other._place.groups
     return [before, after], shared, distinct
 
 
