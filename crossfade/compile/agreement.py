@@ -55,7 +55,10 @@ def agree(members: Members, built: Built, common: Sequence[str], causes: Sequenc
 def agree_on_batch(members: Members, batch: tuple[Any, ...], *, by_plan: bool) -> None:
     """Compare the first batch of its kind before anything is captured."""
     tensors, told = tensors_of(batch), same_batch(by_plan=by_plan)
-    lines = [f"{name}: {tuple(one.shape)}, sums up to {int(digest_of([one], 0)):08x}" for name, one in tensors.items()]
+    lines = [
+        f"{name}: {tuple(tensor.shape)}, sums up to {int(digest_of([tensor], 0)):08x}"
+        for name, tensor in tensors.items()
+    ]
     members.agree(" ".join(lines), "\n".join(lines), what="batches", expected=told.expected, remedy=told.remedy)
 
 
@@ -63,7 +66,7 @@ def hold_together(expect: Expect, built: Built, members: Members | None) -> None
     """Raise what falls short, on all ranks what the first one sees: predicted times differ a little between them."""
     found = built.shortfalls
     if members is not None:
-        shared = members.share(lambda: [asdict(one) for one in found])
+        shared = members.share(lambda: [asdict(shortfall) for shortfall in found])
         members.agree("strict", "strict")  # each share is followed by one
-        found = tuple(Shortfall(**one) for one in shared)
+        found = tuple(Shortfall(**shortfall) for shortfall in shared)
     refuse(expect, found)

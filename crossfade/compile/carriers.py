@@ -53,7 +53,7 @@ class Carriers:
         >>> from crossfade.cost.presets import preset
         >>> machine = preset("ethernet-10gbit")
         >>> carriers = Carriers({"dp": "emulated"}, machine)
-        >>> [one.fabric("dp").slows_compute for one in (machine, carriers.run_on(machine))]
+        >>> [known.fabric("dp").slows_compute for known in (machine, carriers.run_on(machine))]
         [1.0, 0.0]
         """
         return machine.with_computation_undisturbed(self._on(_EMULATED))

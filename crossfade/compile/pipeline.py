@@ -119,7 +119,7 @@ def parameter_sharding(
     With zero3 each micro-batch gathers for itself, twice; with zero2 all use what was gathered once. The parameters
     named in `whole` stay what they are.
 
-    >>> [[one.name for one in passes] for passes in parameter_sharding("zero3", "dp", 2)]
+    >>> [[step_pass.name for step_pass in passes] for passes in parameter_sharding("zero3", "dp", 2)]
     [['gather-parameters', 'gather-again'], []]
     """
     gather: list[Pass] = [GatherParameters(axis, ranks, whole)]
@@ -211,8 +211,8 @@ def overlap(sizes: Mapping[Kind, BucketSize], memory_limit: int | None = None) -
         (BucketAllReduces, Kind.ALL_REDUCE),
     ]
     larger = [
-        one(cap_mb=_cap(kind, sizes[kind].cap_mb), alone_mb=sizes[kind].alone_mb)
-        for one, kind in kinds
+        bucketing(cap_mb=_cap(kind, sizes[kind].cap_mb), alone_mb=sizes[kind].alone_mb)
+        for bucketing, kind in kinds
         if kind in sizes
     ]
     return Pipeline([*fewer, *larger, OverlapCommunication(memory_limit=memory_limit)])
@@ -229,7 +229,7 @@ def lowering(carriers: Carriers, groups: Mapping[str, int], memory_limit: int | 
     `groups` has the sizes of the program's groups. Within a memory limit gathers stay whole: to put one together needs
     its memory twice.
 
-    >>> [one.spelling for one in lowering(Carriers({"dp": "gloo", "tp": "nccl"}, None), {"dp": 2, "tp": 2})]
+    >>> [lowered.spelling for lowered in lowering(Carriers({"dp": "gloo", "tp": "nccl"}, None), {"dp": 2, "tp": 2})]
     ['lower-averages', 'lower-reduce-scatters', 'lower-all-gathers']
     """
     gloo, exchanged = carriers.on_gloo, carriers.exchanged
@@ -279,9 +279,9 @@ def copy_kernel(program: Program) -> dict[str, str]:
 def _backends_here(program: Program) -> dict[str, str]:
     """What each group of a program runs on in this process, where it exists here."""
     found = {}
-    for one in collectives.find(program.graph):
-        if one.group not in found and (configured := backend_of_group(one.group)) is not None:
-            found[one.group] = backend_on(one.inputs[0].meta["val"].device.type, configured)
+    for collective in collectives.find(program.graph):
+        if collective.group not in found and (configured := backend_of_group(collective.group)) is not None:
+            found[collective.group] = backend_on(collective.inputs[0].meta["val"].device.type, configured)
     return found
 
 

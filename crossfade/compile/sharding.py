@@ -227,7 +227,9 @@ class Prepared:
     def _example_inputs(self, rank: int) -> Any:
         """A rank's parts of the inputs that the model was exported with, which AOTInductor asks for."""
         leaves, shape = tree_flatten(self.whole.example_inputs)
-        if self.whole.example_inputs is None or any(isinstance(one, Tensor) and not has_numbers(one) for one in leaves):
+        if self.whole.example_inputs is None or any(
+            isinstance(leaf, Tensor) and not has_numbers(leaf) for leaf in leaves
+        ):
             return None
         return tree_unflatten(own_inputs(leaves, self.local.inputs.values(), rank, self.local.ranks), shape)
 
@@ -256,7 +258,7 @@ def prepare(
 def own_inputs(leaves: Sequence[Any], placements: Iterable[Placement], rank: int, ranks: int) -> list[Any]:
     """A rank's parts of whole inputs, in the order of the program's."""
     pairs = zip(leaves, placements, strict=True)
-    return [local_part(one, where, rank, ranks) if isinstance(where, Shard) else one for one, where in pairs]
+    return [local_part(whole, where, rank, ranks) if isinstance(where, Shard) else whole for whole, where in pairs]
 
 
 def _position(mesh: MeshLike, axis: str, rank: int | None, called: str = "") -> tuple[int, int]:

@@ -144,7 +144,7 @@ def choose(
     remove-dead-code
     """
     if only:
-        pipeline = Pipeline(pass_from_spelling(one) for one in only)
+        pipeline = Pipeline(pass_from_spelling(spelling) for spelling in only)
     pipeline = pipeline.without(*without)
     for item in before:
         name, added = _place(item)

@@ -122,7 +122,7 @@ class TensorParallel:
 
     def said(self) -> str:
         """What the plan came to, in a line."""
-        reasons = Counter(one.reason for one in self.verdicts)
+        reasons = Counter(verdict.reason for verdict in self.verdicts)
         values = "".join(f"; {count} x {reason}" for reason, count in reasons.items())
         return f"{len(self.split_over())} parameters over {self.axis.name}{values}"
 
@@ -138,7 +138,7 @@ class TensorParallel:
         parts = self.parts
         apart = {name for name in _named_state(self.model) if name.rpartition(".")[2] == RANK}
         apart |= {name for name in _named_state(self.model) if parts is not None and parts.is_split(name)}
-        names = [one.name for one in program.inputs]  # of an optimizer's state: PARAMETER:ENTRY
+        names = [given.name for given in program.inputs]  # of an optimizer's state: PARAMETER:ENTRY
         return [*(name for name in names if name.partition(":")[0] not in apart), *program.constants]
 
     @contextlib.contextmanager
@@ -146,8 +146,10 @@ class TensorParallel:
         """The model with its whole parameters and buffers, for evaluation or export. All ranks must enter."""
         self.check()
         parts = self.parts
-        split = {name: one for name, one in _named_state(self.model).items() if parts and parts.is_split(name)}
-        with replaced(self.model, {one: parts.whole(name, one) for name, one in split.items()} if parts else {}):
+        split = {name: tensor for name, tensor in _named_state(self.model).items() if parts and parts.is_split(name)}
+        with replaced(
+            self.model, {tensor: parts.whole(name, tensor) for name, tensor in split.items()} if parts else {}
+        ):
             yield self.model
 
     def check(self) -> None:

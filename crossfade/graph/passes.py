@@ -223,9 +223,9 @@ def run_passes(
     """
     check_requirements(program.facts, passes)
     done, look = program.copy(), _Look()
-    for one in passes:
+    for pass_ in passes:
         try:
-            look = _run_one(done, _filled_in(one, context or {}), keep_text, look)
+            look = _run_recorded(done, _filled_in(pass_, context or {}), keep_text, look)
         except PassError:
             verify_given(program)  # was it broken before?
             raise
@@ -235,16 +235,16 @@ def run_passes(
 def check_requirements(facts: Iterable[str], passes: Sequence[Pass]) -> None:
     """Refuse an order in which a pass lacks what it requires, before anything runs."""
     known = set(facts)
-    for index, one in enumerate(passes):
-        if missing := one.requires - known:
+    for index, pass_ in enumerate(passes):
+        if missing := pass_.requires - known:
             providers = [p.name for p in passes[index + 1 :] if missing & p.provides]
             where = f"move {providers[0]} before it" if providers else "add a pass that provides it, or remove it"
             raise PassError(
-                f"pass {one.name} at position {index}, where {', '.join(sorted(missing))} does not hold yet",
+                f"pass {pass_.name} at position {index}, where {', '.join(sorted(missing))} does not hold yet",
                 expected="each pass after those that provide what it requires",
                 remedy=where,
             )
-        known |= one.provides
+        known |= pass_.provides
 
 
 def fingerprint(program: Program) -> str:
@@ -284,7 +284,7 @@ def _lines(graph: fx.Graph, constant: Callable[[str], Any]) -> Iterator[str]:
         name = _called(node.target) if node.op == "call_function" else "" if node.op == "placeholder" else node.target
         yield f"{node.op} {name} {arguments}\n"
         if node.op == "get_attr" and isinstance(module := constant(str(node.target)), fx.GraphModule):
-            types = [render_type(one.meta.get("val")) for one in module.graph.find_nodes(op="placeholder")]
+            types = [render_type(node.meta.get("val")) for node in module.graph.find_nodes(op="placeholder")]
             yield f"{types} {{\n"
             yield from _lines(module.graph, functools.partial(attribute, module))
             yield "}\n"
@@ -316,21 +316,21 @@ class _Look:
     text: str = ""
 
 
-def _run_one(program: Program, one: Pass, keep_text: bool | None, look: _Look) -> _Look:
+def _run_recorded(program: Program, pass_: Pass, keep_text: bool | None, look: _Look) -> _Look:
     """Run a pass and write its record; returns how the program looks afterwards."""
     nodes_before = node_count(program)
     texts = keep_text if keep_text is not None else nodes_before <= TEXT_LIMIT
     before = (look.text or render(program)) if texts else ""
     start = time.perf_counter()
-    result, checking, hash_after = _run_checked(program, one, look.hash)
+    result, checking, hash_after = _run_checked(program, pass_, look.hash)
     seconds = time.perf_counter() - start - checking
     after = render(program) if texts and result.changed else ""
-    program.facts |= one.provides
+    program.facts |= pass_.provides
     program.history += (
         PassRecord(
-            one.name,
-            one.spelling,
-            str(one.numerics),
+            pass_.name,
+            pass_.spelling,
+            str(pass_.numerics),
             seconds,
             result.changed,
             dict(result.counts),
@@ -344,7 +344,7 @@ def _run_one(program: Program, one: Pass, keep_text: bool | None, look: _Look) -
     return _Look(hash_after, after or before)
 
 
-def _run_checked(program: Program, one: Pass, hash_before: str = "") -> tuple[PassResult, float, str]:
+def _run_checked(program: Program, pass_: Pass, hash_before: str = "") -> tuple[PassResult, float, str]:
     """Run a pass on a program, then on the graphs inside it.
 
     Also says how many seconds went into watching it, and the hash of the program afterwards if it is known.
@@ -353,11 +353,11 @@ def _run_checked(program: Program, one: Pass, hash_before: str = "") -> tuple[Pa
     hash_before, graphs_before = hash_before or fingerprint(program), nested_graphs(program)
     checking = time.perf_counter() - start
     try:
-        result = one.run(program)
+        result = pass_.run(program)
     except MemoryLimitError:  # the pass did its work: there is no such order
         raise
     except Exception as error:
-        raise _blame(one, "failed", error) from error
+        raise _blame(pass_, "failed", error) from error
     start = time.perf_counter()
     try:
         verify(program, nested=False)
@@ -365,22 +365,22 @@ def _run_checked(program: Program, one: Pass, hash_before: str = "") -> tuple[Pa
             if graphs_before.get(name) is not module and (inside := opened(module, program)) is not None:
                 verify(inside)
     except Exception as error:
-        raise _blame(one, "left a broken program", error) from error
+        raise _blame(pass_, "left a broken program", error) from error
     hash_after = fingerprint(program)
     changed = hash_after != hash_before
     if changed != result.changed:
         raise PassError(
-            f"pass {one.name} reporting changed={result.changed} on a graph that did{'' if changed else ' not'} change",
-            remedy=f"return the truth from {type(one).__name__}.run",
+            f"pass {pass_.name} reporting changed={result.changed} on a graph that did{'' if changed else ' not'} change",
+            remedy=f"return the truth from {type(pass_).__name__}.run",
         )
     checking += time.perf_counter() - start
-    if not one.nested:
+    if not pass_.nested:
         return result, checking, hash_after
-    result, checking = _run_inside(program, one, result, checking)
+    result, checking = _run_inside(program, pass_, result, checking)
     return result, checking, "" if nested_graphs(program) else hash_after  # what is inside may have changed since
 
 
-def _run_inside(program: Program, one: Pass, result: PassResult, checking: float) -> tuple[PassResult, float]:
+def _run_inside(program: Program, pass_: Pass, result: PassResult, checking: float) -> tuple[PassResult, float]:
     """Run a pass on each graph inside a program once, whatever its names, and add to what it did outside."""
     counts, changed, verdicts = Counter(result.counts), result.changed, list(result.verdicts)
     done: dict[fx.GraphModule, fx.GraphModule] = {}
@@ -393,7 +393,7 @@ def _run_inside(program: Program, one: Pass, result: PassResult, checking: float
             verdicts.append(Verdict(name, Outcome.LEFT, reason))
             continue
         if module not in done:
-            deeper, seconds, _ = _run_checked(inside, one)
+            deeper, seconds, _ = _run_checked(inside, pass_)
             checking += seconds
             counts.update(deeper.counts)
             verdicts += [replace(verdict, subject=f"{name}.{verdict.subject}") for verdict in deeper.verdicts]
@@ -403,12 +403,12 @@ def _run_inside(program: Program, one: Pass, result: PassResult, checking: float
     return PassResult(changed, dict(counts), tuple(verdicts)), checking
 
 
-def _blame(one: Pass, what: str, error: Exception) -> PassError:
+def _blame(pass_: Pass, what: str, error: Exception) -> PassError:
     node: Any = getattr(error, "node", None)
     line = source_line(node) if isinstance(node, fx.Node) else ""
     where = f" at node {node.name}" + (f" [{line}]" if line else "") if isinstance(node, fx.Node) else ""
     message = re.sub(r"\s+", " ", str(error)).rstrip(".")
     return PassError(
-        f"pass {one.spelling} which {what}{where}: {type(error).__name__}: {message}",
-        remedy=f"leave {one.name} out of the pipeline, and report the program it failed on",
+        f"pass {pass_.spelling} which {what}{where}: {type(error).__name__}: {message}",
+        remedy=f"leave {pass_.name} out of the pipeline, and report the program it failed on",
     )

@@ -57,7 +57,7 @@ class Pipeline(Sequence[Pass]):
         return hash(self._passes)
 
     def __repr__(self) -> str:
-        return "\n".join(one.spelling for one in self._passes)
+        return "\n".join(pass_.spelling for pass_ in self._passes)
 
     def names(self) -> list[str]:
         """The names of all passes, those inside others after the one that holds them.
@@ -66,27 +66,27 @@ class Pipeline(Sequence[Pass]):
         >>> Pipeline([RemoveDeadCode()]).names()
         ['remove-dead-code']
         """
-        return [one.name for one in _all(self._passes)]
+        return [pass_.name for pass_ in _all(self._passes)]
 
     def without(self, *names: Name) -> Pipeline:
         """The same passes but these, wherever they occur; one that held only these goes too."""
         found = {self._known(name) for name in names}
-        return Pipeline(_rewritten(self._passes, lambda one: [] if one.name in found else [one]))
+        return Pipeline(_rewritten(self._passes, lambda pass_: [] if pass_.name in found else [pass_]))
 
     def before(self, name: Name, *passes: Pass) -> Pipeline:
         """With other passes before the one of this name, which occurs once; inside what holds it, if one does."""
         once = self._once(name)
-        return Pipeline(_rewritten(self._passes, lambda one: [*passes, one] if one.name == once else [one]))
+        return Pipeline(_rewritten(self._passes, lambda pass_: [*passes, pass_] if pass_.name == once else [pass_]))
 
     def after(self, name: Name, *passes: Pass) -> Pipeline:
         """With other passes after the one of this name, which occurs once; inside what holds it, if one does."""
         once = self._once(name)
-        return Pipeline(_rewritten(self._passes, lambda one: [one, *passes] if one.name == once else [one]))
+        return Pipeline(_rewritten(self._passes, lambda pass_: [pass_, *passes] if pass_.name == once else [pass_]))
 
     def replace(self, name: Name, other: Pass) -> Pipeline:
         """With another pass wherever this one occurs: the same with other options, say."""
         found = self._known(name)
-        return Pipeline(_rewritten(self._passes, lambda one: [other] if one.name == found else [one]))
+        return Pipeline(_rewritten(self._passes, lambda pass_: [other] if pass_.name == found else [pass_]))
 
     def _known(self, name: Name) -> str:
         text = name if isinstance(name, str) else name.name
@@ -108,23 +108,23 @@ class Pipeline(Sequence[Pass]):
         return text
 
 
-def _held(one: Pass) -> tuple[Pass, ...]:
+def _held(pass_: Pass) -> tuple[Pass, ...]:
     """The passes that a pass holds in its field `passes`."""
-    return one.passes if any(option.name == "passes" for option in fields(one)) else ()  # type: ignore[attr-defined]
+    return pass_.passes if any(option.name == "passes" for option in fields(pass_)) else ()  # type: ignore[attr-defined]
 
 
 def _all(passes: Iterable[Pass]) -> Iterator[Pass]:
-    for one in passes:
-        yield one
-        yield from _all(_held(one))
+    for pass_ in passes:
+        yield pass_
+        yield from _all(_held(pass_))
 
 
 def _rewritten(passes: Iterable[Pass], change: Callable[[Pass], list[Pass]]) -> tuple[Pass, ...]:
     """Each pass as `change` has it, those inside others too; what held passes and holds none any more goes."""
     result: list[Pass] = []
-    for one in passes:
-        for kept in change(one):
-            held = _held(kept) if kept is one else ()
+    for pass_ in passes:
+        for kept in change(pass_):
+            held = _held(kept) if kept is pass_ else ()
             inside = _rewritten(held, change)
             if inside == held:
                 result.append(kept)
