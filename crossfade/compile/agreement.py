@@ -55,10 +55,8 @@ def agree(members: Members, built: Built, common: Sequence[str], causes: Sequenc
 def agree_on_batch(members: Members, batch: tuple[Any, ...], *, by_plan: bool) -> None:
     """Compare the first batch of its kind before anything is captured."""
     tensors, told = tensors_of(batch), same_batch(by_plan=by_plan)
-    lines = [
-        f"{name}: {tuple(tensor.shape)}, sums up to {int(digest_of([tensor], 0)):08x}"
-        for name, tensor in tensors.items()
-    ]
+    sums = {name: f"{int(digest_of([tensor], 0)):08x}" for name, tensor in tensors.items()}
+    lines = [f"{name}: {tuple(tensor.shape)}, sums up to {sums[name]}" for name, tensor in tensors.items()]
     members.agree(" ".join(lines), "\n".join(lines), what="batches", expected=told.expected, remedy=told.remedy)
 
 

@@ -369,8 +369,9 @@ def _run_checked(program: Program, pass_: Pass, hash_before: str = "") -> tuple[
     hash_after = fingerprint(program)
     changed = hash_after != hash_before
     if changed != result.changed:
+        truth = "did change" if changed else "did not change"
         raise PassError(
-            f"pass {pass_.name} reporting changed={result.changed} on a graph that did{'' if changed else ' not'} change",
+            f"pass {pass_.name} reporting changed={result.changed} on a graph that {truth}",
             remedy=f"return the truth from {type(pass_).__name__}.run",
         )
     checking += time.perf_counter() - start
