@@ -8,12 +8,34 @@ step.report.show()
 """
 
 from crossfade.check.compatible import check_compatible
+from crossfade.compile.phases import Phase, Phases
 from crossfade.compile.pipeline import Optimized, optimize
 from crossfade.compile.sharding import Sharded, shard
+from crossfade.compile.simplify_exported import Simplified, simplify
 from crossfade.compile.step import Step
 from crossfade.compile.training import compile_step
+from crossfade.compile.training_phases import TRAINING
 from crossfade.cost.machine import Machine
-from crossfade.errors import CrossfadeError
+from crossfade.errors import (
+    BatchError,
+    CaptureError,
+    CrossfadeError,
+    MachineError,
+    MemoryLimitError,
+    MeshError,
+    ModelError,
+    NotYetError,
+    OptimizerError,
+    PassError,
+    PlanError,
+    RankFailedError,
+    RankMismatchError,
+    RewriteError,
+    StateError,
+    StrictError,
+    TextError,
+    VerifyError,
+)
 from crossfade.graph.passes import Pass, PassResult, Verdict, run_passes
 from crossfade.graph.pipelines import Pipeline
 from crossfade.graph.program import Program
@@ -25,24 +47,46 @@ from crossfade.shard.tensor.plan import Fused, Plan
 __version__ = "0.1.0"
 
 __all__ = [
+    "BatchError",
+    "CaptureError",
     "CrossfadeError",
     "Expect",
     "Fused",
     "Machine",
+    "MachineError",
+    "MemoryLimitError",
+    "MeshError",
+    "ModelError",
+    "NotYetError",
     "Optimized",
+    "OptimizerError",
     "Pass",
+    "PassError",
     "PassResult",
+    "Phase",
+    "Phases",
     "Pipeline",
     "Plan",
+    "PlanError",
     "Program",
+    "RankFailedError",
+    "RankMismatchError",
     "Ranks",
     "Report",
+    "RewriteError",
     "Sharded",
+    "Simplified",
+    "StateError",
     "Step",
+    "StrictError",
+    "TRAINING",
+    "TextError",
     "Verdict",
+    "VerifyError",
     "check_compatible",
     "compile_step",
     "optimize",
     "run_passes",
     "shard",
+    "simplify",
 ]

@@ -18,7 +18,6 @@ from torch import Tensor
 from torch.export import ExportedProgram
 from torch.fx.experimental.proxy_tensor import make_fx
 
-import crossfade.simplify
 from crossfade.capture.exported import capture_exported
 from crossfade.compile import pipeline
 from crossfade.compile.catalogue import known_passes
@@ -39,7 +38,7 @@ NOT_DECOMPOSABLE = {"gpt2": "torch decomposes no view of its tied Conv1D weight"
 
 def every_simplification() -> list[Pass]:
     """All passes of the stage that need no option, by name."""
-    for module in pkgutil.iter_modules(crossfade.simplify.__path__):
+    for module in pkgutil.iter_modules(importlib.import_module("crossfade.simplify").__path__):
         if not module.name.endswith("_triton"):
             importlib.import_module(f"crossfade.simplify.{module.name}")
     found = [one for one in known_passes().values() if one.__module__.startswith("crossfade.simplify.")]

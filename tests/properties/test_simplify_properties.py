@@ -21,7 +21,6 @@ from hypothesis import strategies as st
 from simplify_checks import Failure, failure_of, smallest
 from simplify_programs import sample
 
-import crossfade.simplify
 from crossfade.compile import pipeline
 from crossfade.compile.catalogue import known_passes
 from crossfade.graph.passes import Numerics, Pass, PassResult
@@ -46,7 +45,7 @@ seeds = st.integers(0, 2**48)
 
 def simplifications() -> list[Pass]:
     """Every pass of the stage that needs no option, and again with each switch of it turned."""
-    for module in pkgutil.iter_modules(crossfade.simplify.__path__):
+    for module in pkgutil.iter_modules(importlib.import_module("crossfade.simplify").__path__):
         if not module.name.endswith("_triton"):
             importlib.import_module(f"crossfade.simplify.{module.name}")
     found: list[Pass] = []
