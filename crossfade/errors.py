@@ -56,7 +56,7 @@ class CaptureError(CrossfadeError):
 
 
 class TextError(CrossfadeError):
-    """A textual program does not parse."""
+    """The text of a program does not parse; the line is named."""
 
 
 class RewriteError(CrossfadeError):
