@@ -163,16 +163,18 @@ def _under_torchrun(job: Job) -> None:
 
 def _disturb(event: Event, job: Job) -> None:
     """Wait until the rank is where it is to be, and do it."""
-    trail = Path(job.folder, f"trail.0.{event.rank}")
     deadline = time.monotonic() + 120 + 4 * job.timeout
-    while not (trail.exists() and event.place in trail.read_text().splitlines()):
+    # All must be there: torch waits half an hour for a rank that ends while others are in init_process_group.
+    while not (
+        event.place in _trail(job, event.rank) and all("open" in _trail(job, rank) for rank in range(job.ranks))
+    ):
         if time.monotonic() > deadline:
             return
         time.sleep(0.01)
     if event.kind == "raise":
         return
     time.sleep(event.delay)
-    pid = int(trail.read_text().split()[1])
+    pid = int(_trail(job, event.rank)[0].split()[1])
     Path(job.folder, "event").write_text(str(time.time()))
     _signal(pid, signal.SIGKILL if event.kind == "kill" else signal.SIGSTOP)
     if event.kind in ("short pause", "long pause"):
@@ -191,6 +193,12 @@ def _nobody_needs(paused: int, job: Job, deadline: float) -> bool:
         if any(end["kind"] != "done" for end in ended.values()):
             return False
     return len(ended) == job.ranks - 1
+
+
+def _trail(job: Job, rank: int) -> list[str]:
+    """Where a rank of the first attempt has been."""
+    path = Path(job.folder, f"trail.0.{rank}")
+    return path.read_text().splitlines() if path.exists() else []
 
 
 def _signal(pid: int, number: signal.Signals) -> None:
@@ -240,7 +248,7 @@ def _survivors(event: Event, job: Job, ends: dict[int, dict], happened: float | 
         end = ends.get(rank)
         if end is None:
             if event.starter == "launch":  # torchrun ends all ranks as soon as one has ended
-                problems.append(f"rank {rank} said nothing")
+                problems.append(f"rank {rank} said nothing after {_trail(job, rank)[-1]}")
             continue
         seconds = max(seconds, end["time"] - (happened or end["time"]))
         if not end.get("ours"):
