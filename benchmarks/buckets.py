@@ -4,7 +4,7 @@
     python -m benchmarks.buckets --save         # also keep the figures in benchmarks/results/
 
 The bucket is a layer of Llama 8B (on CPU a quarter as wide). Bandwidth counts bytes read and written; times are
-medians. `plain copy` clones one tensor of as many bytes: the limit on CUDA. On CPU smaller ones can be faster, as fresh
+medians. `plain copy` clones one tensor of as many bytes: about the best there is on CUDA. On CPU smaller ones can be faster, as fresh
 memory costs page faults.
 """
 

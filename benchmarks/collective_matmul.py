@@ -9,8 +9,8 @@
     python -m benchmarks.collective_matmul --compiled yes             # also torch.compile with its own pass
     python -m benchmarks.collective_matmul --cuda                     # on a GPU: matmuls in pieces against whole ones
 
-Contenders take turns in one run; times are medians, of the slowest rank. `limit` is the larger of computation alone and
-of communication alone, both measured in the same run: what perfect overlap would give. The last two columns are the
+Contenders take turns in one run; times are medians, of the slowest rank. The reference is the larger of
+computation alone and of communication alone, both measured in the same run: what perfect overlap would give. The last two columns are the
 milliseconds of communication that are hidden, and the share they are of what could be: an exchange can travel under its
 own matmuls at most (in a backward under the gradient of the weight too), and for as long as it travels at most. Where
 both are carried by the same processors, as on loopback and between namespaces, hiding costs what the network's software
@@ -290,13 +290,13 @@ def finish(figures: dict[str, Any], options: argparse.Namespace) -> None:
     times: dict[str, float] = figures["times"]
     plain, computing = times["plain tensor parallelism"], times["computation alone"]
     talking = figures["communication"]
-    limit = max(computing, talking)
+    reference = max(computing, talking)
     sizes = f"{options.sequence}x{options.batch}x{options.width}, {options.heads} heads"
     table = Table(
         "contender",
         "ms",
         "x plain",
-        "x limit",
+        "x reference",
         "ms hidden",
         "of what can be",
         title=f"{options.what}, {sizes}, {options.network}",
@@ -305,7 +305,7 @@ def finish(figures: dict[str, Any], options: argparse.Namespace) -> None:
         raced = name not in ("computation alone", "communication alone")
         hidden = computing + talking - seconds
         shares = [f"{hidden * 1e3:.1f}", f"{hidden / figures['can be hidden']:.0%}"] if raced else []
-        table.add_row(name, f"{seconds * 1e3:.1f}", f"{seconds / plain:.2f}", f"{seconds / limit:.2f}", *shares)
+        table.add_row(name, f"{seconds * 1e3:.1f}", f"{seconds / plain:.2f}", f"{seconds / reference:.2f}", *shares)
     Console(width=140).print(table)
     Console().print(f"passes fused {figures['fused by passes']} of {sum(EXCHANGES[options.what])} exchanges")
     for verdict in figures["verdicts"]:
@@ -317,7 +317,10 @@ def finish(figures: dict[str, Any], options: argparse.Namespace) -> None:
     if options.save:
         given = {name: getattr(options, name) for name in _GIVEN}
         kind = options.what.replace("+", "-")
-        save(f"collective-matmul-{kind}-{options.network.replace(':', '-')}", {**given, **figures, "limit": limit})
+        save(
+            f"collective-matmul-{kind}-{options.network.replace(':', '-')}",
+            {**given, **figures, "reference": reference},
+        )
 
 
 def pieces(rounds: int) -> list[dict[str, Any]]:
