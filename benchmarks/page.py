@@ -25,12 +25,12 @@ slowest rank. Where a file does not hold its command, that is put together from 
 for its machine: run the command on yours.
 
 **The reference** of a step is the larger of computation alone (eager torch, nothing exchanged) and communication alone
-(one all-reduce of all gradients in pieces of 1 MB), both measured in the same run: what perfect overlap of these two would
-take. It is not a bound, and steps beat it where they compute or send something else: Crossfade's computation is faster
-than eager torch's (operators called once for many parameters, updates in place), the factors of a gradient can be fewer
-bytes than the gradient (`exchange-factors`), and among many ranks larger pieces than 1 MB pay less latency.
+(one all-reduce of all gradients in pieces of 1 MB), both measured in the same run: what perfect overlap of these two
+would take. It is not a bound, and steps beat it where they compute or send something else: Crossfade's computation is
+faster than eager torch's (operators called once for many parameters, updates in place), the factors of a gradient can
+be fewer bytes than the gradient (`exchange-factors`), and among many ranks larger pieces than 1 MB pay less latency.
 
-`wide` is a GPT with 60 MB in 101 parameters, `deep` one with 11 MB in 293, both with AdamW. Beside the steps in turn, steps
+`wide` is a GPT with 60 MB in 101 parameters, `deep` one with 11 MB in 293, both with AdamW. Besides taking turns, steps
 were timed back to back, as in training; predictions are given as multiples of these: what was predicted when planning,
 minutes before, and what was predicted again between the timed steps, since a shared machine's speed changes.
 """

@@ -68,7 +68,7 @@ def main() -> None:
 
 
 def _keep_memory() -> None:
-    """Start anew with the variables that hosts of the other networks have, unless they are set: allocators read them
+    """Start again with the variables that hosts of the other networks have, unless they are set: allocators read them
     once."""
     if not KEEPS_MEMORY.keys() <= os.environ.keys():
         again = [sys.executable, "-m", "benchmarks.step", *sys.argv[1:]]
@@ -90,12 +90,12 @@ def work(size: str, steps: int, contenders: str, compiled: str, network: str) ->
     machine = preset(network.split(":")[2]) if emulates else calibrate("calibrated", {"dp": dist.group.WORLD})
     entered = [compute_alone(chosen), *_chosen(chosen, contenders, compiled, machine)]
     measured = race(entered, chosen, steps=steps)
-    compiled_steps = {one.name: one.compiled for one in entered if one.compiled is not None}
+    compiled_steps = {contender.name: contender.compiled for contender in entered if contender.compiled is not None}
     batch = batches(chosen, dist.get_world_size(), 1)[0]
     steady, beside = _steady(entered, batch, machine)
     return {
-        "times": {one.name: one.median for one in measured},
-        "losses": {one.name: one.losses[-1] for one in measured},
+        "times": {result.name: result.median for result in measured},
+        "losses": {result.name: result.losses[-1] for result in measured},
         "communication": _communication(sum(p.numel() for p in build(chosen).parameters())),
         "collectives": {
             name: (step.report.total_before, step.report.total_after) for name, step in compiled_steps.items()
@@ -113,19 +113,19 @@ def work(size: str, steps: int, contenders: str, compiled: str, network: str) ->
 def _steady(
     entered: Sequence[Contender], batch: tuple[torch.Tensor, torch.Tensor], machine: Machine
 ) -> tuple[dict[str, float], dict[str, float]]:
-    """Median seconds of steps that follow their own kind, as in training, and of predictions made beside them.
+    """Median seconds of back-to-back steps, as in training, and of predictions made beside them.
 
     Steps run by fours, the first not counted, of each in turn, since a machine's speed changes within seconds.
     """
     here = Carriers({"dp": dist.get_backend()}, machine).run_on(machine)
-    seconds: dict[str, list[float]] = {one.name: [] for one in entered}
+    seconds: dict[str, list[float]] = {contender.name: [] for contender in entered}
     beside: dict[str, list[float]] = {}
-    for one in [*entered] * 4:
-        if one.compiled is not None and one.compiled.report.predicted:
-            program = one.compiled.program
+    for contender in [*entered] * 4:
+        if contender.compiled is not None and contender.compiled.report.predicted:
+            program = contender.compiled.program
             found = predicted(program, here, measure(program, binding=native)).seconds
-            beside.setdefault(one.name, []).append(found)
-        seconds[one.name] += [slowest(seconds_of(partial(one.step, *batch))) for _ in range(4)][1:]
+            beside.setdefault(contender.name, []).append(found)
+        seconds[contender.name] += [slowest(seconds_of(partial(contender.step, *batch))) for _ in range(4)][1:]
     return _medians(seconds), _medians(beside)
 
 

@@ -16,7 +16,6 @@ from crossfade.communicate.buckets import BucketPass
 from crossfade.errors import PassError
 from crossfade.graph.passes import Pass
 
-
 STAGES = {
     "shard": "what makes a program data-parallel: batches, losses, gradients and parameters in parts",
     "simplify": "smaller and cheaper graphs",
