@@ -58,15 +58,12 @@ def default_passes() -> frozenset[str]:
     ['remove-noops', 'sink-waits']
     """
     package = importlib.import_module("crossfade.compile")
-    modules = [
-        importlib.import_module(f"{package.__name__}.{name.name}") for name in pkgutil.iter_modules(package.__path__)
-    ]
-    known = set(known_passes().values())
-    imported = [
-        value for module in modules for value in vars(module).values() if inspect.isclass(value) and value in known
-    ]
-    held = [member for kind in imported for option in fields(kind) for member in _passes_in(option.default)]
-    return frozenset(pass_.name for pass_ in (*imported, *held))
+    names = [module.name for module in pkgutil.iter_modules(package.__path__, f"{package.__name__}.")]
+    values = [value for name in names for value in vars(importlib.import_module(name)).values()]
+    classes = {value for value in values if inspect.isclass(value)}
+    imported = [kind for kind in known_passes().values() if kind in classes]
+    held = [member.name for kind in imported for option in fields(kind) for member in _passes_in(option.default)]
+    return frozenset([*(kind.name for kind in imported), *held])
 
 
 def _passes_in(value: Any) -> tuple[Pass, ...]:
