@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks import page
 from crossfade.compile import catalogue
+from crossfade.graph.passes import Numerics, Pass
 
 ROOT = Path(__file__).parents[2]
 
@@ -23,9 +25,31 @@ def test_every_pass_is_on_one_page() -> None:
         assert sum(f"\n## {name}\n" in text for text in stages) == 1
 
 
-def test_a_docstring_may_go_on_below_its_example() -> None:
-    text = catalogue._as_markdown(catalogue.known_passes()["sink-waits"])
-    assert text.index("*bitwise, runs by default*") < text.index("```\nBefore:\n    ") < text.index("\nAfter:\n    ")
+@dataclass(frozen=True)
+class Renamed(Pass):
+    """Do something.
+
+    Before:
+        x: f32[2] = input("x")
+
+    After:
+        y: f32[2] = input("x")
+
+    Not in a default pipeline: for tests
+    alone.
+    """
+
+    name = "renamed-in-tests"
+    numerics = Numerics.BITWISE
+
+
+def test_what_a_docstring_says_below_its_example_stands_above_it() -> None:
+    assert catalogue._as_markdown(Renamed) == (
+        "\n## renamed-in-tests\n\n*bitwise, not by default*\n\n"
+        "Do something.\n\nNot in a default pipeline: for tests\nalone.\n\n"
+        '```\nBefore:\n    x: f32[2] = input("x")\n\nAfter:\n    y: f32[2] = input("x")\n```\n'
+    )
+    assert catalogue.when_it_runs(Renamed) == "not by default: for tests alone."
 
 
 def test_the_page_of_benchmarks_is_current() -> None:
