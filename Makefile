@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: help demo test lint bench fuzz fuzz-files soak models clean
+.PHONY: help demo test lint docs bench fuzz fuzz-files soak models clean
 .DEFAULT_GOAL := help
 
 help: ## list the targets
@@ -29,6 +29,13 @@ lint: $(READY) ## formatting, lint and types
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+
+$(VENV)/.ready-for-docs: $(READY)
+	$(BIN)/pip install --quiet --disable-pip-version-check -e '.[docs]'
+	touch $@
+
+docs: $(VENV)/.ready-for-docs ## the documentation as a website, in site/; a broken link is an error
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 bench: $(READY) ## step time against torch's DDP on this machine, as ratios
 	$(BIN)/python -m benchmarks.step

@@ -4,8 +4,8 @@
     python -m benchmarks.buckets --save         # also keep the figures in benchmarks/results/
 
 The bucket is a layer of Llama 8B (on CPU a quarter as wide). Bandwidth counts bytes read and written; times are
-medians. `plain copy` clones one tensor of as many bytes: the limit on CUDA. On CPU smaller ones can be faster, as fresh
-memory costs page faults.
+medians. `plain copy` clones one tensor of as many bytes: about the best there is on CUDA. On CPU smaller ones can be
+faster, as fresh memory costs page faults.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def contenders(case: Case, shapes: list[tuple[int, ...]], device: str) -> tuple[
     else:
         packed = pack(values, rows)
         calls["Crossfade"] = lambda: unpack(packed, rows, sizes)
-        calls["split, clone"] = lambda: [one.contiguous() for one in packed.view(rows, -1).split(sizes, 1)]
+        calls["split, clone"] = lambda: [part.contiguous() for part in packed.view(rows, -1).split(sizes, 1)]
         calls["split_with_sizes_copy"] = lambda: torch.split_with_sizes_copy(packed.view(rows, -1), sizes, 1)
     return moved, calls
 
@@ -127,7 +127,7 @@ def main() -> None:
         for case in CASES:
             moved, calls = contenders(case, layer(hidden), device)
             seconds = race(calls, device, options.rounds)
-            bandwidths[str(case)] = {name: moved / one / 1e9 for name, one in seconds.items()}
+            bandwidths[str(case)] = {name: moved / elapsed / 1e9 for name, elapsed in seconds.items()}
     code = implementation(torch.device(device))
     table = Table("bucket", "contender", "GB/s", "of a plain copy", title=f"{device}, Crossfade's code: {code}")
     for name, measured in bandwidths.items():

@@ -9,12 +9,12 @@
     python -m benchmarks.collective_matmul --compiled yes             # also torch.compile with its own pass
     python -m benchmarks.collective_matmul --cuda                     # on a GPU: matmuls in pieces against whole ones
 
-Contenders take turns in one run; times are medians, of the slowest rank. `limit` is the larger of computation alone and
-of communication alone, both measured in the same run: what perfect overlap would give. The last two columns are the
-milliseconds of communication that are hidden, and the share they are of what could be: an exchange can travel under its
-own matmuls at most (in a backward under the gradient of the weight too), and for as long as it travels at most. Where
-both are carried by the same processors, as on loopback and between namespaces, hiding costs what the network's software
-takes from computation.
+Contenders take turns in one run; times are medians, of the slowest rank. The reference is the larger of
+computation alone and of communication alone, both measured in the same run: what perfect overlap would give. The last
+two columns are the milliseconds of communication that are hidden, and the share they are of what could be: an exchange
+can travel under its own matmuls at most (in a backward under the gradient of the weight too), and for as long as it
+travels at most. Where both are carried by the same processors, as on loopback and between namespaces, hiding costs what
+the network's software takes from computation.
 
 Torch's pass (`_micro_pipeline_tp`) needs CUDA, NCCL and symmetric memory. On the CPU it changes nothing, and the row of
 torch.compile shows what compiling gives.
@@ -208,10 +208,14 @@ def _pipelined(entered: _Entered) -> int:
 def _verdicts(plain: _Entered, entered: _Entered) -> list[str]:
     """What the pipelining passes and the scheduler said of each exchange."""
     assert isinstance(plain.module, fx.GraphModule) and entered.report is not None
-    exchanges = {one.node.name for one in collectives.find(plain.module.graph)}
-    said = [(one.pass_name, one.verdict) for one in entered.report.verdicts if one.verdict.subject in exchanges]
+    exchanges = {collective.node.name for collective in collectives.find(plain.module.graph)}
+    said = [(entry.pass_name, entry.verdict) for entry in entered.report.verdicts if entry.verdict.subject in exchanges]
     deciding = ("fuse-gathers-into-matmuls", "fuse-scatters-into-matmuls", "overlap-communication")
-    return [f"{one.subject}: {one.outcome}, {one.reason}; {one.detail}" for name, one in said if name in deciding]
+    return [
+        f"{verdict.subject}: {verdict.outcome}, {verdict.reason}; {verdict.detail}"
+        for name, verdict in said
+        if name in deciding
+    ]
 
 
 def _by_hand(block: Block, what: str, plain: _Entered, machine: Machine, form: str) -> dict[str, Pipelined]:
@@ -223,13 +227,13 @@ def _by_hand(block: Block, what: str, plain: _Entered, machine: Machine, form: s
         flops = 2 * block.sequence * block.batch * block.width * 3 * block.width // block.ranks
         seconds, rows = flops / machine.flops["float32"], block.sequence // block.ranks
         chosen = []
-        for one in ("chunked", "ring"):
-            ask = (machine, "*", block.ranks, block.exchanged_bytes, seconds, rows, (one,), CHUNKS)
+        for way in ("chunked", "ring"):
+            ask = (machine, "*", block.ranks, block.exchanged_bytes, seconds, rows, (way,), CHUNKS)
             total = dict.fromkeys(CHUNKS, 0.0)
             for forecasts in (forecast_gather(*ask), forecast_scatter(*ask)):
                 for forecast in forecasts.considered:
                     total[forecast.chunks] += forecast.seconds
-            chosen.append(Pipelined(one, min((seconds, chunk) for chunk, seconds in total.items() if seconds)[1]))
+            chosen.append(Pipelined(way, min((seconds, chunk) for chunk, seconds in total.items() if seconds)[1]))
     return {f"Crossfade's operators by hand, {one.form} in {one.chunks}": one for one in chosen}
 
 
@@ -265,7 +269,9 @@ def _can_be_hidden(block: Block, what: str, communication: float) -> float:
     total = 0.0
     for weight in block.inputs()[1:]:
         left = rows[:, : weight.shape[0]].contiguous()
-        seconds = statistics.median(seconds_of(lambda one=left, other=weight: torch.mm(one, other)) for _ in range(7))
+        seconds = statistics.median(
+            seconds_of(lambda matrix=left, other=weight: torch.mm(matrix, other)) for _ in range(7)
+        )
         total += min(each, seconds) + (min(each, 2 * seconds) if "backward" in what else 0.0)
     return total
 
@@ -277,7 +283,7 @@ def _differences(runs: dict[str, _Entered]) -> dict[str, float]:
     for name, run in runs.items():
         if name not in ("computation alone", "plain tensor parallelism"):
             pairs = zip(_tensors(run()), expected, strict=True)
-            found[name] = max(float((one - other).abs().max() / other.abs().max()) for one, other in pairs)
+            found[name] = max(float((result - other).abs().max() / other.abs().max()) for result, other in pairs)
     return found
 
 
@@ -290,13 +296,13 @@ def finish(figures: dict[str, Any], options: argparse.Namespace) -> None:
     times: dict[str, float] = figures["times"]
     plain, computing = times["plain tensor parallelism"], times["computation alone"]
     talking = figures["communication"]
-    limit = max(computing, talking)
+    reference = max(computing, talking)
     sizes = f"{options.sequence}x{options.batch}x{options.width}, {options.heads} heads"
     table = Table(
         "contender",
         "ms",
         "x plain",
-        "x limit",
+        "x reference",
         "ms hidden",
         "of what can be",
         title=f"{options.what}, {sizes}, {options.network}",
@@ -305,7 +311,7 @@ def finish(figures: dict[str, Any], options: argparse.Namespace) -> None:
         raced = name not in ("computation alone", "communication alone")
         hidden = computing + talking - seconds
         shares = [f"{hidden * 1e3:.1f}", f"{hidden / figures['can be hidden']:.0%}"] if raced else []
-        table.add_row(name, f"{seconds * 1e3:.1f}", f"{seconds / plain:.2f}", f"{seconds / limit:.2f}", *shares)
+        table.add_row(name, f"{seconds * 1e3:.1f}", f"{seconds / plain:.2f}", f"{seconds / reference:.2f}", *shares)
     Console(width=140).print(table)
     Console().print(f"passes fused {figures['fused by passes']} of {sum(EXCHANGES[options.what])} exchanges")
     for verdict in figures["verdicts"]:
@@ -317,7 +323,10 @@ def finish(figures: dict[str, Any], options: argparse.Namespace) -> None:
     if options.save:
         given = {name: getattr(options, name) for name in _GIVEN}
         kind = options.what.replace("+", "-")
-        save(f"collective-matmul-{kind}-{options.network.replace(':', '-')}", {**given, **figures, "limit": limit})
+        save(
+            f"collective-matmul-{kind}-{options.network.replace(':', '-')}",
+            {**given, **figures, "reference": reference},
+        )
 
 
 def pieces(rounds: int) -> list[dict[str, Any]]:
@@ -344,8 +353,8 @@ def _timed_pieces(left: Tensor, right: Tensor, out: Tensor, chunks: int, rounds:
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         start.record()
         for _ in range(4):
-            for one, place in pairs:
-                torch.mm(one, right, out=place)
+            for rows, place in pairs:
+                torch.mm(rows, right, out=place)
         end.record()
         end.synchronize()
         found.append(start.elapsed_time(end) / 4e3)
@@ -355,9 +364,9 @@ def _timed_pieces(left: Tensor, right: Tensor, out: Tensor, chunks: int, rounds:
 def _finish_pieces(found: list[dict[str, Any]], options: argparse.Namespace) -> None:
     columns = [f"in {chunks} (forecast)" for chunks in found[0]["in pieces"]]
     table = Table("rows x inner x columns", "us", *columns, title="bfloat16 matmuls in pieces, in times of one")
-    for one in found:
-        ratios = [f"{ratio:.2f} ({one['forecast'][chunks]:.2f})" for chunks, ratio in one["in pieces"].items()]
-        table.add_row(" x ".join(map(str, one["shape"])), f"{one['seconds'] * 1e6:.0f}", *ratios)
+    for matmul in found:
+        ratios = [f"{ratio:.2f} ({matmul['forecast'][chunks]:.2f})" for chunks, ratio in matmul["in pieces"].items()]
+        table.add_row(" x ".join(map(str, matmul["shape"])), f"{matmul['seconds'] * 1e6:.0f}", *ratios)
     Console(width=140).print(table)
     if options.save:
         save("collective-matmul-pieces-cuda", {"device": torch.cuda.get_device_name(), "matmuls": found})

@@ -99,8 +99,8 @@ def work(rows: int, inner: int, columns: int, rounds: int, machine: Machine | No
     exchange = Exchange(machine, "*", ranks, rows * inner * 4, matmul, rows // ranks)
     found = []
     for (kind, form, chunks), some in seconds.items():
-        told: Forecast = forecast(exchange, Kind(kind), form, chunks)
-        found.append((str(kind), form, chunks, statistics.median(some), told.seconds, told.plain))
+        expected: Forecast = forecast(exchange, Kind(kind), form, chunks)
+        found.append((str(kind), form, chunks, statistics.median(some), expected.seconds, expected.plain))
     return {"ranks": ranks, "matmul": matmul, "fabric": machine.name, "found": found}
 
 
@@ -113,16 +113,20 @@ def finish(figures: dict[str, Any], options: argparse.Namespace) -> None:
     """Print the table and keep the figures if asked."""
     sizes = f"{options.rows} x {options.inner} x {options.columns}"
     table = Table("what", "form", "pieces", "ms", "forecast", "ratio", title=f"{sizes}, {options.network}")
-    for kind, form, chunks, seconds, told, _ in figures["found"]:
+    for kind, form, chunks, seconds, expected, _ in figures["found"]:
         table.add_row(
-            kind, form, str(chunks), *(f"{1e3 * one:.1f}" for one in (seconds, told)), f"{seconds / told:.2f}"
+            kind,
+            form,
+            str(chunks),
+            *(f"{1e3 * value:.1f}" for value in (seconds, expected)),
+            f"{seconds / expected:.2f}",
         )
     Console(width=120).print(table)
-    ratios = sorted(seconds / told for *_, seconds, told, _ in figures["found"])
+    ratios = sorted(seconds / expected for *_, seconds, expected, _ in figures["found"])
     Console().print(f"measured over forecast: median {statistics.median(ratios):.2f}, {ratios[0]:.2f}-{ratios[-1]:.2f}")
     for asked in (Kind.ALL_GATHER, Kind.REDUCE_SCATTER):
-        own = [one for one in figures["found"] if one[0] == str(asked)]
-        best, chosen = min(own, key=lambda one: one[3]), min(own, key=lambda one: one[4])
+        own = [row for row in figures["found"] if row[0] == str(asked)]
+        best, chosen = min(own, key=lambda row: row[3]), min(own, key=lambda row: row[4])
         Console().print(
             f"{asked}: forecast best {chosen[1]} in {chosen[2]}, {1e3 * chosen[3]:.1f} ms; "
             f"measured best {best[1]} in {best[2]}, {1e3 * best[3]:.1f} ms"

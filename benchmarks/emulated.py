@@ -82,7 +82,7 @@ def measure(case: Case, rounds: int) -> dict[str, float]:
             seconds.append(time.perf_counter() - start)
         busy = (time.process_time() - busy) / rounds
     demanded = ETHERNET.collective_seconds(case.kind, case.size, case.ranks)
-    late = sorted(one - demanded for one in seconds)
+    late = sorted(taken - demanded for taken in seconds)
     figures = {"demanded": demanded, "delivered": statistics.median(seconds), "error": statistics.median(late)}
     return figures | {"error of nine in ten": late[int(0.9 * (rounds - 1))], "cpu": busy}
 
@@ -116,10 +116,10 @@ def show(accuracy: dict[str, dict[str, float]], seconds: dict[str, float]) -> No
     """Print both tables, in milliseconds."""
     table = Table("collective", "demanded", "delivered", "error", "9 in 10", "CPU", title="ms, on CPU")
     for name, figures in accuracy.items():
-        table.add_row(name, *(f"{1e3 * one:.3f}" for one in figures.values()))
+        table.add_row(name, *(f"{1e3 * value:.3f}" for value in figures.values()))
     ddp = Table("eager DDP", "ms a step", title=f"32 MiB of gradients on {ETHERNET.name}")
-    for name, one in seconds.items():
-        ddp.add_row(name, f"{1e3 * one:.1f}")
+    for name, taken in seconds.items():
+        ddp.add_row(name, f"{1e3 * taken:.1f}")
     console = Console()
     console.print(table)
     console.print(ddp)

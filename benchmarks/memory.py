@@ -29,12 +29,12 @@ CONTENDERS = {
 def grown(name: str, size_name: str, steps: int) -> float:
     """MB by which this rank's peak resident set grew while training."""
     size = SIZES[size_name]
-    one = CONTENDERS[name](size)
-    if one.compiled is not None:
-        one.compiled.prepare(*batches(size, dist.get_world_size(), 1)[0])
+    contender = CONTENDERS[name](size)
+    if contender.compiled is not None:
+        contender.compiled.prepare(*batches(size, dist.get_world_size(), 1)[0])
     before = _reset_peak()
     for batch in batches(size, dist.get_world_size(), steps):
-        one.step(*batch)
+        contender.step(*batch)
     return (_peak() - before) / 1024
 
 

@@ -74,8 +74,8 @@ def _launches(step: Callable[[], Any], device: str) -> dict[str, int]:
     with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiled:
         step()
         _finish(device)
-    calls = [one for one in profiled.key_averages() if "LaunchKernel" in one.key]
-    return {"launches": sum(one.count for one in calls)}
+    calls = [event for event in profiled.key_averages() if "LaunchKernel" in event.key]
+    return {"launches": sum(event.count for event in calls)}
 
 
 def main() -> None:
@@ -88,16 +88,16 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(1)
     found = race(SIZES[options.size], options.device, options.steps)
-    best = min(one["seconds"] for name, one in found.items() if name != "Crossfade")
+    best = min(figures["seconds"] for name, figures in found.items() if name != "Crossfade")
     table = Table(title=f"{options.size}, one {options.device} device")
     for column in ("contender", "ms a step", "speed against torch's best", "launches"):
         table.add_column(column)
-    for name, one in found.items():
-        ratio = f"{best / one['seconds']:.2f}"
-        table.add_row(name, f"{1e3 * one['seconds']:.2f}", ratio, str(one.get("launches", "")))
+    for name, figures in found.items():
+        ratio = f"{best / figures['seconds']:.2f}"
+        table.add_row(name, f"{1e3 * figures['seconds']:.2f}", ratio, str(figures.get("launches", "")))
     console = Console()
     console.print(table)
-    losses = [one["loss"] for one in found.values()]
+    losses = [figures["loss"] for figures in found.values()]
     console.print(f"losses after the last step differ by at most {max(losses) - min(losses):.1e}", highlight=False)
     if options.save:
         gpu = {"gpu": torch.cuda.get_device_name()} if options.device == "cuda" else {}

@@ -138,7 +138,7 @@ def main(arguments: list[str]) -> None:
     table.add_column("growth", justify="right")
     for name in rows[0][1]:
         seconds = [timings[name] for _, timings in rows]
-        cells = [f"{1e6 * one / number:.2f}" for one, number in zip(seconds, sizes, strict=True)]
+        cells = [f"{1e6 * taken / number:.2f}" for taken, number in zip(seconds, sizes, strict=True)]
         exponent = f"{growth(sizes, seconds):.2f}" if len(sizes) > 1 else ""
         table.add_row(name, *cells, f"{seconds[-1]:.3f}", exponent)
     Console().print(table)

@@ -61,7 +61,7 @@ def forward(block: Block, moves: Moves, part: Tensor, *weights: Tensor) -> Tenso
     heads, size = block.heads // block.ranks, block.width // block.heads
     mixed = moves.gather_linear(block, F.layer_norm(part, [block.width]), qkv)
     query, key, value = (
-        one.view(block.sequence, block.batch, heads, size).permute(1, 2, 0, 3) for one in mixed.chunk(3, dim=-1)
+        part.view(block.sequence, block.batch, heads, size).permute(1, 2, 0, 3) for part in mixed.chunk(3, dim=-1)
     )
     attended = F.scaled_dot_product_attention(query, key, value, is_causal=True).permute(2, 0, 1, 3)
     attended = attended.reshape(block.sequence, block.batch, heads * size)
@@ -72,7 +72,7 @@ def forward(block: Block, moves: Moves, part: Tensor, *weights: Tensor) -> Tenso
 
 def forward_and_backward(block: Block, moves: Moves, part: Tensor, *weights: Tensor) -> list[Tensor]:
     """The output, and the gradients of its mean square by the input's rows and the weights."""
-    given = [one.detach().requires_grad_() for one in (part, *weights)]
+    given = [tensor.detach().requires_grad_() for tensor in (part, *weights)]
     output = forward(block, moves, *given)
     return [output.detach(), *torch.autograd.grad(output.float().pow(2).mean(), given)]
 

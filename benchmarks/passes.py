@@ -54,8 +54,8 @@ def _ours(*passes: Pass) -> Timed:
     def run(module: fx.GraphModule) -> Done:
         program = from_graph_module(module, groups={graphs.start_fake_world(): graphs.RANKS})
         start = time.process_time()
-        for one in passes:
-            one.run(program)
+        for pass_ in passes:
+            pass_.run(program)
         return Done(time.process_time() - start, len(program.graph.nodes))
 
     return run
@@ -154,13 +154,13 @@ def main() -> None:
                 progress.update(task, description=f"{contest}, {layers} layers", advance=1)
                 if make not in modules:
                     modules = {make: make(layers)}  # one at a time: a graph of 100,000 nodes takes a gigabyte
-                earlier = [one for one in timings if one.contest == contest]
+                earlier = [timing for timing in timings if timing.contest == contest]
                 timings.append(_contest(contest, layers, modules[make], ours, theirs, earlier, given.patience))
-    _show(sorted(timings, key=lambda one: (list(CONTESTS).index(one.contest), one.layers)))
+    _show(sorted(timings, key=lambda timing: (list(CONTESTS).index(timing.contest), timing.layers)))
     if given.save:
         save(
             f"passes-{given.only}" if given.only else "passes",
-            {"cap_mb": CAP_MB, "timings": [asdict(one) for one in timings]},
+            {"cap_mb": CAP_MB, "timings": [asdict(timing) for timing in timings]},
         )
 
 
@@ -200,14 +200,14 @@ def _contest(
 def _show(timings: list[Timing]) -> None:
     heads = ["layers", "nodes", "ours, s", "torch, s", "torch / ours", "our growth", "gone, ours", "gone, torch"]
     table = Table("graph and passes", *heads)
-    for one in timings:
-        growth = f"{one.growth:.2f}" if one.growth is not None else ""
-        theirs = f"{one.theirs:.2f}" if one.theirs is not None else "not awaited"
-        ratio = f"{one.theirs / one.ours:.1f}" if one.theirs is not None else ""
-        gone = f"{one.nodes - one.our_nodes:,}"
-        their_gone = f"{one.nodes - one.their_nodes:,}" if one.their_nodes is not None else ""
-        figures = [f"{one.nodes:,}", f"{one.ours:.3f}", theirs, ratio, growth, gone, their_gone]
-        table.add_row(one.contest, str(one.layers), *figures)
+    for timing in timings:
+        growth = f"{timing.growth:.2f}" if timing.growth is not None else ""
+        theirs = f"{timing.theirs:.2f}" if timing.theirs is not None else "not awaited"
+        ratio = f"{timing.theirs / timing.ours:.1f}" if timing.theirs is not None else ""
+        gone = f"{timing.nodes - timing.our_nodes:,}"
+        their_gone = f"{timing.nodes - timing.their_nodes:,}" if timing.their_nodes is not None else ""
+        figures = [f"{timing.nodes:,}", f"{timing.ours:.3f}", theirs, ratio, growth, gone, their_gone]
+        table.add_row(timing.contest, str(timing.layers), *figures)
     Console(width=120).print(table)
 
 

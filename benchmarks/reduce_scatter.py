@@ -52,9 +52,9 @@ def _race(megabytes: float, repeats: int) -> dict[str, float]:
     elements = int(megabytes * 2**18)
     program = _program(elements)
     passes = {_label(piece): LowerReduceScatters(piece_mb=piece) for piece in PIECES}
-    programs = {PLAIN: program} | {name: run_passes(program, [one]) for name, one in passes.items()}
+    programs = {PLAIN: program} | {name: run_passes(program, [pass_]) for name, pass_ in passes.items()}
     group = {"dp": dist.group.WORLD.group_name}  # type: ignore[union-attr]
-    contenders = {name: Executable(one, group) for name, one in programs.items()}
+    contenders = {name: Executable(lowered, group) for name, lowered in programs.items()}
     value = torch.ones(elements)
     seconds: dict[str, list[float]] = {name: [] for name in contenders}
     for _ in range(repeats + 1):

@@ -35,7 +35,7 @@ def main() -> None:
     parser.add_argument("--layers", default="4,8,16,32")
     parser.add_argument("--save", action="store_true")
     options = parser.parse_args()
-    layers = [int(one) for one in options.layers.split(",")]
+    layers = [int(number) for number in options.layers.split(",")]
     warnings.filterwarnings("ignore")
     graphs.start_fake_world()
     rows = [row for kind in ("static", "dynamic") for row in _llamas(kind, layers)] + _perceptrons(layers)

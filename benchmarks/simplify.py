@@ -81,9 +81,9 @@ def models(only: Sequence[str]) -> Iterator[Case]:
         return
     from tests.models.zoo import ARCHITECTURES, architecture
 
-    for one in ARCHITECTURES:
-        if not only or one.name in only:
-            yield exported_case(one.name, one.export(), one.inputs())
+    for listed in ARCHITECTURES:
+        if not only or listed.name in only:
+            yield exported_case(listed.name, listed.export(), listed.inputs())
     if not only or "llama" in only:
         llama = architecture("llama")
         sizes = {"hidden_size": 1024, "intermediate_size": 2816, "num_attention_heads": 16, "num_key_value_heads": 4}
@@ -183,16 +183,16 @@ def main() -> None:
                 judged.append(judge(case, given.rounds, compiled=True))
     _show(judged)
     if given.save:
-        save(f"simplify-{given.device}", {"rounds": given.rounds, "cases": [asdict(one) for one in judged]})
+        save(f"simplify-{given.device}", {"rounds": given.rounds, "cases": [asdict(case) for case in judged]})
 
 
 def _show(judged: Sequence[Judged]) -> None:
     table = Table("model", "", "nodes", "after", "peak, KiB", "after", "ms", "after", "ratio")
-    for one in judged:
-        peaks = [f"{peak / 1024:,.0f}" for peak in (one.peak, one.peak_after)]
-        times = [f"{value:.3f}" for value in (one.milliseconds, one.milliseconds_after)]
-        ratio = f"{one.milliseconds / one.milliseconds_after:.2f}"
-        table.add_row(one.name, one.way, f"{one.nodes:,}", f"{one.nodes_after:,}", *peaks, *times, ratio)
+    for case in judged:
+        peaks = [f"{peak / 1024:,.0f}" for peak in (case.peak, case.peak_after)]
+        times = [f"{value:.3f}" for value in (case.milliseconds, case.milliseconds_after)]
+        ratio = f"{case.milliseconds / case.milliseconds_after:.2f}"
+        table.add_row(case.name, case.way, f"{case.nodes:,}", f"{case.nodes_after:,}", *peaks, *times, ratio)
     Console(width=120).print(table)
 
 

@@ -6,12 +6,12 @@
     python -m benchmarks.step --size deep --save                   # also keep the figures in benchmarks/results/
     python -m benchmarks.step --contenders "ddp,zero2" --compiled  # some contenders; and torch's compiled ones
 
-Times are medians, of the slowest rank. `limit` is the larger of compute alone and of one all-reduce of all gradients
-in pieces of 1 MB, both measured in the same run: what perfect overlap would give. In turns with others a step finds
-little of its own in the caches, and connections that have been idle, unless it shares them with others as all of
-torch's contenders do; `steady` steps follow their own kind, as in training, and are what predictions are to be compared
-with.
-`predicted` is what was planned with, minutes before; `beside` it is predicted anew between the steady steps, by
+Times are medians, of the slowest rank. The reference is the larger of compute alone and of one all-reduce of all
+gradients in pieces of 1 MB, both measured in the same run: what perfect overlap of these would give. Steps that compute
+faster than eager torch, or send fewer bytes than the gradients, take less. In turns with others a step finds little of
+its own in the caches, and connections that have been idle, unless it shares them with others as all of torch's
+contenders do; `steady` steps run back to back, as in training, and are what predictions are to be compared with.
+`predicted` is what was planned with, minutes before; `beside` it is predicted again between the steady steps, by
 operators measured then, since the speed of a machine that others use changes within minutes.
 """
 
@@ -68,7 +68,7 @@ def main() -> None:
 
 
 def _keep_memory() -> None:
-    """Start anew with the variables that hosts of the other networks have, unless they are set: allocators read them
+    """Start again with the variables that hosts of the other networks have, unless they are set: allocators read them
     once."""
     if not KEEPS_MEMORY.keys() <= os.environ.keys():
         again = [sys.executable, "-m", "benchmarks.step", *sys.argv[1:]]
@@ -84,18 +84,18 @@ def _on_emulated_fabric(given: dict[str, Any]) -> dict[str, Any]:
 
 
 def work(size: str, steps: int, contenders: str, compiled: str, network: str) -> dict[str, Any]:
-    """What each rank does: race, and measure the two limits."""
+    """What each rank does: race, and measure the two parts of the reference."""
     chosen = SIZES[size]
     emulates = network.startswith("emulated:")
     machine = preset(network.split(":")[2]) if emulates else calibrate("calibrated", {"dp": dist.group.WORLD})
     entered = [compute_alone(chosen), *_chosen(chosen, contenders, compiled, machine)]
     measured = race(entered, chosen, steps=steps)
-    compiled_steps = {one.name: one.compiled for one in entered if one.compiled is not None}
+    compiled_steps = {contender.name: contender.compiled for contender in entered if contender.compiled is not None}
     batch = batches(chosen, dist.get_world_size(), 1)[0]
     steady, beside = _steady(entered, batch, machine)
     return {
-        "times": {one.name: one.median for one in measured},
-        "losses": {one.name: one.losses[-1] for one in measured},
+        "times": {result.name: result.median for result in measured},
+        "losses": {result.name: result.losses[-1] for result in measured},
         "communication": _communication(sum(p.numel() for p in build(chosen).parameters())),
         "collectives": {
             name: (step.report.total_before, step.report.total_after) for name, step in compiled_steps.items()
@@ -113,19 +113,19 @@ def work(size: str, steps: int, contenders: str, compiled: str, network: str) ->
 def _steady(
     entered: Sequence[Contender], batch: tuple[torch.Tensor, torch.Tensor], machine: Machine
 ) -> tuple[dict[str, float], dict[str, float]]:
-    """Median seconds of steps that follow their own kind, as in training, and of predictions made beside them.
+    """Median seconds of back-to-back steps, as in training, and of predictions made beside them.
 
     Steps run by fours, the first not counted, of each in turn, since a machine's speed changes within seconds.
     """
     here = Carriers({"dp": dist.get_backend()}, machine).run_on(machine)
-    seconds: dict[str, list[float]] = {one.name: [] for one in entered}
+    seconds: dict[str, list[float]] = {contender.name: [] for contender in entered}
     beside: dict[str, list[float]] = {}
-    for one in [*entered] * 4:
-        if one.compiled is not None and one.compiled.report.predicted:
-            program = one.compiled.program
+    for contender in [*entered] * 4:
+        if contender.compiled is not None and contender.compiled.report.predicted:
+            program = contender.compiled.program
             found = predicted(program, here, measure(program, binding=native)).seconds
-            beside.setdefault(one.name, []).append(found)
-        seconds[one.name] += [slowest(seconds_of(partial(one.step, *batch))) for _ in range(4)][1:]
+            beside.setdefault(contender.name, []).append(found)
+        seconds[contender.name] += [slowest(seconds_of(partial(contender.step, *batch))) for _ in range(4)][1:]
     return _medians(seconds), _medians(beside)
 
 
@@ -182,13 +182,13 @@ def _against(predicted: float | None, steady: float | None) -> str:
 def finish(figures: dict[str, Any], options: argparse.Namespace) -> None:
     """Print the table and keep the figures if asked."""
     times: dict[str, float] = figures["times"]
-    limit = max(next(iter(times.values())), figures["communication"])
-    best = min((seconds for name, seconds in times.items() if name.startswith("torch")), default=limit)
+    reference = max(next(iter(times.values())), figures["communication"])
+    best = min((seconds for name, seconds in times.items() if name.startswith("torch")), default=reference)
     title = f"{options.size}, {options.network}, {figures['ranks']} ranks"
     columns = (
         "contender",
         "ms a step",
-        "x limit",
+        "x reference",
         "speed against torch's best",
         "steady ms",
         "predicted",
@@ -201,7 +201,7 @@ def finish(figures: dict[str, Any], options: argparse.Namespace) -> None:
         table.add_row(
             name,
             f"{seconds * 1e3:.1f}",
-            f"{seconds / limit:.2f}",
+            f"{seconds / reference:.2f}",
             f"{best / seconds:.2f}",
             f"{steady * 1e3:.1f}" if steady else "",
             *(_against(figures[key].get(name), steady) for key in ("predicted", "beside")),
@@ -213,7 +213,7 @@ def finish(figures: dict[str, Any], options: argparse.Namespace) -> None:
     ours = [seconds for name, seconds in steady.items() if name.startswith("Crossfade")]
     if torchs and ours:
         at_least = max(steady[alone], figures["communication"])
-        ratios = f"{min(ours) / at_least:.2f}x the limit, {min(torchs) / min(ours):.2f}x torch's best"
+        ratios = f"{min(ours) / at_least:.2f}x the reference, {min(torchs) / min(ours):.2f}x torch's best"
         line = f"steady: Crossfade's best {min(ours) * 1e3:.1f} ms, {ratios} ({min(torchs) * 1e3:.1f} ms)"
         Console(width=140).print(line)
     together = [loss for name, loss in figures["losses"].items() if not name.startswith("compute")]

@@ -272,24 +272,29 @@ def launch(
 
 @app.command()
 def passes(
-    name: Annotated[str, typer.Argument(help="Show only this pass, in full.")] = "",
-    markdown: Annotated[bool, typer.Option("--markdown", help="Print all of them in full, as docs/passes.md.")] = False,
+    name: Annotated[str, typer.Argument(help="Show only this pass, in full; or the passes of this stage.")] = "",
+    markdown: Annotated[
+        Path | None, typer.Option(help="Write all of them in full into this folder, a page for each stage.")
+    ] = None,
 ) -> None:
-    """List the passes with their options and what they do to the numbers; with a name, show its example."""
+    """List the passes: options, what they do to the numbers, whether they run by default; with a name, the example."""
     from crossfade.compile import catalogue
 
-    known = catalogue.known_passes()
-    if name and name not in known:
-        raise typer.BadParameter(f"{name!r}: expected one of {', '.join(known)}", param_hint="name")
-    if markdown:
-        typer.echo(catalogue.passes_as_markdown(), nl=False)
+    known, stages = catalogue.known_passes(), catalogue.STAGES
+    if name and name not in known and name not in stages:
+        raise typer.BadParameter(f"{name!r}: expected one of {', '.join((*stages, *known))}", param_hint="name")
+    if markdown is not None:
+        markdown.mkdir(parents=True, exist_ok=True)
+        for page, text in catalogue.pages().items():
+            (markdown / page).write_text(text)
         return
-    for one in [known[name]] if name else known.values():
-        document = inspect.cleandoc(one.__doc__ or "")
-        console.print(f"[bold]{one.name}[/]  [dim]{one.numerics}[/]", highlight=False)
-        for option in catalogue.options_of(one):
+    for pass_ in [known[name]] if name in known else catalogue.known_passes(name).values():
+        document = inspect.cleandoc(pass_.__doc__ or "")
+        when = escape(catalogue.when_it_runs(pass_))
+        console.print(f"[bold]{pass_.name}[/]  [dim]{pass_.numerics}, {when}[/]", highlight=False)
+        for option in catalogue.options_of(pass_):
             console.print(f"    {option}", markup=False, highlight=False)
-        console.print(document if name else document.splitlines()[0], markup=False, highlight=False)
+        console.print(document if name in known else document.splitlines()[0], markup=False, highlight=False)
         console.print()
 
 

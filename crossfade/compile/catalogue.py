@@ -15,45 +15,89 @@ from crossfade.communicate.buckets import BucketPass
 from crossfade.errors import PassError
 from crossfade.graph.passes import Pass, option_fields
 
+STAGES = {
+    "shard": "what makes a program data-parallel: batches, losses, gradients and parameters in parts",
+    "simplify": "smaller and cheaper graphs",
+    "communicate": "fewer, larger and better placed collectives; collective matmuls",
+    "schedule": "the order that hides communication",
+    "finish": "the last rewrites before a step runs: in place, and in few calls",
+}
+"""The rooms that hold passes, and what each is for."""
+
+NOT_BY_DEFAULT = "Not in a default pipeline:"
+
 
 @functools.cache
 def _import_all() -> None:
     """Import every module that may hold a pass; none of them imports Triton."""
-    for stage in ("shard", "simplify", "communicate", "schedule", "finish"):
+    for stage in STAGES:
         package = importlib.import_module(f"crossfade.{stage}")
-        for found in pkgutil.iter_modules(package.__path__, f"{package.__name__}."):
-            if not found.name.endswith("_triton"):
-                importlib.import_module(found.name)
+        for module in pkgutil.iter_modules(package.__path__, f"{package.__name__}."):
+            if not module.name.endswith("_triton"):
+                importlib.import_module(module.name)
 
 
-def known_passes() -> dict[str, type[Pass]]:
-    """Every pass of this package, by name."""
+def known_passes(stage: str = "") -> dict[str, type[Pass]]:
+    """Every pass of this package, or of one stage, by name."""
     _import_all()
-    found, families = [], [Pass]
+    kinds, families = [], [Pass]
     while families:
-        below = [one for one in families.pop().__subclasses__() if one.__module__.startswith("crossfade.")]
+        below = [kind for kind in families.pop().__subclasses__() if kind.__module__.startswith("crossfade.")]
         families += below
-        found += [one for one in below if hasattr(one, "name")]
-    return {one.name: one for one in sorted(found, key=lambda one: one.name)}
+        kinds += [kind for kind in below if hasattr(kind, "name") and kind.__module__.startswith(f"crossfade.{stage}")]
+    return {kind.name: kind for kind in sorted(kinds, key=lambda kind: kind.name)}
 
 
-def options_of(one: type[Pass]) -> list[str]:
+@functools.cache
+def default_passes() -> frozenset[str]:
+    """The names of the passes that some default compilation runs: those that modules of `compile` import, and those
+    that such passes hold.
+
+    >>> sorted({"sink-waits", "remove-noops", "group-linears"} & default_passes())
+    ['remove-noops', 'sink-waits']
+    """
+    package = importlib.import_module("crossfade.compile")
+    names = [module.name for module in pkgutil.iter_modules(package.__path__, f"{package.__name__}.")]
+    values = [value for name in names for value in vars(importlib.import_module(name)).values()]
+    classes = {value for value in values if inspect.isclass(value)}
+    imported = [kind for kind in known_passes().values() if kind in classes]
+    held = [member.name for kind in imported for option in option_fields(kind) for member in _passes_in(option.default)]
+    return frozenset([*(kind.name for kind in imported), *held])
+
+
+def _passes_in(value: Any) -> tuple[Pass, ...]:
+    return value if isinstance(value, tuple) and value and all(isinstance(item, Pass) for item in value) else ()
+
+
+def when_it_runs(kind: type[Pass]) -> str:
+    """Whether a pass runs by default and, if not, what its docstring says of who wants it.
+
+    >>> when_it_runs(known_passes()["sink-waits"])
+    'runs by default'
+    """
+    if kind.name in default_passes():
+        return "runs by default"
+    paragraphs = inspect.cleandoc(kind.__doc__ or "").split("\n\n")
+    said = [part.partition(NOT_BY_DEFAULT)[2] for part in paragraphs if NOT_BY_DEFAULT in part]
+    return "not by default" + (f": {' '.join(said[0].split())}" if said else "")
+
+
+def options_of(pass_: type[Pass]) -> list[str]:
     """A pass's options, their types and defaults, as text.
 
     >>> options_of(pass_from_spelling('lower-reduce-scatters').__class__)
     ["groups: tuple[str, ...] = ('dp',)", 'piece_mb: float | tuple[float, ...] = 1.0']
     """
-    kinds = get_type_hints(one)
+    kinds = get_type_hints(pass_)
     return [
         f"{option.name}: {_spelled_type(kinds[option.name])} = {_default(option.default)}"
-        for option in option_fields(one)
+        for option in option_fields(pass_)
     ]
 
 
 def _default(value: Any) -> str:
     """A default as text; passes by their spellings."""
-    is_passes = isinstance(value, tuple) and value and all(isinstance(one, Pass) for one in value)
-    return repr(tuple(one.spelling for one in value) if is_passes else value)
+    return repr(tuple(pass_.spelling for pass_ in held) if (held := _passes_in(value)) else value)
 
 
 def _spelled_type(kind: Any) -> str:
@@ -61,16 +105,43 @@ def _spelled_type(kind: Any) -> str:
     return re.sub(r"\b(typing|collections\.abc)\.", "", plain)
 
 
-def passes_as_markdown() -> str:
-    """docs/passes.md: every pass with its options and its example, from the docstrings."""
-    parts = ["# Passes\n\nGenerated by `crossfade passes --markdown`; the examples are tests.\n"]
-    parts.append(f"\n## Options of every bucketing pass\n\n{inspect.cleandoc(BucketPass.__doc__ or '')}\n")
-    for name, one in known_passes().items():
-        text, before, example = inspect.cleandoc(one.__doc__ or "").partition("Before:")
-        options = "".join(f"- `{option}`\n" for option in options_of(one))
-        parts.append(f"\n## {name}\n\n*{one.numerics}*\n\n{text.strip()}\n\n{options and options + chr(10)}")
-        parts.append(f"```\n{(before + example).strip()}\n```\n")
-    return "".join(parts)
+def pages() -> dict[str, str]:
+    """The files of docs/passes/: an index, and a page for each stage, from the docstrings."""
+    index = ["# Passes\n\nGenerated by `crossfade passes --markdown docs/passes`; the examples are tests.\n"]
+    found = {}
+    for stage, purpose in STAGES.items():
+        kinds = known_passes(stage)
+        index.append(
+            f"\n## [{stage}]({stage}.md): {purpose}\n\n| pass | effect | numbers | by default |\n|---|---|---|---|\n"
+        )
+        index += [_index_row(stage, kind) for kind in kinds.values()]
+        shared = _BUCKETS if any(issubclass(kind, BucketPass) for kind in kinds.values()) else ""
+        found[f"{stage}.md"] = f"# {stage}: {purpose}\n{shared}" + "".join(map(_as_markdown, kinds.values()))
+    return {"index.md": "".join(index), **found}
+
+
+_BUCKETS = f"\n## Options of every bucketing pass\n\n{inspect.cleandoc(BucketPass.__doc__ or '')}\n"
+
+
+def _index_row(stage: str, kind: type[Pass]) -> str:
+    first = inspect.cleandoc(kind.__doc__ or "").split("\n\n")[0].replace("\n", " ").replace("|", "\\|")
+    default = "yes" if kind.name in default_passes() else "no"
+    return f"| [{kind.name}]({stage}.md#{kind.name}) | {first} | {kind.numerics} | {default} |\n"
+
+
+def _as_markdown(kind: type[Pass]) -> str:
+    """A pass in full: its text, options and example. What a docstring says below its example comes before it here."""
+    text, before, rest = inspect.cleandoc(kind.__doc__ or "").partition("Before:\n")
+    lines = rest.splitlines()
+    shown = [line for line in lines if not line or line.startswith((" ", "After:"))]
+    below = [line for line in lines if line not in shown]
+    text = "\n\n".join(part for part in (text.strip(), "\n".join(below)) if part)
+    options = "".join(f"- `{option}`\n" for option in options_of(kind))
+    example = (before + "\n".join(shown)).strip()
+    return (
+        f"\n## {kind.name}\n\n*{kind.numerics}, {when_it_runs(kind).partition(':')[0]}*\n\n{text}\n\n"
+        f"{options and options + chr(10)}```\n{example}\n```\n"
+    )
 
 
 def pass_from_spelling(spelling: str) -> Pass:
@@ -113,8 +184,8 @@ def _as_option(kind: Any, default: Any, value: Any) -> Any:
         return None
     if isinstance(default, float) and type(value) is int:
         return float(value)
-    if isinstance(default, tuple) and any(isinstance(one, Pass) for one in default):
-        return tuple(pass_from_spelling(one) for one in value)
+    if _passes_in(default):
+        return tuple(pass_from_spelling(spelling) for spelling in value)
     if default is not None and not isinstance(value, (type(default), tuple)):
         raise ValueError(value)
     return value

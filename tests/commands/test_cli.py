@@ -86,6 +86,11 @@ def test_passes_lists_options() -> None:
     assert "After:" in crossfade("passes", "sink-waits").stdout
 
 
+def test_passes_says_which_run_by_default() -> None:
+    assert "sink-waits  bitwise, runs by default" in crossfade("passes", "communicate").stdout
+    assert "group-linears  reassociates, not by default" in crossfade("passes", "simplify").stdout
+
+
 def saved_model(folder: Path) -> Path:
     model = torch.nn.Sequential(torch.nn.Dropout(), torch.nn.Linear(4, 2)).eval()
     torch.export.save(torch.export.export(model, (torch.ones(3, 4),)), folder / "model.pt2")

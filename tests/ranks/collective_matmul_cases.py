@@ -79,7 +79,7 @@ CASES: dict[str, tuple[Callable[..., Any], tuple[int, ...]]] = {
     "P7 an operand made later": (lambda x, w: (lambda g: (g.exp(), g @ (w * 2)))(gathered(x, 0)), (6, 8)),
     "a block": (block, (2, 5, 8)),
 }  # fmt: skip
-"""By SCOPE's row: a function of this rank's tensor and a weight of [8, 12], alike on all, and the tensor's shape."""
+"""By row of docs/capabilities.md: a function of this rank's tensor and a weight of [8, 12], and the tensor's shape."""
 
 
 def run_cases(form: str, chunks: int, dtype: torch.dtype) -> dict[str, tuple[int, float]]:

@@ -1,4 +1,4 @@
-"""SCOPE's rows P1 to P8 on 2 and 4 real ranks, against the plain program in the same process."""
+"""Rows P1 to P8 of docs/capabilities.md on 2 and 4 real ranks, against the plain program in the same process."""
 
 from __future__ import annotations
 
