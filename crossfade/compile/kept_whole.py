@@ -19,6 +19,7 @@ from torch import fx
 
 from crossfade.communicate.exchange_factors import factors_pay, travel_of_factors
 from crossfade.cost.estimate import estimate
+from crossfade.cost.lanes import Lanes
 from crossfade.cost.machine import Machine
 from crossfade.graph.collectives import Kind
 from crossfade.graph.program import InputKind, OutputKind, Program, tensor_bytes
@@ -136,8 +137,8 @@ class _Step:
 
     def seconds(self, kept: Collection[str]) -> float:
         """What the step takes with these kept whole."""
-        lanes, chosen = _Lanes(self.slows_compute), frozenset(kept)
-        arrives = {one.name: lanes.travel(one.gather) for one in self.parameters if one.name not in chosen}
+        lanes, chosen = Lanes([self.slows_compute]), frozenset(kept)
+        arrives = {one.name: lanes.carry(one.gather) for one in self.parameters if one.name not in chosen}
         uses = [(one.needed, 0, one) for one in self.parameters if one.name not in chosen]
         gradients = [(one.ready, 1, one) for one in self.parameters if one.ready is not None]
         done = 0.0
@@ -145,13 +146,13 @@ class _Step:
             lanes.compute(at - done)
             done = at
             if not is_gradient:
-                lanes.wait_until(arrives[one.name])
+                lanes.wait(arrives[one.name])
                 continue
-            lanes.travel(one.exchange)
+            lanes.carry(one.exchange)
             if one.name in chosen:
-                lanes.travel(one.gather)
+                lanes.carry(one.gather)
         lanes.compute(self.in_order - done + self.at_the_end)
-        return max(lanes.now, lanes.free)
+        return max(lanes.now, *lanes.free)
 
 
 def _travels_as_factors(gradient: fx.Node, machine: Machine, group: str, ranks: int) -> bool:
@@ -164,27 +165,3 @@ def _travels_as_factors(gradient: fx.Node, machine: Machine, group: str, ranks: 
 def _factors(product: fx.Node) -> tuple[Any, Any]:
     left, right = (one.meta["val"] for one in product.args)  # type: ignore[union-attr]
     return left, right
-
-
-@dataclass
-class _Lanes:
-    """A lane of computation and a link, and when each is free."""
-
-    slows_compute: float
-    now: float = 0.0
-    free: float = 0.0
-
-    def travel(self, seconds: float) -> float:
-        """Send what is ready now; when it arrives."""
-        self.free = max(self.now, self.free) + seconds
-        return self.free
-
-    def wait_until(self, when: float) -> None:
-        """Stand still."""
-        self.now = max(self.now, when)
-
-    def compute(self, seconds: float) -> None:
-        """Work, slower while the link is busy."""
-        slower = 1 + self.slows_compute
-        beside = min(seconds, max(0.0, self.free - self.now) / slower)
-        self.now += beside * slower + seconds - beside

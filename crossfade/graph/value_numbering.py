@@ -188,5 +188,5 @@ def _name(target: Any) -> str:
 
 @remembered
 def _makes_a_list(target: Any) -> bool:
-    returns = target._schema.returns if hasattr(target, "_schema") else ()
+    returns: Any = target._schema.returns if hasattr(target, "_schema") else ()
     return len(returns) == 1 and isinstance(returns[0].type, torch.ListType)

@@ -15,6 +15,7 @@ import bisect
 import heapq
 from collections.abc import Iterator, Sequence
 
+from crossfade.cost.lanes import Lanes
 from crossfade.graph.memory import Meter
 from crossfade.schedule.headroom import Headroom
 from crossfade.schedule.problem import NONE, Flight, Problem
@@ -63,8 +64,7 @@ class Placing:
         self._meter = Meter(problem.storages)
         self.held_back: set[int] = set()
         self.order: list[int] = []
-        self.now = 0.0
-        self.free = [0.0] * len(problem.links)
+        self.lanes = Lanes([0.0] * len(problem.links))  # not slowed down: by how much depends on the order
         self.arrives: dict[int, float] = {}
         self._emitted = bytearray(len(problem.nodes))
         self._place = [NONE] * len(problem.nodes)
@@ -92,12 +92,12 @@ class Placing:
             needed = self._upstream.get(node, ())
             for start in needed:
                 self._launch(start)
-            begins = max([self.now, *(self.arrives[start] for start in needed)])
+            begins = max([self.lanes.now, *(self.arrives[start] for start in needed)])
             self._take_what_arrived()
             self._launch_what_pays(place, begins + self.problem.cost[node])
-            if begins > self.now:  # standing still for what it needs, which others may need too
+            if begins > self.lanes.now:  # standing still for what it needs, which others may need too
                 self._emit_what_it_needs(node)
-                self._launch_what_pays(place, self.now + self.problem.cost[node])
+                self._launch_what_pays(place, self.lanes.now + self.problem.cost[node])
             self._make_room(node)
             self._emit(node)
             if node not in self.problem.flights:
@@ -238,14 +238,13 @@ class Placing:
             self._meter.run(problem.nodes[node])
         start = problem.flight_at[node]
         if start != NONE:
-            self.now = max(self.now, self.arrives[start])
-        self.now += problem.cost[node]
+            self.lanes.wait(self.arrives[start])
+        self.lanes.compute(problem.cost[node])
         if node in problem.flights:
             self._took_off(problem.flights[node])
 
     def _took_off(self, flight: Flight) -> None:
-        self.free[flight.link] = max(self.now, self.free[flight.link]) + flight.travel
-        self.arrives[flight.start] = self.free[flight.link]
+        self.arrives[flight.start] = self.lanes.carry(flight.travel, flight.link)
         for element in flight.elements:
             self._emit(element)
         if flight.shrinks:
@@ -264,7 +263,7 @@ class Placing:
             return
         while self._arriving and self._meter.live + self._meter.made_by(self.problem.nodes[node]) > self.limit:
             start = heapq.heappop(self._arriving)[1]
-            if self.arrives[start] > self.now:
+            if self.arrives[start] > self.lanes.now:
                 self.held_back.add(start)
             self._wait_for(start)
 
@@ -277,7 +276,7 @@ class Placing:
     def _enable(self, start: int) -> None:
         """A launch may happen now, or when the flights that it needs have arrived."""
         at = max((self.arrives[one] for one in self._upstream.get(start, ())), default=0.0)
-        if at > self.now:
+        if at > self.lanes.now:
             heapq.heappush(self._chained, (at, start))
             return
         flight = self.problem.flights[start]
@@ -288,26 +287,26 @@ class Placing:
 
     def _launch_what_pays(self, place: int, lane_free: float) -> None:
         """Launch what is worth launching before the next node, which keeps the lane until `lane_free`."""
-        while self._chained and self._chained[0][0] <= self.now:
+        while self._chained and self._chained[0][0] <= self.lanes.now:
             self._enable(heapq.heappop(self._chained)[1])
-        for link in range(len(self.free)):
+        for link in range(len(self.lanes.free)):
             while (start := self._best(link, place, lane_free)) is not None:
                 self._launch(start)
 
     def _best(self, link: int, place: int, lane_free: float) -> int | None:
         gather, reduction = self._first(self._hungry[link]), self._first(self._eager[link])
-        would_idle = self.free[link] <= lane_free
+        would_idle = self.lanes.free[link] <= lane_free
         done = self._progress[place]
         due = gather is not None and self._latest[gather] < self._progress[place + 1]  # after the next node is too late
         if gather is not None and due:
             idles = self._idles_soon(gather, lane_free)
-            in_stock = self.free[link] - lane_free < self._stock[link]
+            in_stock = self.lanes.free[link] - lane_free < self._stock[link]
             fills = idles or (in_stock and not self._queues_before_its_turn(gather, place))
             if fills and self._fits(gather, place, is_late=idles):
                 return gather
         if reduction is None or not (would_idle or not self._in_the_way(reduction, place)):
             return None
-        through = done + max(0.0, self.free[link] - self.now) + self.problem.flights[reduction].travel
+        through = done + max(0.0, self.lanes.free[link] - self.lanes.now) + self.problem.flights[reduction].travel
         if gather is not None and self._latest[gather] < through and self._fits(gather, place, is_late=True):
             return gather
         return reduction
@@ -315,7 +314,7 @@ class Placing:
     def _idles_soon(self, start: int, lane_free: float) -> bool:
         """Whether a gather's link is idle when the lane is free again, or may be if what travels is early."""
         flight = self.problem.flights[start]
-        idle_in = self.free[flight.link] - lane_free
+        idle_in = self.lanes.free[flight.link] - lane_free
         return idle_in <= 0 or idle_in < SAFETY * flight.travel
 
     def _first(self, waiting: list[tuple[float, int]]) -> int | None:
@@ -337,14 +336,14 @@ class Placing:
         A launch held back is a bet on when the link falls idle: not worth a small gain.
         """
         flight = self.problem.flights[start]
-        through = self._progress[place] + max(0.0, self.free[flight.link] - self.now) + flight.travel
+        through = self._progress[place] + max(0.0, self.lanes.free[flight.link] - self.lanes.now) + flight.travel
         coming = self._becoming_ready(self._coming[flight.link], place, through)
         return any(self._gain(other, start) > SAFETY * flight.travel for other in coming)
 
     def _queues_before_its_turn(self, gather: int, place: int) -> bool:
         """Whether a gather that is needed sooner becomes ready while this one would only stand in the queue."""
         link = self.problem.flights[gather].link
-        begins = self._progress[place] + max(0.0, self.free[link] - self.now)
+        begins = self._progress[place] + max(0.0, self.lanes.free[link] - self.lanes.now)
         coming = self._becoming_ready(self._coming_held[link], place, begins)
         return any(self._latest[other] < self._latest[gather] for other in coming)
 
@@ -363,7 +362,7 @@ class Placing:
         return max(tails[second], flights[second].travel + tails[first]) - in_turn
 
     def _take_what_arrived(self) -> None:
-        while self._arriving and self._arriving[0][0] <= self.now:
+        while self._arriving and self._arriving[0][0] <= self.lanes.now:
             self._wait_for(heapq.heappop(self._arriving)[1])
 
     def _wait_for(self, start: int) -> None:

@@ -112,7 +112,7 @@ def test_complex_numbers_keep_theirs() -> None:
 def test_a_second_time_there_is_nothing_to_do() -> None:
     again = run_passes(lowered(SINGLE), [LowerAllGathers()])
     assert not again.history[-1].changed
-    assert [str(one) for one in again.history[-1].verdicts] == ["g: left alone: it is told where to gather already"]
+    assert [str(one) for one in again.history[-1].verdicts] == ["g: left alone: it is given memory to gather into already"]
 
 
 def test_complex_numbers_among_others_are_named() -> None:
