@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import heapq
 
-from crossfade.schedule.problem import NONE, Problem
+from crossfade.schedule.problem import NONE, SchedulingProblem
 
 
-def lean_order(problem: Problem) -> list[int]:
+def lean_order(problem: SchedulingProblem) -> list[int]:
     """Run what lets go of memory as soon as it can; gather just before use; wait as soon as launched."""
     return _Lean(problem).order()
 
 
 class _Lean:
-    def __init__(self, problem: Problem) -> None:
+    def __init__(self, problem: SchedulingProblem) -> None:
         self.problem = problem
         self.size, self.then = problem.storages.size, problem.storages.then
         self.uses = list(problem.storages.uses)

@@ -12,15 +12,15 @@ import heapq
 from collections.abc import Sequence
 
 from crossfade.cost.lanes import Lanes
-from crossfade.schedule.problem import NONE, Flight, Problem
+from crossfade.schedule.problem import NONE, Flight, SchedulingProblem
 
 
-def schedule_forward(problem: Problem, rank: Sequence[int]) -> list[int]:
+def schedule_forward(problem: SchedulingProblem, rank: Sequence[int]) -> list[int]:
     """An order of all movable nodes; the smallest `rank` goes first where there is a choice."""
     return _Forward(problem, rank).order()
 
 
-def schedule_backward(problem: Problem, rank: Sequence[int]) -> list[int]:
+def schedule_backward(problem: SchedulingProblem, rank: Sequence[int]) -> list[int]:
     """The same from the end: the largest `rank` goes last where there is a choice."""
     return _Backward(problem, rank).order()[::-1]
 
@@ -31,7 +31,7 @@ class _ListSchedule:
     How much travelling slows computation down is left out: it depends on the order that is being made.
     """
 
-    def __init__(self, problem: Problem, rank: Sequence[int]) -> None:
+    def __init__(self, problem: SchedulingProblem, rank: Sequence[int]) -> None:
         self.problem, self.rank = problem, rank
         self.lanes = Lanes([0.0] * len(problem.links))
         self.ready: list[tuple[int, int]] = []
@@ -134,7 +134,7 @@ class _Forward(_ListSchedule):
 class _Backward(_ListSchedule):
     """Waits run first, then their collective travels, then its start may run."""
 
-    def __init__(self, problem: Problem, rank: Sequence[int]) -> None:
+    def __init__(self, problem: SchedulingProblem, rank: Sequence[int]) -> None:
         super().__init__(problem, [-one for one in rank])
         self.waits_left = {start: len(flight.waits) for start, flight in problem.flights.items()}
 

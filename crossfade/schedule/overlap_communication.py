@@ -10,7 +10,7 @@ from crossfade.cost.presets import preset
 from crossfade.graph import collectives
 from crossfade.graph.passes import Numerics, Outcome, Pass, PassResult, Verdict
 from crossfade.graph.program import Program
-from crossfade.schedule.plan import HIDDEN, MEMORY, Outlook, apply_schedule, plan_schedule
+from crossfade.schedule.plan import HIDDEN, MEMORY, CollectiveOutlook, apply_schedule, plan_schedule
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ class OverlapCommunication(Pass):
         return PassResult(changed, {"hidden": hidden, "exposed": len(verdicts) - hidden}, verdicts)
 
 
-def _verdict(one: collectives.Collective, outlook: Outlook) -> Verdict:
+def _verdict(one: collectives.Collective, outlook: CollectiveOutlook) -> Verdict:
     travels = f"travels {1e3 * outlook.travel:.3f} ms"
     if outlook.reason == HIDDEN:
         return Verdict.of(one.node, Outcome.HIDDEN, HIDDEN, detail=travels, bytes=one.bytes)

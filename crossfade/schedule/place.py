@@ -13,12 +13,13 @@ from __future__ import annotations
 
 import bisect
 import heapq
+import itertools
 from collections.abc import Iterator, Sequence
 
 from crossfade.cost.lanes import Lanes
 from crossfade.graph.memory import Meter
 from crossfade.schedule.headroom import Headroom
-from crossfade.schedule.problem import NONE, Flight, Problem
+from crossfade.schedule.problem import NONE, Flight, SchedulingProblem
 
 SAFETY = 0.25
 """How much longer, or less, than predicted a collective may travel and still be counted on: links are not clocks."""
@@ -31,19 +32,19 @@ _LOOK_AHEAD = 16
 """How many launches ahead are looked through for a more urgent one."""
 
 
-def lane_of(problem: Problem, order: Sequence[int]) -> list[int]:
+def lane_of(problem: SchedulingProblem, order: Sequence[int]) -> list[int]:
     """The computation of an order: what is neither launched nor waited for, nor only takes such a thing apart.
 
     A launch that needs another collective's result stays: to have it started, it may pay to stand still for that.
     """
-    elements = {one for flight in problem.flights.values() for one in flight.elements}
+    elements = {element for flight in problem.flights.values() for element in flight.elements}
     follows = [problem.flight_at[node] != NONE or problem.loose[node] for node in range(len(problem.nodes))]
     return [
         node
         for node in order
         if not follows[node]
         and node not in elements
-        and (node not in problem.flights or any(follows[one] for one in problem.before[node]))
+        and (node not in problem.flights or any(follows[source] for source in problem.before[node]))
     ]
 
 
@@ -56,7 +57,7 @@ class Placing:
     """
 
     def __init__(
-        self, problem: Problem, lane: Sequence[int], *,
+        self, problem: SchedulingProblem, lane: Sequence[int], *,
         prefetch: bool = True, headroom: Headroom | None = None, limit: int | None = None,
     ) -> None:  # fmt: skip
         self.problem, self.lane, self.tails = problem, lane, problem.tails
@@ -70,7 +71,7 @@ class Placing:
         self._place = [NONE] * len(problem.nodes)
         for index, node in enumerate(lane):
             self._place[node] = index
-        self._progress = _running_sum(problem.cost[node] for node in lane)
+        self._progress = list(itertools.accumulate((problem.cost[node] for node in lane), initial=0.0))
         self._upstream = self._flights_needed()
         self._ready_at = self._places_of_readiness()
         self._needed_at = self._places_of_need()
@@ -118,11 +119,11 @@ class Placing:
             needed: dict[int, None] = {}
             if problem.flight_at[node] != NONE:
                 needed[problem.flight_at[node]] = None
-            for one in problem.before[node]:
-                if one in problem.flights:
-                    needed[one] = None
-                elif self._place[one] == NONE:
-                    needed.update(dict.fromkeys(found.get(one, ())))
+            for source in problem.before[node]:
+                if source in problem.flights:
+                    needed[source] = None
+                elif self._place[source] == NONE:
+                    needed.update(dict.fromkeys(found.get(source, ())))
             if needed:
                 found[node] = tuple(needed)
         return found
@@ -131,8 +132,9 @@ class Placing:
         """For each flight, the first place in the lane at which it could be launched."""
         ready: dict[int, int] = {}
         for start in self.problem.flights:
-            behind = [self._place[one] + 1 for one in self.problem.before[start] if self._place[one] != NONE]
-            ready[start] = max([0, *behind, *(ready[one] for one in self._upstream.get(start, ()) if one in ready)])
+            behind = [self._place[node] + 1 for node in self.problem.before[start] if self._place[node] != NONE]
+            upstream = [ready[other] for other in self._upstream.get(start, ()) if other in ready]
+            ready[start] = max([0, *behind, *upstream])
         return ready
 
     def _places_of_need(self) -> dict[int, int]:
@@ -142,8 +144,8 @@ class Placing:
             for start in self._upstream.get(self.lane[place], ()):
                 needed[start] = place
         for start in reversed(list(self.problem.flights)):
-            for one in self._upstream.get(start, ()):
-                needed[one] = min(needed[one], needed[start])
+            for other in self._upstream.get(start, ()):
+                needed[other] = min(needed[other], needed[start])
         return needed
 
     def _latest_starts(self) -> dict[int, float]:
@@ -152,7 +154,7 @@ class Placing:
         latest: dict[int, float] = {}
         link_until = [self._progress[-1]] * len(self.problem.links)
         flights = self.problem.flights
-        for start in sorted(flights, key=lambda one: (self._needed_at[one], one), reverse=True):
+        for start in sorted(flights, key=lambda start: (self._needed_at[start], start), reverse=True):
             flight = flights[start]
             arrive_by = min(link_until[flight.link], self._progress[self._needed_at[start]])
             latest[start] = link_until[flight.link] = arrive_by - flight.travel * (1 + SAFETY)
@@ -171,32 +173,32 @@ class Placing:
         for start, flight in self.problem.flights.items():
             if self._is_held(flight) == held:
                 coming[flight.link].append((self._ready_at[start], start))
-        return [sorted(one) for one in coming]
+        return [sorted(flights) for flights in coming]
 
     def _what_launches_wait_for(self) -> tuple[dict[int, int], dict[int, list[int]]]:
         """For each flight how many nodes of the lane and other flights it needs, and who needs each of those."""
         missing: dict[int, int] = {}
         waiting: dict[int, list[int]] = {}
         for start in self.problem.flights:
-            needed = {one for one in self.problem.before[start] if self._place[one] != NONE}
+            needed = {node for node in self.problem.before[start] if self._place[node] != NONE}
             needed |= self._behind_loose(start) | set(self._upstream.get(start, ()))
             missing[start] = len(needed)
-            for one in needed:
-                waiting.setdefault(one, []).append(start)
+            for node in needed:
+                waiting.setdefault(node, []).append(start)
         return missing, waiting
 
     def _behind_loose(self, start: int) -> set[int]:
         """Nodes of the lane that a launch needs through something that stands nowhere in it."""
         found: set[int] = set()
-        pending = [one for one in self.problem.before[start] if self._place[one] == NONE]
+        pending = [node for node in self.problem.before[start] if self._place[node] == NONE]
         seen = set(pending)
         while pending:
-            for one in self.problem.before[pending.pop()]:
-                if self._place[one] != NONE:
-                    found.add(one)
-                elif one not in seen and one not in self.problem.flights:
-                    seen.add(one)
-                    pending.append(one)
+            for node in self.problem.before[pending.pop()]:
+                if self._place[node] != NONE:
+                    found.add(node)
+                elif node not in seen and node not in self.problem.flights:
+                    seen.add(node)
+                    pending.append(node)
         return found
 
     def _is_held(self, flight: Flight) -> bool:
@@ -215,20 +217,20 @@ class Placing:
             return
         pending = [node]
         while pending:
-            one = pending[-1]
-            if self._emitted[one]:
+            last = pending[-1]
+            if self._emitted[last]:
                 pending.pop()
                 continue
-            missing = [other for other in self.problem.before[one] if not self._emitted[other]]
+            missing = [source for source in self.problem.before[last] if not self._emitted[source]]
             if missing:
                 pending += reversed(missing)
                 continue
             pending.pop()
-            self._put(one)
+            self._put(last)
 
     def _emit_what_it_needs(self, node: int) -> None:
-        for one in self.problem.before[node]:
-            self._emit(one)
+        for source in self.problem.before[node]:
+            self._emit(source)
 
     def _put(self, node: int) -> None:
         self._emitted[node] = 1
@@ -275,7 +277,7 @@ class Placing:
 
     def _enable(self, start: int) -> None:
         """A launch may happen now, or when the flights that it needs have arrived."""
-        at = max((self.arrives[one] for one in self._upstream.get(start, ())), default=0.0)
+        at = max((self.arrives[other] for other in self._upstream.get(start, ())), default=0.0)
         if at > self.lanes.now:
             heapq.heappush(self._chained, (at, start))
             return
@@ -294,22 +296,37 @@ class Placing:
                 self._launch(start)
 
     def _best(self, link: int, place: int, lane_free: float) -> int | None:
+        """Which launch on a link pays before the next node, or None.
+
+        A gather goes once it is due, since launched earlier it would only hold memory for longer. Everything else goes
+        at once, except where that would delay what is more urgent: something that becomes ready before it is through,
+        or a gather whose latest start would pass meanwhile, which then goes first.
+        """
         gather, reduction = self._first(self._hungry[link]), self._first(self._eager[link])
+        if gather is not None and self._is_due(gather, place, lane_free):
+            return gather
         would_idle = self.lanes.free[link] <= lane_free
-        done = self._progress[place]
-        due = gather is not None and self._latest[gather] < self._progress[place + 1]  # after the next node is too late
-        if gather is not None and due:
-            idles = self._idles_soon(gather, lane_free)
-            in_stock = self.lanes.free[link] - lane_free < self._stock[link]
-            fills = idles or (in_stock and not self._queues_before_its_turn(gather, place))
-            if fills and self._fits(gather, place, is_late=idles):
-                return gather
-        if reduction is None or not (would_idle or not self._in_the_way(reduction, place)):
+        if reduction is None or (not would_idle and self._in_the_way(reduction, place)):
             return None
-        through = done + max(0.0, self.lanes.free[link] - self.lanes.now) + self.problem.flights[reduction].travel
-        if gather is not None and self._latest[gather] < through and self._fits(gather, place, is_late=True):
+        through = self._done_when_free(link, place) + self.problem.flights[reduction].travel
+        is_late = gather is not None and self._latest[gather] < through
+        if gather is not None and is_late and self._fits(gather, place, is_late=True):
             return gather
         return reduction
+
+    def _is_due(self, gather: int, place: int, lane_free: float) -> bool:
+        """Whether a gather launched after the next node may be late, its link has room for it now, and memory too."""
+        if self._latest[gather] >= self._progress[place + 1]:
+            return False
+        link = self.problem.flights[gather].link
+        idles = self._idles_soon(gather, lane_free)
+        in_stock = self.lanes.free[link] - lane_free < self._stock[link]
+        fills = idles or (in_stock and not self._queues_before_its_turn(gather, place))
+        return fills and self._fits(gather, place, is_late=idles)
+
+    def _done_when_free(self, link: int, place: int) -> float:
+        """The seconds of computation that will be done when a link is free."""
+        return self._progress[place] + max(0.0, self.lanes.free[link] - self.lanes.now)
 
     def _idles_soon(self, start: int, lane_free: float) -> bool:
         """Whether a gather's link is idle when the lane is free again, or may be if what travels is early."""
@@ -336,15 +353,14 @@ class Placing:
         A launch held back is a bet on when the link falls idle: not worth a small gain.
         """
         flight = self.problem.flights[start]
-        through = self._progress[place] + max(0.0, self.lanes.free[flight.link] - self.lanes.now) + flight.travel
+        through = self._done_when_free(flight.link, place) + flight.travel
         coming = self._becoming_ready(self._coming[flight.link], place, through)
         return any(self._gain(other, start) > SAFETY * flight.travel for other in coming)
 
     def _queues_before_its_turn(self, gather: int, place: int) -> bool:
         """Whether a gather that is needed sooner becomes ready while this one would only stand in the queue."""
         link = self.problem.flights[gather].link
-        begins = self._progress[place] + max(0.0, self.lanes.free[link] - self.lanes.now)
-        coming = self._becoming_ready(self._coming_held[link], place, begins)
+        coming = self._becoming_ready(self._coming_held[link], place, self._done_when_free(link, place))
         return any(self._latest[other] < self._latest[gather] for other in coming)
 
     def _becoming_ready(self, coming: Sequence[tuple[int, int]], place: int, until: float) -> Iterator[int]:
@@ -367,13 +383,5 @@ class Placing:
 
     def _wait_for(self, start: int) -> None:
         for wait in self.problem.flights[start].waits:
-            if all(self._emitted[one] for one in self.problem.before[wait]):
+            if all(self._emitted[source] for source in self.problem.before[wait]):
                 self._emit(wait)
-
-
-def _running_sum(values: object) -> list[float]:
-    total, result = 0.0, [0.0]
-    for value in values:  # type: ignore[attr-defined]
-        total += value
-        result.append(total)
-    return result

@@ -13,8 +13,8 @@ from crossfade.schedule.headroom import Headroom
 from crossfade.schedule.lean import lean_order
 from crossfade.schedule.list_schedule import schedule_backward, schedule_forward
 from crossfade.schedule.place import Placing, lane_of
-from crossfade.schedule.predict import Prediction, Travel, live_bytes, predict
-from crossfade.schedule.problem import Problem, problem_of
+from crossfade.schedule.predict import PredictedTravel, Prediction, live_bytes, predict
+from crossfade.schedule.problem import SchedulingProblem, scheduling_problem
 
 HIDDEN = "it travels under computation"
 AT_ONCE = "its result is needed at once"
@@ -32,7 +32,7 @@ _WORTH_MEMORY = 0.01
 
 
 @dataclass(frozen=True, slots=True)
-class Outlook:
+class CollectiveOutlook:
     """What is predicted for one collective: the seconds it travels, those that computation stands still for it or for
     what it queues behind, and why."""
 
@@ -60,7 +60,7 @@ class Schedule:
     seconds: float
     peak_before: int
     peak: int
-    collectives: tuple[Outlook, ...]
+    collectives: tuple[CollectiveOutlook, ...]
 
     @property
     def exposed(self) -> float:
@@ -99,7 +99,7 @@ def plan_schedule(program: Program, costs: Costs, memory_limit: int | None = Non
         x start b done a output
     """
     with paused_garbage_collection():
-        return _plan(problem_of(program, costs), memory_limit)
+        return _plan(scheduling_problem(program, costs), memory_limit)
 
 
 def apply_schedule(program: Program, schedule: Schedule) -> bool:
@@ -128,14 +128,14 @@ class _Candidate:
     def fits(self, limit: int | None) -> bool:
         return limit is None or self.prediction.peak <= limit
 
-    def is_enough(self, problem: Problem, limit: int | None) -> bool:
+    def is_enough(self, problem: SchedulingProblem, limit: int | None) -> bool:
         """Whether nothing better is worth looking for."""
         found, least = self.prediction, problem.least_seconds
         hides_all = found.exposed <= _NEGLIGIBLE * found.seconds
         return self.fits(limit) and (hides_all or found.seconds <= least * (1 + _NEAR_THE_LEAST))
 
 
-def _plan(problem: Problem, memory_limit: int | None) -> Schedule:
+def _plan(problem: SchedulingProblem, memory_limit: int | None) -> Schedule:
     incoming = _Candidate(_AS_IT_STANDS, problem.movable, predict(problem, problem.movable))
     candidates = [incoming]
     for label, lane in _lanes(problem):
@@ -151,7 +151,7 @@ def _plan(problem: Problem, memory_limit: int | None) -> Schedule:
     return _schedule(problem, incoming, chosen, frozenset[int]().union(*bounded))
 
 
-def _lanes(problem: Problem) -> Iterator[tuple[str, Sequence[int]]]:
+def _lanes(problem: SchedulingProblem) -> Iterator[tuple[str, Sequence[int]]]:
     """Orders of computation to try, from the least change to the most."""
     yield "launches and waits moved", problem.movable
     in_order = schedule_forward(problem, range(len(problem.nodes)))
@@ -177,7 +177,7 @@ def _ranks(order: Sequence[int]) -> list[int]:
     return ranks
 
 
-def _placed(problem: Problem, label: str, order: Sequence[int], limit: int | None) -> list[_Candidate]:
+def _placed(problem: SchedulingProblem, label: str, order: Sequence[int], limit: int | None) -> list[_Candidate]:
     """An order of computation with launches and waits put into it: as early as pays, and as memory allows."""
     lane = lane_of(problem, order)
     if limit is None:
@@ -193,7 +193,7 @@ def _placed(problem: Problem, label: str, order: Sequence[int], limit: int | Non
     return found
 
 
-def _candidate(problem: Problem, label: str, placing: Placing) -> _Candidate:
+def _candidate(problem: SchedulingProblem, label: str, placing: Placing) -> _Candidate:
     order = placing.run()
     return _Candidate(label, order, predict(problem, order), frozenset(placing.held_back))
 
@@ -203,7 +203,7 @@ def _some_fit(candidates: Sequence[_Candidate], limit: int | None) -> bool:
     return any(one.firm and one.fits(limit) for one in candidates)
 
 
-def _live_by_place(problem: Problem, lane: Sequence[int], order: Sequence[int]) -> list[int]:
+def _live_by_place(problem: SchedulingProblem, lane: Sequence[int], order: Sequence[int]) -> list[int]:
     """The most live bytes at each place of a lane, what stands before it in the order included."""
     live = live_bytes(problem, order)
     place, most = 0, [0] * (len(lane) + 1)
@@ -238,20 +238,24 @@ def _refuse_unless_some_fit(candidates: Sequence[_Candidate], limit: int | None)
     raise error
 
 
-def _schedule(problem: Problem, incoming: _Candidate, chosen: _Candidate, held_back: frozenset[int]) -> Schedule:
+def _schedule(
+    problem: SchedulingProblem, incoming: _Candidate, chosen: _Candidate, held_back: frozenset[int]
+) -> Schedule:
     nodes = problem.nodes
     inputs = [node.name for node in nodes if node.op == "placeholder"]
     names = (*inputs, *(nodes[index].name for index in chosen.order), nodes[-1].name)
     found = chosen.prediction
     outlooks = tuple(
-        Outlook(nodes[start].name, travel.finish - travel.start, travel.exposed, _reason(start in held_back, travel))
+        CollectiveOutlook(
+            nodes[start].name, travel.finish - travel.start, travel.exposed, _reason(start in held_back, travel)
+        )
         for start, travel in found.travels.items()
     )
     before = incoming.prediction
     return Schedule(names, chosen.label, before.seconds, found.seconds, before.peak, found.peak, outlooks)
 
 
-def _reason(held_back: bool, travel: Travel) -> str:
+def _reason(held_back: bool, travel: PredictedTravel) -> str:
     """Why a collective is exposed, if it is."""
     alone, queued = travel.finish - travel.start, travel.start - travel.launch
     if travel.exposed <= _NEGLIGIBLE * alone:

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from crossfade.cost.lanes import Lanes
-from crossfade.schedule.problem import NONE, Problem
+from crossfade.schedule.problem import NONE, SchedulingProblem
 
 
 @dataclass(frozen=True, slots=True)
-class Travel:
+class PredictedTravel:
     """When a collective was launched, began to travel, arrived and was first asked for, and what it held up."""
 
     launch: float
@@ -27,10 +27,10 @@ class Prediction:
     seconds: float
     exposed: float
     peak: int
-    travels: dict[int, Travel]
+    travels: dict[int, PredictedTravel]
 
 
-def predict(problem: Problem, order: Sequence[int]) -> Prediction:
+def predict(problem: SchedulingProblem, order: Sequence[int]) -> Prediction:
     """Run an order on one computing lane and one link a group, as `crossfade.cost.timeline.simulate` does."""
     lanes = Lanes(problem.slows)
     cost, flight_at, flights = problem.cost, problem.flight_at, problem.flights
@@ -51,16 +51,16 @@ def predict(problem: Problem, order: Sequence[int]) -> Prediction:
     unasked = [start for start in begun if start not in needed]
     for start in sorted(unasked, key=lambda start: begun[start][2]):  # the end of the program waits for these
         exposed[start] = lanes.wait(begun[start][2])
-    travels = {start: Travel(*times, needed.get(start, end), exposed[start]) for start, times in begun.items()}
+    travels = {start: PredictedTravel(*times, needed.get(start, end), exposed[start]) for start, times in begun.items()}
     return Prediction(lanes.now, sum(exposed.values()), peak_of(problem, order), travels)
 
 
-def peak_of(problem: Problem, order: Sequence[int]) -> int:
+def peak_of(problem: SchedulingProblem, order: Sequence[int]) -> int:
     """The most live bytes at any time."""
     return max(live_bytes(problem, order), default=0)
 
 
-def live_bytes(problem: Problem, order: Sequence[int]) -> list[int]:
+def live_bytes(problem: SchedulingProblem, order: Sequence[int]) -> list[int]:
     """The live bytes during each node of an order."""
     storages = problem.storages
     size, then, touches = storages.size, storages.then, problem.touches

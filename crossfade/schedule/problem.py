@@ -39,7 +39,7 @@ class Flight:
 
 
 @dataclass
-class Problem:
+class SchedulingProblem:
     """What a schedule is made from. Nodes are known by their position in the program; inputs and output stay put."""
 
     program: Program
@@ -101,7 +101,7 @@ class Problem:
         return max(found)
 
 
-def problem_of(program: Program, costs: Costs) -> Problem:
+def scheduling_problem(program: Program, costs: Costs) -> SchedulingProblem:
     """Read a program and its costs once."""
     order = Order(program.graph)
     nodes, position = order.nodes, order.position
@@ -118,7 +118,7 @@ def problem_of(program: Program, costs: Costs) -> Problem:
         before.append(tuple(sorted(position[one] for one in found)))
         for one in before[-1]:
             after[one].append(index)
-    problem = Problem(
+    problem = SchedulingProblem(
         program, nodes, movable, [costs.compute.get(node, 0.0) for node in nodes], before, after, {},
         [NONE] * len(nodes), [], [], [False] * len(nodes), storages, [storages.touches[node] for node in nodes],
     )  # fmt: skip
@@ -138,7 +138,7 @@ def _predecessors(order: Order, node: fx.Node, ordered_groups: set[str]) -> set[
     return set(order.predecessors(node, within_group=keep))
 
 
-def _add_flights(problem: Problem, costs: Costs, position: dict[fx.Node, int]) -> None:
+def _add_flights(problem: SchedulingProblem, costs: Costs, position: dict[fx.Node, int]) -> None:
     links: dict[str, int] = {}
     for index, node in enumerate(problem.nodes):
         one = collectives.view(node)
@@ -164,7 +164,7 @@ def _flight(
     return Flight(index, waits, elements, link, travel, made > taken, keeps_inputs and made < taken, made)
 
 
-def _find_loose(problem: Problem) -> None:
+def _find_loose(problem: SchedulingProblem) -> None:
     """Mark views and elements that need nothing but waits, elements of flights, and one another."""
     element = {one for flight in problem.flights.values() for one in flight.elements}
     follows = [wait != NONE for wait in problem.flight_at]

@@ -148,7 +148,7 @@ def test_what_is_large_travels_in_pieces_and_is_put_together_where_it_is_waited_
 
 def test_pieces_say_what_they_cannot_be() -> None:
     with pytest.raises(
-        PassError, match=r"lower-all-gathers\(piece_mb=0\) for 1 groups: expected numbers larger than 0"
+        PassError, match=r"lower-all-gathers\(piece_mb=0\) for 1 groups: expected sizes larger than 0"
     ):
         LowerAllGathers(piece_mb=0)
 

@@ -46,7 +46,7 @@ def test_each_group_has_its_own_pieces() -> None:
 
 @pytest.mark.parametrize("piece_mb", [0.0, -1.0, (1.0,), (1.0, 0.0)])
 def test_pieces_are_for_all_groups_or_for_each(piece_mb: float | tuple[float, ...]) -> None:
-    with pytest.raises(PassError, match="one for all groups or one for each"):
+    with pytest.raises(PassError, match="a number for all groups, or a tuple with one for each"):
         LowerReduceScatters(("dp", "tp"), piece_mb)
 
 

@@ -127,9 +127,9 @@ def test_what_cannot_be_is_named(change: Callable[[dict[str, Any]], Any], messag
 
 
 def test_other_text_is_refused() -> None:
-    with pytest.raises(MachineError, match=r"^found text, which is not JSON \(Expecting value: line 1"):
+    with pytest.raises(MachineError, match=r"^text, which is not JSON \(Expecting value: line 1"):
         Machine.from_json("a fast one")
-    with pytest.raises(MachineError, match=r"^found machine = \[1\]: expected an object"):
+    with pytest.raises(MachineError, match=r"^machine = \[1\]: expected an object"):
         Machine.from_json("[1]")
 
 
