@@ -38,6 +38,8 @@ class AddBeforeReducing(Pass):
     to the sum is done to its partial sum instead, or after the reduction if both results are treated alike. The one
     reduction starts where the later of the two did; sums of more collapse one after the other.
 
+    Also known as: XLA's all-reduce-reassociate.
+
     Before:
         a: f32[4] = input("a")
         b: f32[4] = input("b")

@@ -22,6 +22,8 @@ class BucketAllGathers(BucketPass):
     bucket's own time; later members arrive earlier than they would have, and are held until used. One copy goes in and
     one comes out for each member. With `mixed_dtypes`, all dtypes of a group travel together, as bytes.
 
+    Also known as: XLA's all-gather-combiner, Inductor's bucket_all_gather, DeepSpeed's `allgather_bucket_size`.
+
     Before:
         a: f32[2] = input("a")
         b: f32[1, 3] = input("b")

@@ -33,6 +33,8 @@ class BucketAllReduces(BucketPass):
     returns, which are copies: results must not share memory. With `only_gradients`, all-reduces are left alone whose
     results the program computes with, instead of returning them or copying them into an input.
 
+    Also known as: XLA's all-reduce-combiner, DDP's buckets (`bucket_cap_mb`), Megatron's `--ddp-bucket-size`.
+
     Before:
         a: f32[2] = input("a")
         b: f32[3, 1] = input("b")

@@ -35,6 +35,8 @@ class ExchangeFactors(Pass):
     How long things travel is told by the `machine`, or without one by their bytes. Only products of one `group`: where
     layers are split over another, the second factor would be a weight.
 
+    Also known as: sufficient factor broadcasting (Poseidon).
+
     Before:
         g: f32[2, 64] = input("g")
         x: f32[2, 32] = input("x")

@@ -76,6 +76,8 @@ class FuseGathersIntoMatmuls(CollectiveMatmulPass):
     default the first two), and leaves alone what is not faster than plain, or hidden anyway by computation beside it.
     `measured` has the seconds of single nodes by key, as pairs. `chunks` fixes the number of pieces of a rank's part.
 
+    Also known as: async tensor parallelism, Inductor's micro_pipeline_tp, XLA's collective matmul (windowed einsum).
+
     Before:
         x: f32[512, 512] = input("x")
         w: f32[512, 512] = parameter("w")

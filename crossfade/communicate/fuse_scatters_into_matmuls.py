@@ -69,6 +69,8 @@ class FuseScattersIntoMatmuls(CollectiveMatmulPass):
     it that have nothing to do with it, such as the gradient of a weight: they become part of the operator. `machine`,
     `form`, `chunks`, `forms` and `measured` are those of `fuse-gathers-into-matmuls`.
 
+    Also known as: async tensor parallelism, Inductor's micro_pipeline_tp, XLA's collective matmul (windowed einsum).
+
     Before:
         x: f32[1024, 512] = input("x")
         w: f32[512, 512] = parameter("w")

@@ -27,6 +27,8 @@ class MergeDuplicateCollectives(Pass):
     launches of its group lie between: a parameter gathered again for its backward is not to be held until then, unless
     `hold` is set. Results that the program returns are copied, since no two may share memory.
 
+    Also known as: XLA's all-gather-cse, for gathers.
+
     Before:
         x: f32[4] = input("x")
         a: f32[4] = aten.neg(x)

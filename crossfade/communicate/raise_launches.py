@@ -20,6 +20,8 @@ class RaiseLaunches(Pass):
     All-gathers stay unless `gathers` is set: what they gather is larger than what they need, and starting them early
     holds it for longer; of parameters, which are ready at once, all would start at the top.
 
+    Also known as: Inductor's raise_comms.
+
     Before:
         x: f32[4] = input("x")
         neg: f32[4] = aten.neg(x)

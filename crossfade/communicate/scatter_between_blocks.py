@@ -56,6 +56,8 @@ class ScatterBetweenBlocks(Pass):
     fused on each side, and the bytes that each rank sends grow by no more than the fraction `max_growth`. With a
     `machine`, the collectives, less what the matmuls beside them can hide, must not take longer than the all-reduces.
 
+    Also known as: sequence parallelism (Megatron's `--sequence-parallel`, torch's `SequenceParallel`).
+
     Before:
         x: f32[4, 8] = input("x")
         w: f32[8, 6] = input("w")

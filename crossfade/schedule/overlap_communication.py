@@ -25,6 +25,8 @@ class OverlapCommunication(Pass):
     be the one the program runs on: measured, or a preset. `measured` has the seconds of single nodes by key
     (`crossfade.cost.keys`), as pairs.
 
+    Also known as: XLA's latency-hiding scheduler, Inductor's reorder_for_compute_comm_overlap, FSDP2's prefetch.
+
     Before:
         x: f32[512, 512] = input("x")
         w: f32[512, 512] = parameter("w")
