@@ -78,9 +78,9 @@ class AddBeforeReducing(Pass):
             if pair is None:
                 continue
             if (reason := _reason_against(node, pair, changing)) is not None:
-                verdicts.append(Verdict.of(node, Outcome.LEFT, reason, bytes=sum(one.start.bytes for one in pair)))
+                verdicts.append(Verdict.of(node, Outcome.LEFT, reason, bytes=sum(term.start.bytes for term in pair)))
                 continue
-            verdicts += [_fused(one, other) for one, other in (pair, pair[::-1])]
+            verdicts += [_fused(term, other) for term, other in (pair, pair[::-1])]
             for made in _combine(program, node, pair):
                 _see(made, terms)
         fused = sum(verdict.outcome is Outcome.FUSED for verdict in verdicts) // 2
@@ -220,9 +220,9 @@ def _take(steps: list[fx.Node], value: Tensor) -> Tensor:
     return value
 
 
-def _fused(one: _Term, other: _Term) -> Verdict:
+def _fused(term: _Term, other: _Term) -> Verdict:
     reason, detail = "added to another before reducing", f"to {other.start.node.name}"
-    return Verdict.of(one.start.node, Outcome.FUSED, reason, detail=detail, bytes=one.start.bytes)
+    return Verdict.of(term.start.node, Outcome.FUSED, reason, detail=detail, bytes=term.start.bytes)
 
 
 def _combine(program: Program, node: fx.Node, pair: _Pair) -> list[fx.Node]:
@@ -248,8 +248,8 @@ def _combine(program: Program, node: fx.Node, pair: _Pair) -> list[fx.Node]:
     return made
 
 
-def _start_like(one: Collective, value: Tensor) -> Tensor:
-    if one.kind is Kind.ALL_REDUCE:
-        return collectives.all_reduce(value, str(one.reduce_op), one.group)
-    assert one.group_size is not None  # every reduce-scatter says it
-    return collectives.reduce_scatter(value, str(one.reduce_op), one.group_size, one.group)
+def _start_like(collective: Collective, value: Tensor) -> Tensor:
+    if collective.kind is Kind.ALL_REDUCE:
+        return collectives.all_reduce(value, str(collective.reduce_op), collective.group)
+    assert collective.group_size is not None  # every reduce-scatter says it
+    return collectives.reduce_scatter(value, str(collective.reduce_op), collective.group_size, collective.group)

@@ -66,7 +66,7 @@ class BucketReduceScatters(BucketPass):
         def exchange(*values: Tensor) -> list[Tensor]:
             if copy_in.mode == "coalesced":
                 started = collectives.reduce_scatter_coalesced(values, reduce_op, ranks, group)
-                return [collectives.wait(one) for one in started]
+                return [collectives.wait(value) for value in started]
             done = collectives.wait(collectives.reduce_scatter(copy_in(values, ranks), reduce_op, ranks, group))
             parts = done.split([value.numel() // ranks for value in values])
             return [

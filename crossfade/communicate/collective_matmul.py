@@ -93,17 +93,17 @@ class Gate:
         """The numbers of pieces to try."""
         return CHUNKS if self.chunks is None else (self.chunks,)
 
-    def judge(self, one: Collective, found: Forecasts) -> Choice | tuple[str, str]:
+    def judge(self, collective: Collective, found: Forecasts) -> Choice | tuple[str, str]:
         """The best way to run a candidate, or the reason against it and its numbers."""
         if self.form != "auto" and self.chunks is not None:
             return Choice(self.form, self.chunks)
         if not found.considered:
             return TOO_SMALL, f"{min(self.pieces)} pieces asked for"
-        best = min(found.considered, key=lambda one: one.seconds + _PIECE_SECONDS * one.chunks)
+        best = min(found.considered, key=lambda forecast: forecast.seconds + _PIECE_SECONDS * forecast.chunks)
         if self.form != "auto":
             return Choice(best.form, best.chunks, best)
         assert self._overlap is not None
-        hides, travel = self._overlap.hidden(one.node), self.costs.travel[one.node]
+        hides, travel = self._overlap.hidden(collective.node), self.costs.travel[collective.node]
         counted = hides if hides >= _MOST * travel else hides / 2
         fixed, each = _LEAST_SECONDS.get(self.machine.device, _LEAST_SECONDS["cuda"])
         least = LEAST_GAIN * best.plain + fixed + each * best.chunks
@@ -114,10 +114,10 @@ class Gate:
             return HIDDEN, detail
         return Choice(best.form, best.chunks, best, counted)
 
-    def take(self, one: Collective, matmuls: Iterable[fx.Node]) -> None:
+    def take(self, collective: Collective, matmuls: Iterable[fx.Node]) -> None:
         """Let the collective matmul of a collective have these matmuls: they hide nothing else."""
         if self._overlap is not None:
-            self._overlap.take(one.node, matmuls)
+            self._overlap.take(collective.node, matmuls)
 
 
 @dataclass(frozen=True)
@@ -218,9 +218,9 @@ def current(replaced: Replacements, node: fx.Node) -> fx.Node:
     return node
 
 
-def left(one: Collective, reason: str, detail: str = "") -> Verdict:
+def left(collective: Collective, reason: str, detail: str = "") -> Verdict:
     """A verdict on a collective that stays as it is."""
-    return Verdict.of(one.node, Outcome.LEFT, reason, detail=detail, bytes=one.bytes)
+    return Verdict.of(collective.node, Outcome.LEFT, reason, detail=detail, bytes=collective.bytes)
 
 
 def _ms(seconds: float) -> str:

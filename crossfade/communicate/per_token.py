@@ -94,7 +94,7 @@ _UNTAGGED = {
 
 def _is_static(value: Any) -> bool:
     values = value if isinstance(value, (tuple, list)) else [value]
-    return all(isinstance(size, int) for one in values if isinstance(one, Tensor) for size in one.shape)
+    return all(isinstance(size, int) for tensor in values if isinstance(tensor, Tensor) for size in tensor.shape)
 
 
 def _tensors(node: fx.Node) -> list[fx.Node]:
@@ -199,8 +199,8 @@ def _permute(node: fx.Node, places: Places, ranks: int) -> Split | str:
     if node.target is _aten.permute.default:
         order = [dim % number for dim in told["dims"]]
     elif number > 1:
-        one, other = (told.get("dim0", 0) % number, told.get("dim1", 1) % number)
-        order[one], order[other] = order[other], order[one]
+        first, second = (told.get("dim0", 0) % number, told.get("dim1", 1) % number)
+        order[first], order[second] = order[second], order[first]
     return Split(order.index(places[source]), dict(places))
 
 

@@ -310,7 +310,7 @@ class _Axis:
         points = []
         for wanted in self.calibration.sizes:
             inputs = self._inputs(kind, wanted)
-            size = sum(self._larger_side(kind, one) for one in inputs)
+            size = sum(self._larger_side(kind, value) for value in inputs)
             took = self._travel(kind, inputs, share)
             points.append((len(inputs), bytes_sent(kind, size, self.ranks), statistics.median(took)))
         if (factor := varied(took)) > _UNSTEADY:  # by the last size, on which bandwidth rests
@@ -364,8 +364,8 @@ class _Axis:
         return [start[kind](value) for value in inputs]
 
     def _finish(self, started: list[Tensor]) -> None:
-        for one in started:
-            collectives.wait(one)
+        for value in started:
+            collectives.wait(value)
 
     def launch(self) -> float:
         """Median seconds in which starting a small collective returns."""

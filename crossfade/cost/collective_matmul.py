@@ -278,7 +278,7 @@ def _considered(work: Exchange, kind: Kind, forms: Sequence[str], chunks: Sequen
     small = [count for count in fitting if work.fits(kind, count)] or fitting
     counts = {"symmetric": [1], "chunked": small}
     found = [forecast(work, kind, form, count) for form in forms for count in counts.get(form, fitting)]
-    return Forecasts(work.plain(kind), tuple(sorted(found, key=lambda one: one.seconds)))
+    return Forecasts(work.plain(kind), tuple(sorted(found, key=lambda forecast: forecast.seconds)))
 
 
 class _Exchanging(Lanes):

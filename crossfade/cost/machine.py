@@ -196,7 +196,7 @@ class Machine:
         plain = decoded_json(text, "text", MachineError, remedy, finite=False)
         found = _record(cls, plain, "machine")
         fabrics = _mapping(found["fabrics"], "fabrics")
-        found["fabrics"] = {axis: _fabric(one, f"fabrics.{axis}") for axis, one in fabrics.items()}
+        found["fabrics"] = {axis: _fabric(fabric, f"fabrics.{axis}") for axis, fabric in fabrics.items()}
         return cls(**found)
 
     @classmethod
@@ -215,12 +215,12 @@ class Machine:
 def _fabric(plain: Any, where: str) -> Fabric:
     found = _record(Fabric, plain, where)
     links = {}
-    for kind, one in _mapping(found["links"], f"{where}.links").items():
+    for kind, link in _mapping(found["links"], f"{where}.links").items():
         if kind not in list(Kind):
             raise MachineError(
                 f"{where}.links.{kind}", expected=f"one of {', '.join(Kind)}", remedy="correct or remove it"
             )
-        links[Kind(kind)] = Link(**_record(Link, one, f"{where}.links.{kind}"))
+        links[Kind(kind)] = Link(**_record(Link, link, f"{where}.links.{kind}"))
     return Fabric(**{**found, "links": links})
 
 
@@ -234,14 +234,14 @@ def _mapping(plain: Any, where: str) -> Mapping[str, Any]:
 
 def _record(kind: Any, plain: Any, where: str) -> dict[str, Any]:
     """The fields of one dataclass, all that are owed and none that are unknown."""
-    wanted = {one.name: one for one in dataclasses.fields(kind) if one.init}
+    wanted = {declared.name: declared for declared in dataclasses.fields(kind) if declared.init}
     for name in _mapping(plain, where):
         if name not in wanted:
             raise MachineError(
                 f"{where}.{name}", expected=f"only {', '.join(wanted)}", remedy="correct it, or calibrate anew"
             )
-    for name, one in wanted.items():
-        if name not in plain and one.default is dataclasses.MISSING:
+    for name, declared in wanted.items():
+        if name not in plain and declared.default is dataclasses.MISSING:
             raise MachineError(f"no {where}.{name}", expected="every field", remedy="add it, or calibrate anew")
     return dict(plain)
 

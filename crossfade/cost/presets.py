@@ -192,5 +192,5 @@ def _pcie_node() -> Machine:
 _MAKERS = (_loopback, _ethernet_1gbit, _ethernet_10gbit, _ethernet_100gbit, _h100_node, _h200_node, _infiniband,
            _pcie_node)  # fmt: skip
 
-PRESETS: Mapping[str, Machine] = {one.name: one for one in (make() for make in _MAKERS)}
+PRESETS: Mapping[str, Machine] = {machine.name: machine for machine in (make() for make in _MAKERS)}
 """All machines, by name."""

@@ -78,17 +78,17 @@ class Timeline:
     @cached_property
     def exposed(self) -> float:
         """Seconds in which computation stood still for communication."""
-        return sum(one.exposed for one in self.communication)
+        return sum(span.exposed for span in self.communication)
 
     @cached_property
     def busy(self) -> float:
         """Seconds of computation."""
-        return sum(one.finish - one.start for one in self.computation)
+        return sum(span.finish - span.start for span in self.computation)
 
     @cached_property
     def travelling(self) -> float:
         """Seconds of communication, summed over collectives."""
-        return sum(one.finish - one.start for one in self.communication)
+        return sum(span.finish - span.start for span in self.communication)
 
 
 def simulate(program: Program, costs: Costs, source: str = "predicted") -> Timeline:
@@ -186,7 +186,7 @@ class _Clock:
                     travel.needed, travel.exposed,
                 )
             )  # fmt: skip
-        spans = sorted([*spans, *self.within], key=lambda one: one.launch) if self.within else spans
+        spans = sorted([*spans, *self.within], key=lambda span: span.launch) if self.within else spans
         return Timeline(tuple(self.computed), tuple(spans), end, source)
 
 

@@ -53,7 +53,7 @@ class _Lean:
             flight = self.problem.flights.get(node if start == NONE else start)
             late = self.problem.loose[node] or (flight is not None and flight.grows)
             if late:
-                rank[node] = min((rank[one] for one in self.problem.after[node]), default=rank[node]) - 1e-3
+                rank[node] = min((rank[user] for user in self.problem.after[node]), default=rank[node]) - 1e-3
             elif start != NONE:
                 rank[node] = -1.0
         return rank

@@ -135,7 +135,7 @@ class _Backward(_ListSchedule):
     """Waits run first, then their collective travels, then its start may run."""
 
     def __init__(self, problem: SchedulingProblem, rank: Sequence[int]) -> None:
-        super().__init__(problem, [-one for one in rank])
+        super().__init__(problem, [-place for place in rank])
         self.waits_left = {start: len(flight.waits) for start, flight in problem.flights.items()}
 
     def count(self, node: int) -> int:

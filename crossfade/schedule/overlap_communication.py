@@ -59,17 +59,19 @@ class OverlapCommunication(Pass):
         """Estimate, plan, apply; a verdict for each collective."""
         costs = estimate(program, self.machine, dict(self.measured))
         schedule = plan_schedule(program, costs, self.memory_limit)
-        found = {one.node.name: one for one in collectives.find(program.graph)}
+        found = {collective.node.name: collective for collective in collectives.find(program.graph)}
         changed = apply_schedule(program, schedule)
-        verdicts = tuple(_verdict(found[one.name], one) for one in schedule.collectives)
+        verdicts = tuple(_verdict(found[outlook.name], outlook) for outlook in schedule.collectives)
         hidden = sum(verdict.outcome is Outcome.HIDDEN for verdict in verdicts)
         return PassResult(changed, {"hidden": hidden, "exposed": len(verdicts) - hidden}, verdicts)
 
 
-def _verdict(one: collectives.Collective, outlook: CollectiveOutlook) -> Verdict:
+def _verdict(collective: collectives.Collective, outlook: CollectiveOutlook) -> Verdict:
     travels = f"travels {1e3 * outlook.travel:.3f} ms"
     if outlook.reason == HIDDEN:
-        return Verdict.of(one.node, Outcome.HIDDEN, HIDDEN, detail=travels, bytes=one.bytes)
+        return Verdict.of(collective.node, Outcome.HIDDEN, HIDDEN, detail=travels, bytes=collective.bytes)
     detail = f"{travels}, exposed {1e3 * outlook.exposed:.3f} ms"
     remedy = "raise memory_limit" if outlook.reason == MEMORY else ""
-    return Verdict.of(one.node, Outcome.EXPOSED, outlook.reason, detail=detail, remedy=remedy, bytes=one.bytes)
+    return Verdict.of(
+        collective.node, Outcome.EXPOSED, outlook.reason, detail=detail, remedy=remedy, bytes=collective.bytes
+    )

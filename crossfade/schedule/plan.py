@@ -65,7 +65,7 @@ class Schedule:
     @property
     def exposed(self) -> float:
         """Seconds in which computation is predicted to stand still for communication."""
-        return sum(one.exposed for one in self.collectives)
+        return sum(outlook.exposed for outlook in self.collectives)
 
     def __str__(self) -> str:
         lines = [
@@ -140,14 +140,16 @@ def _plan(problem: SchedulingProblem, memory_limit: int | None) -> Schedule:
     candidates = [incoming]
     for label, lane in _lanes(problem):
         candidates += _placed(problem, label, lane, memory_limit)
-        if _some_fit(candidates, memory_limit) and any(one.is_enough(problem, memory_limit) for one in candidates):
+        if _some_fit(candidates, memory_limit) and any(
+            candidate.is_enough(problem, memory_limit) for candidate in candidates
+        ):
             break
     if not _some_fit(candidates, memory_limit):
         order = lean_order(problem)
         candidates.append(_Candidate("least memory", order, predict(problem, order)))
         _refuse_unless_some_fit(candidates, memory_limit)
     chosen = _best(candidates, memory_limit)
-    bounded = [one.held_back for one in candidates if one is chosen or not one.firm]
+    bounded = [candidate.held_back for candidate in candidates if candidate is chosen or not candidate.firm]
     return _schedule(problem, incoming, chosen, frozenset[int]().union(*bounded))
 
 
@@ -200,7 +202,7 @@ def _candidate(problem: SchedulingProblem, label: str, placing: Placing) -> _Can
 
 def _some_fit(candidates: Sequence[_Candidate], limit: int | None) -> bool:
     """Whether one fits that does not depend on the limit: so that any larger limit is possible too."""
-    return any(one.firm and one.fits(limit) for one in candidates)
+    return any(candidate.firm and candidate.fits(limit) for candidate in candidates)
 
 
 def _live_by_place(problem: SchedulingProblem, lane: Sequence[int], order: Sequence[int]) -> list[int]:
@@ -216,16 +218,18 @@ def _live_by_place(problem: SchedulingProblem, lane: Sequence[int], order: Seque
 
 def _best(candidates: Sequence[_Candidate], limit: int | None) -> _Candidate:
     """The fastest that fits; of those nearly as fast, and no slower than as it stands, the one of least memory."""
-    incoming, fitting = candidates[0], [one for one in candidates if one.fits(limit)]
-    fastest = min(one.prediction.seconds for one in fitting)
+    incoming, fitting = candidates[0], [candidate for candidate in candidates if candidate.fits(limit)]
+    fastest = min(candidate.prediction.seconds for candidate in fitting)
     near = fastest * (1 + _WORTH_MEMORY)
     bound = min(near, incoming.prediction.seconds) if incoming.fits(limit) else near
-    good = [one for one in fitting if one.prediction.seconds <= bound]
-    return min(good, key=lambda one: (one.prediction.peak, one.prediction.seconds))
+    good = [candidate for candidate in fitting if candidate.prediction.seconds <= bound]
+    return min(good, key=lambda candidate: (candidate.prediction.peak, candidate.prediction.seconds))
 
 
 def _refuse_unless_some_fit(candidates: Sequence[_Candidate], limit: int | None) -> None:
-    best = min((one for one in candidates if one.firm), key=lambda one: one.prediction.peak)
+    best = min(
+        (candidate for candidate in candidates if candidate.firm), key=lambda candidate: candidate.prediction.peak
+    )
     if limit is None or best.fits(limit):
         return
     least = best.prediction.peak

@@ -86,9 +86,9 @@ def _let_go(cells: tuple[int, ...], size: list[int], then: list[tuple[int, ...]]
     """Release what an ended cell kept; the bytes that end with it."""
     ended, waiting = 0, list(cells)
     while waiting:
-        one = waiting.pop()
-        uses[one] -= 1
-        if not uses[one]:
-            ended += size[one]
-            waiting += then[one]
+        cell = waiting.pop()
+        uses[cell] -= 1
+        if not uses[cell]:
+            ended += size[cell]
+            waiting += then[cell]
     return ended

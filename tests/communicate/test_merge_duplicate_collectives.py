@@ -72,7 +72,7 @@ def test_what_is_computed_from_merged_results_is_equal_too() -> None:
         add: f32[8] = aten.add.Tensor(gw, hw)
         return output("add", add)
     """)
-    assert [one.node.name for one in collectives.find(done.graph)] == ["s", "g"]
+    assert [collective.node.name for collective in collectives.find(done.graph)] == ["s", "g"]
 
 
 DIFFERENT = {

@@ -46,7 +46,7 @@ GATHERS = ["g1", "g2", "g3", "h2", "h1"]
 
 
 def reasons(schedule: Schedule) -> dict[str, str]:
-    return {one.name: one.reason for one in schedule.collectives}
+    return {outlook.name: outlook.reason for outlook in schedule.collectives}
 
 
 def seconds(schedule: Schedule) -> tuple[float, float]:

@@ -36,8 +36,8 @@ def scheduled(text: str, seconds: dict[str, float], memory_limit: int | None = N
     verify(program)
     timeline = simulate(program, costs)
     assert abs(timeline.seconds - schedule.seconds) < 1e-9
-    assert {one.name: one.exposed for one in timeline.communication} == {
-        one.name: one.exposed for one in schedule.collectives
+    assert {span.name: span.exposed for span in timeline.communication} == {
+        outlook.name: outlook.exposed for outlook in schedule.collectives
     }
     body = render(program).splitlines()[len(program.inputs) : -1]
     return schedule, " ".join(line.partition(":")[0] for line in body)
