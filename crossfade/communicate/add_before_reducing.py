@@ -134,10 +134,10 @@ def _is_step(node: fx.Node, source: _Term) -> bool:
 
 def _pair(node: fx.Node, terms: dict[fx.Node, _Term]) -> _Pair | None:
     """The two terms of a sum of two reductions."""
-    told = arguments(node) if node.target in _SUMS else {}
-    if told.get("self") not in terms or told.get("other") not in terms:
+    given = arguments(node) if node.target in _SUMS else {}
+    if given.get("self") not in terms or given.get("other") not in terms:
         return None
-    left, right = terms[told["self"]], terms[told["other"]]
+    left, right = terms[given["self"]], terms[given["other"]]
     return None if left.start.node is right.start.node else (left, right)
 
 
@@ -162,7 +162,7 @@ def _reason_against(node: fx.Node, pair: _Pair, changing: set[fx.Node]) -> str |
     if any(start.inputs[0] in changing for start in (left, right)):
         return "a partial sum is written in place"
     way = _Way.of(node, pair)
-    if (way.left or way.right) and not way.layout.is_contiguous():  # collectives lay out anew what they make
+    if (way.left or way.right) and not way.layout.is_contiguous():  # what collectives make is contiguous
         return "its layout in memory would change"
     return None
 
@@ -190,7 +190,7 @@ class _Way:
         left, right = pair[0].steps(), pair[1].steps()
         alike: list[fx.Node] = []
         layout = node.meta["val"]
-        while left and right and _told(left[-1]) == _told(right[-1]):
+        while left and right and _settings(left[-1]) == _settings(right[-1]):
             alike.insert(0, left.pop())
             layout = right.pop().args[0].meta["val"]  # type: ignore[union-attr]
         return cls(node, left, right, alike, layout)
@@ -207,7 +207,7 @@ class _Way:
         return _take(self.alike, collectives.wait(value))
 
 
-def _told(step: fx.Node) -> tuple[Any, ...]:
+def _settings(step: fx.Node) -> tuple[Any, ...]:
     """What decides what a step does."""
     source: Tensor = step.args[0].meta["val"]  # type: ignore[union-attr]
     return step.target, step.args[1:], step.kwargs, source.shape, source.stride()

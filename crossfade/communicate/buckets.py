@@ -90,11 +90,11 @@ class BucketPass(Pass):
             raise PassError(
                 f"{self.name}(cap_mb={self.cap_mb!r})",
                 expected="megabytes, more than 0, or a function of the bucket's index",
-                remedy="pass such",
+                remedy="pass a size or a function",
             )
         if not self.alone_mb > 0:
             raise PassError(
-                f"{self.name}(alone_mb={self.alone_mb!r})", expected="megabytes, more than 0", remedy="pass such"
+                f"{self.name}(alone_mb={self.alone_mb!r})", expected="megabytes, more than 0", remedy="pass a size"
             )
 
     def plan(self, program: Program) -> BucketPlan:
@@ -201,7 +201,9 @@ def _contracted(program: Program, plan: BucketPlan) -> Contraction:
     bucket_of = {name: number for number, bucket in enumerate(plan.buckets) for name in bucket.members}
     if missing := sorted(bucket_of.keys() - named):
         raise PassError(
-            f"a plan for {', '.join(missing)}", expected="collectives of this program", remedy="plan for this program"
+            f"the plan names {', '.join(missing)}",
+            expected="collectives of this program",
+            remedy="plan for this program",
         )
     units = Contraction(order)
     unit_of: dict[int, int] = {}

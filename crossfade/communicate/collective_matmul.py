@@ -63,7 +63,7 @@ class Choice:
     def __str__(self) -> str:
         pieces = f"{self.form} in {self.chunks} piece{'' if self.chunks == 1 else 's'}"
         if self.forecast is None:
-            return f"{pieces}, as told"
+            return f"{pieces}, as asked for"
         return f"{pieces}, {_ms(self.forecast.saved - self.hidden)} of {_ms(self.forecast.plain)} saved"
 
 
@@ -139,7 +139,9 @@ class CollectiveMatmulPass(Pass):
             )
         if self.chunks is not None and self.chunks < 1:
             raise PassError(
-                f"{self.name}(chunks={self.chunks})", expected="at least 1, or None to choose", remedy="pass such"
+                f"{self.name}(chunks={self.chunks})",
+                expected="at least 1, or None to choose",
+                remedy="pass a number, or leave it out",
             )
 
     def gate(self, program: Program) -> Gate:
@@ -149,10 +151,10 @@ class CollectiveMatmulPass(Pass):
 
 def raised(order: Order, needed: Iterable[fx.Node], place: fx.Node, written: set[fx.Node]) -> list[fx.Node] | str:
     """The nodes at or below `place` that values are made from, in order; or why they cannot stand above it."""
-    limit, found, stack = order.position[place], set[fx.Node](), list(needed)
+    above, found, stack = order.position[place], set[fx.Node](), list(needed)
     while stack:
         node = stack.pop()
-        if node in found or order.position[node] < limit:
+        if node in found or order.position[node] < above:
             continue
         found.add(node)
         if len(found) > _MOST_RAISED or node.op not in ("call_function", "get_attr"):

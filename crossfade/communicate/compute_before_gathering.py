@@ -174,7 +174,7 @@ def _difference(made: Tensor, wanted: Tensor) -> tuple[str, str] | None:
 def _move(
     program: Program, collective: Collective, call: fx.Node, fresh: dict[fx.Node, Any], aliasing: Aliasing
 ) -> Collective:
-    """Make the call on the part; the gather and what lays it out stay, and are described anew."""
+    """Make the call on the part; the gather and what lays it out stay, and get new metadata."""
     part, end = collective.inputs[0], call.all_input_nodes[0]
     args, kwargs = fx.map_arg((call.args, call.kwargs), lambda _: part)
     made = insert_call(program, call.target, *args, before=collective.node, like=call, **kwargs)

@@ -32,7 +32,7 @@ class ExchangeFactors(Pass):
     multiplies once: as much arithmetic, and less to send where a rank has fewer tokens than the weight is wide. Nothing
     is added up afterwards, and the product can be left for later, when something else travels.
 
-    How long things travel is told by the `machine`, or without one by their bytes. Only products of one `group`: where
+    The `machine` says how long things travel; without one, their bytes count. Only products of one `group`: where
     layers are split over another, the second factor would be a weight.
 
     Also known as: sufficient factor broadcasting (Poseidon).

@@ -51,7 +51,7 @@ class ScatterBetweenBlocks(Pass):
     of a norm's weight, become sums over own tokens and a small all-reduce, unless their input is gathered anyway.
 
     It holds only of values that are alike on all ranks of the group. Results of all-reduces and all-gathers are; of
-    inputs and constants nobody knows, so those that are must be told: `alike` has their names, or patterns with `*`.
+    inputs and constants nobody knows, so the user must say which are: `alike` has their names, or patterns with `*`.
     That is a promise. `groups` restricts it to some groups. A region is left alone unless at least one matmul can be
     fused on each side, and the bytes that each rank sends grow by no more than the fraction `max_growth`. With a
     `machine`, the collectives, less what the matmuls beside them can hide, must not take longer than the all-reduces.
@@ -155,7 +155,7 @@ def plan_scatters(program: Program, group: str, options: ScatterBetweenBlocks | 
     options = options or ScatterBetweenBlocks()
     ranks = program.groups.get(group, 0)
     reductions = [found for found in collectives.find(program.graph) if found.kind is Kind.ALL_REDUCE]
-    alike = AlikeValues(program, group, _told(options.alike))
+    alike = AlikeValues(program, group, _is_promised(options.alike))
     left: list[Verdict] = []
     taken: list[Collective] = []
     for collective in reductions:
@@ -191,7 +191,7 @@ def plan_scatters(program: Program, group: str, options: ScatterBetweenBlocks | 
     return ScatterPlan(group, tuple(regions), (*left, *declined))
 
 
-def _told(names: tuple[str, ...]) -> Callable[[str], bool]:
+def _is_promised(names: tuple[str, ...]) -> Callable[[str], bool]:
     exact, patterns = set(names), [name for name in names if set(name) & set("*?")]
     return lambda name: name in exact or any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
 
@@ -330,9 +330,9 @@ def _declined(seed: Seed, reason: str, detail: str, remedy: str) -> Verdict:
 
 
 def _done(region: TokenRegion) -> list[Verdict]:
-    verdicts, told = [], str(region)
+    verdicts, described = [], str(region)
     for seed in region.seeds:
-        detail = f"along dim {seed.dim} of {list(seed.value.meta['val'].shape)}; {told}"
+        detail = f"along dim {seed.dim} of {list(seed.value.meta['val'].shape)}; {described}"
         collective = seed.collective
         verdicts.append(Verdict.of(collective.node, Outcome.REPLACED, _DONE, detail=detail, bytes=collective.bytes))
     return verdicts
@@ -464,7 +464,7 @@ def _hand_over(users: Iterable[fx.Node], old: fx.Node, new: fx.Node) -> None:
 
 
 def _leads(shape: Sequence[int], dim: int) -> bool:
-    """Whether parts along a dim lie one after the other: then nothing needs to be laid out anew."""
+    """Whether parts along a dim lie one after the other: then nothing needs to be copied."""
     return math.prod(shape[:dim]) == 1
 
 

@@ -190,19 +190,19 @@ def _element(node: fx.Node) -> _Part:
 
 
 def _narrowed(node: fx.Node, rank: fx.Node | None) -> _Part:
-    told = arguments(node)
+    given = arguments(node)
     value: Tensor = node.meta["val"]
-    dim = told["dim"] % value.dim()
-    return _Part(node, dim, _number(told["start"], rank), value.shape[dim])
+    dim = given["dim"] % value.dim()
+    return _Part(node, dim, _number(given["start"], rank), value.shape[dim])
 
 
 def _sliced(node: fx.Node, rank: fx.Node | None) -> _Part:
     """A slice, its begin unknown unless its end is known to come as far behind as it is long."""
-    told = arguments(node)
+    given = arguments(node)
     value: Tensor = node.meta["val"]
-    dim = told["dim"] % value.dim()
-    size = told["self"].meta["val"].shape[dim]
-    begin, end = (_number(_within(told[name], size, other), rank) for name, other in (("start", 0), ("end", size)))
+    dim = given["dim"] % value.dim()
+    size = given["self"].meta["val"].shape[dim]
+    begin, end = (_number(_within(given[name], size, other), rank) for name, other in (("start", 0), ("end", size)))
     length = value.shape[dim]
     if begin is None or end != _Number(begin.by_rank, begin.constant + length):
         begin = None

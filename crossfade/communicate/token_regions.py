@@ -85,19 +85,19 @@ class TokenRegion:
 
 
 class AlikeValues:
-    """Which values are the same on all ranks of a group: what is told to be, what was exchanged, and what follows.
+    """Which values are the same on all ranks of a group: what the user says is, what was exchanged, and what follows.
 
     Groups are axes of a mesh: what is alike along one axis stays so through a collective along another.
     """
 
-    def __init__(self, program: Program, group: str, told: Callable[[str], bool]) -> None:
+    def __init__(self, program: Program, group: str, is_promised: Callable[[str], bool]) -> None:
         nodes = list(program.graph.nodes)
         self.written = rewritten(nodes, alias_roots(nodes))
         self._culprits: dict[fx.Node, fx.Node] = {}
         names = {node: item.name for item, node in program.named_inputs()}
         for node in nodes:
             if node.op in ("placeholder", "get_attr"):
-                if not told(names.get(node, str(node.target))):
+                if not is_promised(names.get(node, str(node.target))):
                     self._culprits[node] = node
             elif node.op == "call_function":
                 self._follow(node, group)

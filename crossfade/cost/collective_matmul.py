@@ -8,8 +8,8 @@ travels, and stands still for what has not arrived. The forms:
 - **chunked**: each rank's block in pieces. A gather starts the collectives of all pieces, computes on the rank's own
   block, then on every piece as it arrives. A scatter computes what the other ranks get piece by piece and exchanges
   each while it computes the next, then its own block, then adds up what came.
-- **ring**: blocks go from neighbour to neighbour, one hop after another, in pieces too. Hops are told by the latency
-  and bandwidth of an all-gather: what one rank sends to one other; and on a CPU by the launch of each.
+- **ring**: blocks go from neighbour to neighbour, one hop after another, in pieces too. Hops have the latency and
+  bandwidth of an all-gather, what one rank sends to another; and on a CPU the launch of each.
 - **symmetric**: torch's kernels on symmetric memory. One block a rank, copied one-sidedly, two copies ahead at most.
 
 **What cutting a matmul costs.** A machine says how fast whole matmuls are; pieces are slower, see `call_seconds`.
@@ -155,7 +155,7 @@ def rows_of_each(shape: Sequence[Any], dim: int) -> int:
 def call_seconds(machine: Machine, seconds: float, rows: float) -> float:
     """Seconds of one call that computes a piece of a matmul, whose share of the whole one's time is `seconds`.
 
-    On a CPU every call lays out the other matrix anew, as much work as 8 more rows. Measured single-threaded on an
+    On a CPU every call lays out the other matrix again, as much work as 8 more rows. Measured single-threaded on an
     Intel Xeon at 2.5 GHz, torch 2.13, 2026-11-16, in times of one call, for pieces of 128, 64, 32, 16 and 8 rows:
     float32 of 512x2048x512 1.18, 1.20, 1.46, 1.82, 2.13; bfloat16 of 256x2048x512 1.04, 1.10, 1.13, 1.23, 1.41 (here
     1.06, 1.13, 1.25, 1.5, 2 for both).
@@ -252,7 +252,7 @@ def forecast_scatter(
 def forecast(work: Exchange, kind: Kind, form: str, chunks: int) -> Forecast:
     """What one form with one number of pieces takes: of a gather (`Kind.ALL_GATHER`) or of a scatter.
 
-    More pieces than rows are as many as rows. A symmetric one has one piece a rank, whatever it is told.
+    More pieces than rows are as many as rows. A symmetric one has one piece a rank, whatever is asked for.
     """
     run = _RUNS.get((kind, form))
     if run is None:

@@ -105,7 +105,7 @@ class Estimator:
         ranks = self.program.groups.get(collective.group) or collective.group_size
         if not ranks:
             raise MachineError(
-                f"no size of group {collective.group!r}",
+                f"the size of group {collective.group!r} is not known",
                 expected="the number of its ranks",
                 remedy=f'give the program groups={{"{collective.group}": ranks}}',
             )

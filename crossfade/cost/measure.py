@@ -210,7 +210,7 @@ class _Measure:
     def _sample(self, call: TimedCall, key: str) -> None:
         try:
             call.sample(self.memory)
-        except Exception as error:  # it worked before: told like the others
+        except Exception as error:  # it worked before: reported like the others
             self.found.unmeasurable[key] = _in_a_line(error)
 
     def _call(self, key: str, node: fx.Node) -> TimedCall | None:
@@ -223,7 +223,7 @@ class _Measure:
             call.sample(self.memory)
             call.samples.clear()  # what is set up at the first call is not for every one to pay
             call.sample(self.memory)
-        except Exception as error:  # whatever an operator raises on made-up data is its own affair, and is told
+        except Exception as error:  # whatever an operator raises on made-up data is its own affair, and is reported
             self.found.unmeasurable[key] = _in_a_line(error)
             return None
         return call

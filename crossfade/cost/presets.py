@@ -30,7 +30,7 @@ def preset(name: str) -> Machine:
     if name not in PRESETS:
         near = difflib.get_close_matches(name, PRESETS, n=1)
         raise MachineError(
-            f"the machine {name!r}",
+            f"there is no machine named {name!r}",
             expected=f"one of {', '.join(PRESETS)}",
             remedy=f"did you mean {near[0]}" if near else "take one of them, or measure your own: crossfade calibrate",
         )

@@ -124,7 +124,7 @@ class TimedWalk:
             dying.clear()
             seconds = time.perf_counter() - start
             self._samples[node].append(seconds)
-        except Exception as error:  # whatever an operator raises on made-up data is its own affair, and is told
+        except Exception as error:  # whatever an operator raises on made-up data is its own affair, and is reported
             self.failed[node] = error.with_traceback(None)  # which would hold the round's values
             del self.functions[node]
         if node.users:

@@ -108,10 +108,10 @@ def apply_schedule(program: Program, schedule: Schedule) -> bool:
     unknown = [name for name in schedule.order if name not in by_name]
     if unknown or len(schedule.order) != len(by_name):
         raise RewriteError(
-            f"a schedule of {len(schedule.order)} nodes for a program of {len(by_name)}"
-            + (f", which has no {unknown[0]}" if unknown else ""),
+            f"the schedule has {len(schedule.order)} nodes, the program {len(by_name)}"
+            + (f" and no {unknown[0]}" if unknown else ""),
             expected="the schedule of this program",
-            remedy="plan it anew",
+            remedy="plan it again",
         )
     return reorder(program.graph, [by_name[name] for name in schedule.order])
 
@@ -234,7 +234,7 @@ def _refuse_unless_some_fit(candidates: Sequence[_Candidate], limit: int | None)
         return
     least = best.prediction.peak
     error = MemoryLimitError(
-        f"a program whose live bytes reach {least:,} in the best order found ({best.label})",
+        f"the program's live bytes reach {least:,} in the best order found ({best.label})",
         expected=f"at most {limit:,}, the memory limit, beside inputs and constants",
         remedy=f"raise the limit to at least {least}, shard more (zero3), or use a smaller batch",
     )

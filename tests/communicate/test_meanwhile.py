@@ -73,7 +73,7 @@ def test_a_weights_gradient_joins_and_what_reads_it_goes_below() -> None:
     )
     said = {verdict.subject: (verdict.outcome, verdict.reason, verdict.detail) for verdict in done.history[0].verdicts}
     assert said["of_w"] == (Outcome.FUSED, fuse_scatters_into_matmuls.MEANWHILE, "s")
-    assert said["s"][2] == "ring in 2 pieces, as told, with m, meanwhile of_w"
+    assert said["s"][2] == "ring in 2 pieces, as asked for, with m, meanwhile of_w"
 
 
 def test_a_matmul_further_down_is_raised_with_what_it_needs() -> None:

@@ -149,8 +149,8 @@ def refused() -> list[str]:
 
 def test_what_cannot_be_measured_is_refused_before_anything_travels(ranks: Callable[[int], Ranks]) -> None:
     (alone, cuda, sizes), _ = ranks(2).run(refused)
-    assert alone.startswith("axis 'tp' of one rank: expected at least 2")
-    assert cuda.startswith("gloo for cuda tensors on axis 'dp': expected nccl (gloo's all-gather")
+    assert alone.startswith("axis 'tp' has one rank: expected at least 2")
+    assert cuda.startswith("axis 'dp' would carry cuda tensors over gloo: expected nccl (gloo's all-gather")
     assert sizes.startswith(f"sizes [{MB}, {MB}]: expected at least two different ones")
 
 

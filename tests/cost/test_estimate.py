@@ -200,7 +200,7 @@ def test_collectives_launch_and_travel() -> None:
 
 def test_a_group_of_unknown_size_is_named() -> None:
     program = program_of('x: f32[4] = input("x")\nr = c10d.all_reduce(x, "sum", "dp")\nreturn output("r", r)')
-    with pytest.raises(MachineError, match="no size of group 'dp': expected the number of its ranks"):
+    with pytest.raises(MachineError, match="the size of group 'dp' is not known: expected the number of its ranks"):
         estimate(program, toy_machine())
 
 

@@ -66,7 +66,7 @@ def test_O2_a_memory_limit_is_told_as_the_reason() -> None:
 
 
 def test_O2_a_limit_that_no_order_keeps_is_refused() -> None:
-    with pytest.raises(MemoryLimitError, match=r"a program whose live bytes reach 520.*at least 520"):
+    with pytest.raises(MemoryLimitError, match=r"the program's live bytes reach 520.*at least 520"):
         run_passes(program_of(GATHERS), [OverlapCommunication(TOY, memory_limit=519)])
 
 
