@@ -36,9 +36,9 @@ def bytes_worth_latency(latency: float, seconds_a_byte: float) -> float:
 class Link:
     """What one kind of collective costs: seconds before the first byte between two ranks, and bytes a second.
 
-    `bandwidth` counts what one rank sends, as a perfect algorithm would: a collective among many ranks has the same number
-    as one between two, and a backend that sends more than it need not shows as a lower bandwidth. `piece`
-    is the number of bytes beyond which one collective is slower than several of that size in flight together; None if
+    `bandwidth` counts what one rank sends, as a perfect algorithm would: a collective among many ranks has the same
+    number as one between two, and a backend that sends more than it need not shows as a lower bandwidth. `piece` is the
+    number of bytes beyond which one collective is slower than several of that size in flight together; None if
     it never is, or was not measured.
     """
 

@@ -56,7 +56,8 @@ def test_an_unknown_name_is_answered_with_the_nearest() -> None:
     with pytest.raises(MachineError) as caught:
         preset("ethernet-1gb")
     assert str(caught.value) == (
-        f"there is no machine named 'ethernet-1gb': expected one of {', '.join(NAMES)}. Remedy: did you mean ethernet-1gbit."
+        f"there is no machine named 'ethernet-1gb': expected one of {', '.join(NAMES)}. "
+        "Remedy: did you mean ethernet-1gbit."
     )
     with pytest.raises(MachineError, match="measure your own: crossfade calibrate"):
         preset("?")
