@@ -135,7 +135,5 @@ def _column_scale(scale: Tensor | None, matrix: Tensor) -> Tensor:
 
 def _not_yet(found: str, expected: str) -> NotYetError:
     return NotYetError(
-        f"{found} in a product fused through symmetric memory",
-        expected=expected,
-        remedy="use the form ring or chunked",
+        f"{found} in a product fused through symmetric memory", expected=expected, remedy="use the form ring or chunked"
     )

@@ -188,14 +188,8 @@ class _BucketPlanner:
     def _key(self, collective: Collective) -> Hashable:
         dtype = None if self.policy.mixed_dtypes else collective.dtype
         module = _module_of(collective.node) if self.policy.grouping == "module" else None
-        return (
-            collective.group,
-            collective.group_size,
-            dtype,
-            collective.reduce_op,
-            collective.inputs[0].meta["val"].device,
-            module,
-        )
+        device = collective.inputs[0].meta["val"].device
+        return collective.group, collective.group_size, dtype, collective.reduce_op, device, module
 
     def _why_not(self, bucket: _OpenBucket, collective: Collective) -> str | None:
         if bucket.bytes + collective.bytes > self.policy.cap(bucket.index):

@@ -271,9 +271,8 @@ def _apply(program: Program, plan: GatherMatmul, replaced: Replacements) -> list
     inputs = [(product.other, product.bias, *(product.scales or (None, None))) for product in plan.products]
     kept = (gather.result, *gather.also) if plan.keep else ()
     part, inputs = fx.map_arg((gather.part, inputs), lambda node: current(replaced, node))
-    results = splice(
-        program, functools.partial(_computed, plan, kept), part, inputs, before=plan.place, like=start.node
-    )
+    compute = functools.partial(_computed, plan, kept)
+    results = splice(program, compute, part, inputs, before=plan.place, like=start.node)
     for node, result in zip((*(product.node for product in plan.products), *kept), results, strict=True):
         replaced.replace(node, result)
     for size in plan.sizes:
@@ -295,8 +294,7 @@ def _computed(
 ) -> list[Tensor]:
     """The results of a collective matmul in the shapes that their readers expect, then what is kept for each node.
 
-    Nodes that share memory share what is kept; one with memory of its own gets a copy, since whoever reads it may write
-    it.
+    Nodes that share memory share what is kept; others get copies, since whoever reads one may write it.
     """
     gather = plan.gather
     given = [shaped(product, own) for product, own in zip(plan.products, operands, strict=True)]

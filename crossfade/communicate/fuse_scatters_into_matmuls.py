@@ -189,9 +189,8 @@ class _ScatterPlanner:
 def _another_reader(scatter: Scatter, product: Product) -> fx.Node | None:
     """Whoever reads the matmul's result or a view of it on the way, beside what leads to the scatter."""
     way = _way(scatter, product)
-    return next(
-        (user for node in way - {scatter.result, *scatter.also} for user in node.users if user not in way), None
-    )
+    between = way - {scatter.result, *scatter.also}
+    return next((user for node in between for user in node.users if user not in way), None)
 
 
 def _way(scatter: Scatter, product: Product) -> set[fx.Node]:

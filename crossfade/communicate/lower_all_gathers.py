@@ -71,44 +71,44 @@ class LowerAllGathers(Pass):
     def run(self, program: Program) -> PassResult:
         """Lower each all-gather of the groups named."""
 
-        def lower(collective: Collective, replaced: Replacements) -> tuple[str, str]:
+        def lower(gather: Collective, replaced: Replacements) -> tuple[str, str]:
             reason = "its group's backend is safe only with memory that it is given"
-            return reason, self._lower(program, collective, replaced)
+            return reason, self._lower(program, gather, replaced)
 
         return lower_each(program, Kind.ALL_GATHER, self._reason_against, lower)
 
-    def _lower(self, program: Program, collective: Collective, replaced: Replacements) -> str:
+    def _lower(self, program: Program, gather: Collective, replaced: Replacements) -> str:
         """Lower an all-gather, and say into what if that is several."""
-        if collective.coalesced:
-            detail = _detail(collective)
-            _take_apart(program, collective)
+        if gather.coalesced:
+            detail = _detail(gather)
+            _take_apart(program, gather)
             return detail
-        count = number_of_pieces(collective, self.groups, self.piece_mb)
+        count = number_of_pieces(gather, self.groups, self.piece_mb)
         if count > 1:
-            return f"{_cut(program, collective, count, replaced)} pieces"
-        _give_memory(program, collective)
+            return f"{_cut(program, gather, count, replaced)} pieces"
+        _give_memory(program, gather)
         return ""
 
-    def _reason_against(self, collective: Collective) -> str | None:
-        if collective.group not in self.groups:
+    def _reason_against(self, gather: Collective) -> str | None:
+        if gather.group not in self.groups:
             return "its group's backend gathers safely"
-        if collective.out is not None:
+        if gather.out is not None:
             return "it is given memory to gather into already"
-        if not collective.coalesced and collective.dtype.is_complex:
+        if not gather.coalesced and gather.dtype.is_complex:
             return "complex numbers are gathered as lists only"
         return None
 
 
-def _give_memory(program: Program, collective: Collective) -> None:
+def _give_memory(program: Program, gather: Collective) -> None:
     """Gather into new memory; the node stays what it was called, for those who look it up in the plan's verdicts."""
-    memory, source = _prepared(program, collective, collective.inputs[0])
-    collective.node.target = collectives.GATHER_INTO
-    collective.node.args, collective.node.kwargs = (source, collective.group_size, collective.group), {"out": memory}
+    memory, source = _prepared(program, gather, gather.inputs[0])
+    gather.node.target = collectives.GATHER_INTO
+    gather.node.args, gather.node.kwargs = (source, gather.group_size, gather.group), {"out": memory}
 
 
-def _cut(program: Program, collective: Collective, count: int, replaced: Replacements) -> int:
+def _cut(program: Program, gather: Collective, count: int, replaced: Replacements) -> int:
     """Start pieces where the start stood, put them together where its first wait stood; return how many there are."""
-    ranks, shape = ranks_of(collective), list(collective.node.meta["val"].shape)
+    ranks, shape = ranks_of(gather), list(gather.node.meta["val"].shape)
 
     def cut(value: Tensor) -> tuple[Tensor, ...]:
         return value.contiguous().view(value.numel()).chunk(count)
@@ -116,61 +116,55 @@ def _cut(program: Program, collective: Collective, count: int, replaced: Replace
     def put_together(*started: Tensor) -> Tensor:
         return torch.cat([collectives.wait(piece).view(ranks, -1) for piece in started], 1).view(shape)
 
-    pieces = splice(program, cut, collective.inputs[0], before=collective.node, like=collective.node)
-    started = [_started(program, collective, piece) for piece in pieces]
-    finish_at_its_wait(program, collective, started, put_together, replaced)
+    pieces = splice(program, cut, gather.inputs[0], before=gather.node, like=gather.node)
+    started = [_started(program, gather, piece) for piece in pieces]
+    finish_at_its_wait(program, gather, started, put_together, replaced)
     return len(started)
 
 
-def _take_apart(program: Program, collective: Collective) -> None:
+def _take_apart(program: Program, gather: Collective) -> None:
     """Gather each tensor of a list by itself, all started together."""
-    started = [_started(program, collective, value) for value in collective.inputs]
-    for element in collective.results:
+    started = [_started(program, gather, value) for value in gather.inputs]
+    for element in gather.results:
         element.replace_all_uses_with(started[element.args[1]])  # type: ignore[index]
         program.graph.erase_node(element)
-    program.graph.erase_node(collective.node)
+    program.graph.erase_node(gather.node)
 
 
-def _detail(collective: Collective) -> str:
-    lists = sum(value.meta["val"].is_complex() for value in collective.inputs)
-    return f"{len(collective.inputs)} single ones" + (f", {lists} of complex numbers still as lists" if lists else "")
+def _detail(gather: Collective) -> str:
+    lists = sum(value.meta["val"].is_complex() for value in gather.inputs)
+    return f"{len(gather.inputs)} single ones" + (f", {lists} of complex numbers still as lists" if lists else "")
 
 
-def _started(program: Program, collective: Collective, value: fx.Node) -> fx.Node:
+def _started(program: Program, gather: Collective, value: fx.Node) -> fx.Node:
     if value.meta["val"].is_complex():
-        return _call(program, collective, collectives.GATHER, value, collective.group_size, collective.group)
-    memory, source = _prepared(program, collective, value)
-    return _call(
-        program, collective, collectives.GATHER_INTO, source, collective.group_size, collective.group, out=memory
-    )
+        return _call(program, gather, collectives.GATHER, value, gather.group_size, gather.group)
+    memory, source = _prepared(program, gather, value)
+    return _call(program, gather, collectives.GATHER_INTO, source, gather.group_size, gather.group, out=memory)
 
 
-def _prepared(program: Program, collective: Collective, value: fx.Node) -> tuple[fx.Node, fx.Node]:
+def _prepared(program: Program, gather: Collective, value: fx.Node) -> tuple[fx.Node, fx.Node]:
     """Memory for what is gathered, and what to gather, one element behind the other."""
     like = value.meta["val"]
     kind = {"dtype": like.dtype, "device": like.device}
-    memory = _call(
-        program, collective, torch.ops.aten.empty.memory_format, _gathered_sizes(program, collective, value), **kind
-    )
+    memory = _call(program, gather, torch.ops.aten.empty.memory_format, _gathered_sizes(program, gather, value), **kind)
     if like.is_contiguous():
         return memory, value
-    return memory, splice(program, Tensor.contiguous, value, before=collective.node, like=collective.node)
+    return memory, splice(program, Tensor.contiguous, value, before=gather.node, like=gather.node)
 
 
-def _gathered_sizes(program: Program, collective: Collective, value: fx.Node) -> list[Any]:
+def _gathered_sizes(program: Program, gather: Collective, value: fx.Node) -> list[Any]:
     """Numbers, or nodes where sizes are not known before it runs. Else nothing but the gather uses `value`, as is asked
     for of what is packed into memory kept from step to step."""
     sizes: list[Any] = [
-        _call(program, collective, torch.ops.aten.sym_size.int, value, dim) if isinstance(size, torch.SymInt) else size
+        _call(program, gather, torch.ops.aten.sym_size.int, value, dim) if isinstance(size, torch.SymInt) else size
         for dim, size in enumerate(value.meta["val"].shape)
     ]
     rows, *others = sizes
-    ranks = collective.group_size
-    return [
-        _call(program, collective, operator.mul, rows, ranks) if isinstance(rows, fx.Node) else rows * ranks,
-        *others,
-    ]
+    ranks = gather.group_size
+    whole = _call(program, gather, operator.mul, rows, ranks) if isinstance(rows, fx.Node) else rows * ranks
+    return [whole, *others]
 
 
-def _call(program: Program, collective: Collective, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
-    return insert_call(program, target, *args, before=collective.node, like=collective.node, **kwargs)
+def _call(program: Program, gather: Collective, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+    return insert_call(program, target, *args, before=gather.node, like=gather.node, **kwargs)

@@ -67,22 +67,22 @@ class LowerReduceScatters(Pass):
     def run(self, program: Program) -> PassResult:
         """Lower each reduce-scatter of the groups named."""
 
-        def lower(collective: Collective, replaced: Replacements) -> tuple[str, str]:
-            pieces = number_of_pieces(collective, self.groups, self.piece_mb)
-            count = _lower(program, collective, pieces, replaced)
+        def lower(scatter: Collective, replaced: Replacements) -> tuple[str, str]:
+            pieces = number_of_pieces(scatter, self.groups, self.piece_mb)
+            count = _lower(program, scatter, pieces, replaced)
             return "exchanged, then reduced where it arrives", f"{count} pieces of all-to-all"
 
         return lower_each(program, Kind.REDUCE_SCATTER, self._reason_against, lower)
 
-    def _reason_against(self, collective: Collective) -> str | None:
-        if collective.group not in self.groups:
+    def _reason_against(self, scatter: Collective) -> str | None:
+        if scatter.group not in self.groups:
             return "its group's backend scatters well by itself"
-        if not collective.plain:
+        if not scatter.plain:
             return "only the plain reduce-scatter is lowered"
-        if collective.reduce_op not in _LOCAL:
+        if scatter.reduce_op not in _LOCAL:
             return "its reduction has no local form"
-        value: Tensor = collective.node.meta["val"]
-        if collective.reduce_op == "avg" and not (value.is_floating_point() or value.is_complex()):
+        value: Tensor = scatter.node.meta["val"]
+        if scatter.reduce_op == "avg" and not (value.is_floating_point() or value.is_complex()):
             return "a division of integers would not stay in its dtype"
         if sum(isinstance(size, torch.SymInt) for size in value.shape) > 1:
             return "more than one of its sizes is not known before it runs"
@@ -118,22 +118,22 @@ _LOCAL: dict[str | None, Callable[[Tensor], Tensor]] = {
 """Each reduction, over the parts that arrived from the ranks."""
 
 
-def _lower(program: Program, collective: Collective, count: int, replaced: Replacements) -> int:
+def _lower(program: Program, scatter: Collective, count: int, replaced: Replacements) -> int:
     """Start the pieces where the start stood, reduce where its first wait stood; return how many there are."""
-    ranks, reduce = ranks_of(collective), _LOCAL[collective.reduce_op]
-    shape = _known_sizes(collective.node.meta["val"])
+    ranks, reduce = ranks_of(scatter), _LOCAL[scatter.reduce_op]
+    shape = _known_sizes(scatter.node.meta["val"])
 
     def start(value: Tensor) -> list[Tensor]:
         table = value.contiguous().view(ranks, -1 if -1 in shape else value.numel() // ranks)
         pieces = table.chunk(count, 1) if count > 1 else [table]
-        return [collectives.all_to_all(piece.contiguous(), ranks, collective.group) for piece in pieces]
+        return [collectives.all_to_all(piece.contiguous(), ranks, scatter.group) for piece in pieces]
 
     def finish(*started: Tensor) -> Tensor:
         parts = [reduce(collectives.wait(piece)) for piece in started]  # while the next ones are still on their way
         return (torch.cat(parts) if len(parts) > 1 else parts[0]).view(shape)
 
-    started = splice(program, start, collective.inputs[0], before=collective.node, like=collective.node)
-    finish_at_its_wait(program, collective, started, finish, replaced)
+    started = splice(program, start, scatter.inputs[0], before=scatter.node, like=scatter.node)
+    finish_at_its_wait(program, scatter, started, finish, replaced)
     return len(started)
 
 

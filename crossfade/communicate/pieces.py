@@ -49,16 +49,16 @@ def ranks_of(collective: Collective) -> int:
 
 def finish_at_its_wait(
     program: Program,
-    collective: Collective,
-    started: Sequence[fx.Node],
+    whole: Collective,
+    pieces: Sequence[fx.Node],
     finish: Callable[..., Tensor],
     replaced: Replacements,
 ) -> None:
     """Let pieces that were started take a collective's place: `finish` waits for them where its first wait stood."""
-    result = splice(program, finish, *started, before=min(collective.waits), like=collective.node)
-    for wait in collective.waits:
+    result = splice(program, finish, *pieces, before=min(whole.waits), like=whole.node)
+    for wait in whole.waits:
         replaced.replace(wait, result)
-    replaced.drop(collective.node)
+    replaced.drop(whole.node)
 
 
 def check_pieces(name: str, groups: tuple[str, ...], piece_mb: Megabytes) -> None:

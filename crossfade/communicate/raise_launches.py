@@ -77,16 +77,13 @@ def _places(order: Order, starts: list[fx.Node]) -> dict[fx.Node, int]:
 
 def _held_longer(collective: collectives.Collective) -> Verdict:
     reason = "starting it earlier would hold what it gathers for longer"
-    return Verdict.of(
-        collective.node, Outcome.LEFT, reason, remedy="gathers=True starts it early", bytes=collective.bytes
-    )
+    remedy = "gathers=True starts it early"
+    return Verdict.of(collective.node, Outcome.LEFT, reason, remedy=remedy, bytes=collective.bytes)
 
 
 def _verdict(collective: collectives.Collective, last: fx.Node, passed: int) -> Verdict:
     if passed:
-        detail = f"{passed} nodes earlier, after {last.name}"
-        return Verdict.of(
-            collective.node, Outcome.MOVED, "started as early as it can be", detail=detail, bytes=collective.bytes
-        )
+        reason, detail = "started as early as it can be", f"{passed} nodes earlier, after {last.name}"
+        return Verdict.of(collective.node, Outcome.MOVED, reason, detail=detail, bytes=collective.bytes)
     reason, detail = "it already starts as early as it can", f"after {last.name}"
     return Verdict.of(collective.node, Outcome.LEFT, reason, detail=detail, bytes=collective.bytes)

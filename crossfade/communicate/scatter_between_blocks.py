@@ -102,9 +102,7 @@ class ScatterBetweenBlocks(Pass):
 
     def run(self, program: Program) -> PassResult:
         """Plan and carry out one group after the other: what one leaves is the next one's program."""
-        found = dict.fromkeys(
-            collective.group for collective in collectives.find(program.graph) if collective.kind is Kind.ALL_REDUCE
-        )
+        found = dict.fromkeys(start.group for start in collectives.find(program.graph) if start.kind is Kind.ALL_REDUCE)
         counts = dict.fromkeys(("scattered", "gathered", "summed", "cut", "left"), 0)
         verdicts: list[Verdict] = []
         for group in [group for group in found if not self.groups or group in self.groups]:
@@ -167,9 +165,7 @@ def plan_scatters(program: Program, group: str, options: ScatterBetweenBlocks | 
         else:
             detail = f"{ranks} ranks, {_shape(collective)}"
             remedy = f"say it: groups={{{group!r}: ...}}" if not ranks else ""
-            left.append(
-                Verdict.of(collective.node, Outcome.LEFT, reason, detail=detail, remedy=remedy, bytes=collective.bytes)
-            )
+            left.append(_left(collective, reason, detail, remedy))
     weighing = _Weighing(program, options)
     best: tuple[tuple[int, int, bool, int], list[TokenRegion], list[Verdict]] | None = None
     preferred = sorted({dim for collective in taken for _, dim in _cuts(collective, ranks)})
@@ -180,11 +176,10 @@ def plan_scatters(program: Program, group: str, options: ScatterBetweenBlocks | 
             if refusal is None:
                 pays.append(region)
             else:
-                declined += [_declined(seed, *refusal) for seed in region.seeds]
-        thin = any(
-            seed.value.meta["val"].shape[seed.dim] < _LEAST_ROWS * ranks for region in pays for seed in region.seeds
-        )
-        rank = (-sum(len(region.seeds) for region in pays), sum(region.bytes_after for region in pays), thin, dim)
+                declined += [_left(seed.collective, *refusal) for seed in region.seeds]
+        seeds = [seed for region in pays for seed in region.seeds]
+        thin = any(seed.value.meta["val"].shape[seed.dim] < _LEAST_ROWS * ranks for seed in seeds)
+        rank = (-len(seeds), sum(region.bytes_after for region in pays), thin, dim)
         if best is None or rank < best[0]:
             best = rank, pays, declined
     _, regions, declined = best or (None, [], [])
@@ -324,8 +319,7 @@ def _readers(node: fx.Node, inside: set[fx.Node]) -> list[fx.Node]:
     return list(found)
 
 
-def _declined(seed: Seed, reason: str, detail: str, remedy: str) -> Verdict:
-    collective = seed.collective
+def _left(collective: Collective, reason: str, detail: str, remedy: str) -> Verdict:
     return Verdict.of(collective.node, Outcome.LEFT, reason, detail=detail, remedy=remedy, bytes=collective.bytes)
 
 

@@ -232,21 +232,8 @@ def forecast_scatter(
         >>> print(forecast_scatter(machine, "tp", 2, 10**9, 1e-6, rows=8000).best)  # nothing to hide it under
         None
     """
-    return _considered(
-        Exchange(
-            machine,
-            axis,
-            ranks,
-            scattered_bytes,
-            matmul_seconds,
-            rows,
-            each=each,
-            meanwhile_seconds=meanwhile_seconds,
-        ),
-        Kind.REDUCE_SCATTER,
-        forms,
-        chunks,
-    )
+    work = Exchange(machine, axis, ranks, scattered_bytes, matmul_seconds, rows, 1, each, meanwhile_seconds)
+    return _considered(work, Kind.REDUCE_SCATTER, forms, chunks)
 
 
 def forecast(work: Exchange, kind: Kind, form: str, chunks: int) -> Forecast:

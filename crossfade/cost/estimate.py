@@ -24,11 +24,7 @@ from crossfade.graph.program import Program
 
 
 def estimate(
-    program: Program,
-    machine: Machine,
-    measured: Mapping[str, float] | None = None,
-    *,
-    threads: int | None = None,
+    program: Program, machine: Machine, measured: Mapping[str, float] | None = None, *, threads: int | None = None
 ) -> Costs:
     """The seconds of every node: what `measured` says under its key (`crossfade.cost.keys.key_of`), else analytic.
 

@@ -137,9 +137,8 @@ def _gathered_products(given: Mapping[str, Any], _: tuple[TensorDescription, ...
 def _scattered_product(given: Mapping[str, Any], _: tuple[TensorDescription, ...]) -> float:
     others = given.get("meanwhile", ())
     matrices = read_product("mk,kn->mn")
-    meanwhile = sum(
-        equation_flops(matrices, left, other) for left, other in zip(others[::2], others[1::2], strict=True)
-    )
+    pairs = zip(others[::2], others[1::2], strict=True)
+    meanwhile = sum(equation_flops(matrices, left, right) for left, right in pairs)
     return equation_flops(read_product(given["product"]), given["left"], given["right"]) + meanwhile
 
 

@@ -27,9 +27,8 @@ class Lanes:
         if self._slows is None:
             self.now += seconds
             return
-        busy = sorted(
-            (until, share) for until, share in zip(self.free, self._slows, strict=True) if until > self.now and share
-        )
+        links = zip(self.free, self._slows, strict=True)
+        busy = sorted((until, share) for until, share in links if until > self.now and share)
         slower = 1 + sum(share for _, share in busy)
         for until, share in busy:
             work = (until - self.now) / slower

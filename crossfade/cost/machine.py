@@ -271,9 +271,7 @@ def _check(machine: Machine) -> None:
     for dtype, rate in _mapping(machine.flops, "flops").items():
         _number(rate, f"flops.{dtype}")
     if "float32" not in machine.flops:
-        raise MachineError(
-            "flops.float32 is missing", expected="at least that dtype", remedy="add it, or calibrate again"
-        )
+        raise MachineError("flops.float32 is missing", expected="that dtype at least", remedy="add it, or calibrate")
     _number(machine.memory_bandwidth, "memory_bandwidth")
     _number(machine.overhead, "overhead", least=0)
     if machine.memory is not None:

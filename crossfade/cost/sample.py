@@ -37,9 +37,8 @@ class TimedCall:
         self.samples.append(_on_cuda(self.function, sets) if self.device == "cuda" else _on_cpu(self.function, *sets))
 
     def _arguments(self, memory: SampleMemory, written: set[fx.Node]) -> _Arguments:
-        values = {
-            source: memory.value(source.meta.get("val"), source in written) for source in self.node.all_input_nodes
-        }
+        inputs = self.node.all_input_nodes
+        values = {source: memory.value(source.meta.get("val"), source in written) for source in inputs}
         return fx.map_arg((self.node.args, self.node.kwargs), values.__getitem__)
 
 

@@ -58,9 +58,8 @@ class TimedWalk:
         writes = {node: {self._roots[target] for target in written_inputs(node)} for node in program.graph.nodes}
         self._written = set().union(*writes.values())
         self._sharing = _sharing(program, self._roots)
-        self.functions = {
-            node: function for node, function in functions.items() if writes[node].isdisjoint(self._sharing)
-        }
+        apart = [node for node in functions if writes[node].isdisjoint(self._sharing)]
+        self.functions = {node: functions[node] for node in apart}
         self._samples: dict[fx.Node, list[float]] = {node: [] for node in self.functions}
         self._totals: list[float] = []
         self._usual = 1.0

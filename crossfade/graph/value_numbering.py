@@ -131,7 +131,7 @@ def _reads_numbers(node: fx.Node) -> bool:
     if node.target is operator.getitem:
         source: Any = node.args[0]
         return _makes_a_list(source.target) or is_chosen_by_numbers(source)
-    return _name(node.target) not in _NUMBERS_ARE_SIZES and _has_numbers((node.args, tuple(node.kwargs.values())))
+    return aten_name(node.target) not in _NUMBERS_ARE_SIZES and _has_numbers((node.args, tuple(node.kwargs.values())))
 
 
 def _has_numbers(value: Any) -> bool:
@@ -181,7 +181,8 @@ def _places_of(target: Any) -> tuple[dict[str, int], dict[Any, Hashable]]:
 
 
 @remembered
-def _name(target: Any) -> str:
+def aten_name(target: Any) -> str:
+    """The name of an ATen operator, whatever its overload."""
     schema = getattr(target, "_schema", None)
     return schema.name.removeprefix("aten::") if schema is not None else ""
 

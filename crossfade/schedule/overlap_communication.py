@@ -66,12 +66,10 @@ class OverlapCommunication(Pass):
         return PassResult(changed, {"hidden": hidden, "exposed": len(verdicts) - hidden}, verdicts)
 
 
-def _verdict(collective: collectives.Collective, outlook: CollectiveOutlook) -> Verdict:
+def _verdict(start: collectives.Collective, outlook: CollectiveOutlook) -> Verdict:
     travels = f"travels {1e3 * outlook.travel:.3f} ms"
     if outlook.reason == HIDDEN:
-        return Verdict.of(collective.node, Outcome.HIDDEN, HIDDEN, detail=travels, bytes=collective.bytes)
+        return Verdict.of(start.node, Outcome.HIDDEN, HIDDEN, detail=travels, bytes=start.bytes)
     detail = f"{travels}, exposed {1e3 * outlook.exposed:.3f} ms"
     remedy = "raise memory_limit" if outlook.reason == MEMORY else ""
-    return Verdict.of(
-        collective.node, Outcome.EXPOSED, outlook.reason, detail=detail, remedy=remedy, bytes=collective.bytes
-    )
+    return Verdict.of(start.node, Outcome.EXPOSED, outlook.reason, detail=detail, remedy=remedy, bytes=start.bytes)

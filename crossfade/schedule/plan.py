@@ -227,9 +227,8 @@ def _best(candidates: Sequence[_Candidate], limit: int | None) -> _Candidate:
 
 
 def _refuse_unless_some_fit(candidates: Sequence[_Candidate], limit: int | None) -> None:
-    best = min(
-        (candidate for candidate in candidates if candidate.firm), key=lambda candidate: candidate.prediction.peak
-    )
+    firm = [candidate for candidate in candidates if candidate.firm]
+    best = min(firm, key=lambda candidate: candidate.prediction.peak)
     if limit is None or best.fits(limit):
         return
     least = best.prediction.peak

@@ -12,10 +12,9 @@ from torch import Tensor, fx
 from crossfade.graph import collectives
 from crossfade.graph.aliasing import Aliasing
 from crossfade.graph.effects import alias_roots, written_inputs
-from crossfade.graph.operators import remembered
 from crossfade.graph.passes import Numerics, Outcome, Pass, PassResult, Verdict
 from crossfade.graph.program import Program, paused_garbage_collection, tensor_bytes
-from crossfade.graph.value_numbering import ValueNumbers, is_chosen_by_numbers, is_list
+from crossfade.graph.value_numbering import ValueNumbers, aten_name, is_chosen_by_numbers, is_list
 
 # fmt: off
 _ALWAYS_VIEWS = frozenset({
@@ -197,11 +196,5 @@ def _communicating(nodes: list[fx.Node]) -> set[fx.Node]:
     return before | behind
 
 
-@remembered
-def _name(target: Any) -> str:
-    schema = getattr(target, "_schema", None)
-    return schema.name.removeprefix("aten::") if schema is not None else ""
-
-
 def _is_view(target: Any) -> bool:
-    return target is operator.getitem or _name(target) in _ALWAYS_VIEWS
+    return target is operator.getitem or aten_name(target) in _ALWAYS_VIEWS

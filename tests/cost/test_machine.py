@@ -114,7 +114,7 @@ REFUSED: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
     "number for text": (lambda m: m.update(name=5), "name = 5: expected text"),
     "list for fabrics": (lambda m: m.update(fabrics=[]), "fabrics = []: expected an object"),
     "list for flops": (lambda m: m.update(flops=[1]), "flops = [1]: expected an object"),
-    "no float32": (lambda m: m["flops"].pop("float32"), "flops.float32 is missing: expected at least that dtype"),
+    "no float32": (lambda m: m["flops"].pop("float32"), "flops.float32 is missing: expected that dtype at least"),
 }
 
 
