@@ -106,7 +106,7 @@ class Meanwhile:
 
 
 class ScatteredProduct:
-    """A product of which pieces are sent away, and what comes from others for the own block is added up.
+    """A product of which pieces are sent away, and what comes from others for this rank's block is added up.
 
     >>> left, right = torch.arange(4.0).view(4, 1), torch.ones(1, 1)
     >>> call = MatmulScatterCall(left, right, None, [], "mk,kn->mn", 0, "sum", 2, "chunked", 1, "tp")

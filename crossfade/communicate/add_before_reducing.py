@@ -120,7 +120,7 @@ def _see(node: fx.Node, terms: dict[fx.Node, _Term]) -> None:
 
 
 def _is_step(node: fx.Node, source: _Term) -> bool:
-    """Whether a node does nothing but one of the linear things to a term."""
+    """Whether a node does nothing to a term but what commutes with adding."""
     if (
         node.target not in _LINEAR[source.start.kind]
         or node.args[:1] != (source.node,)

@@ -39,7 +39,7 @@ _PIECE_SECONDS = 5e-5
 """What a piece costs beside what is forecast: the host's work to cut, start and await it (45 to 57 us measured)."""
 
 _LEAST_SECONDS = {"cpu": (3e-4, 2e-4), "cuda": (0.0, _PIECE_SECONDS)}
-"""What one must save at least, and for each piece, by device. On a CPU the threads that carry a piece are waked,
+"""What each must save at least, and for each piece, by device. On a CPU the threads that carry a piece are woken,
 and take time from those that compute (gloo on loopback, 2026-11-16: 0.5 ms for one piece, 0.2 to 0.8 for each more)."""
 
 _MOST = 0.9

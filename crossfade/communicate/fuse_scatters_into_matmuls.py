@@ -34,7 +34,7 @@ from crossfade.graph.splice import Replacements, splice
 
 NO_MATMUL = "no matmul makes what it scatters"
 USED = "something else reads the matmul's result before it is scattered"
-SUMMED = "the parts are no equal parts of one dim of the matmul"
+SUMMED = "the parts are not equal parts of one dim of the matmul"
 MEANWHILE = "is computed while another's result travels"
 
 

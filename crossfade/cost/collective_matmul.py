@@ -199,7 +199,7 @@ def forecast_gather(
         >>> fabric = Fabric(dict.fromkeys(Kind, Link(latency=0.0, bandwidth=1e9)))
         >>> machine = Machine("two desktops", {"*": fabric}, {"float32": 5e10}, memory_bandwidth=1e10)
         >>> found = forecast_gather(machine, "tp", 2, 10**9, 0.5, rows=8000, forms=("chunked",), chunks=(1, 2))
-        >>> print(f"{found.plain:.2f}", *(f"{one.chunks}: {one.seconds:.2f}" for one in found.considered))
+        >>> print(f"{found.plain:.2f}", *(f"{way.chunks}: {way.seconds:.2f}" for way in found.considered))
         1.00 2: 0.63 1: 0.75
     """
     work = Exchange(machine, axis, ranks, gathered_bytes, matmul_seconds, rows, products, each)
@@ -292,7 +292,7 @@ def _gather_chunked(work: Exchange, lane: _Exchanging, chunks: int) -> None:
     ranks, rows, overhead = work.ranks, work.rows / chunks, work.machine.overhead * work.products
     arrivals = [lane.launch(work.travel(Kind.ALL_GATHER, chunks)) for _ in range(chunks)]
     lane.compute(work.compute(1 / ranks, work.rows))
-    calls = min(2, ranks - 1)  # blocks before the own one, and behind it
+    calls = min(2, ranks - 1)  # blocks before this rank's own, and behind it
     for arrival in arrivals:
         lane.wait(arrival)
         lane.compute(work.compute((ranks - 1) / ranks / chunks, rows, calls) + calls * overhead)

@@ -41,7 +41,7 @@ class TensorDescription(NamedTuple):
 def described(value: Any) -> tuple[TensorDescription, ...]:
     """The tensors of a node's value.
 
-    >>> [str(one) for one in described([torch.empty(2, 3), torch.empty(2, 3).t(), 5])]
+    >>> [str(tensor) for tensor in described([torch.empty(2, 3), torch.empty(2, 3).t(), 5])]
     ['f32[2,3]', 'f32[3,2]/1,3']
     >>> described(torch.empty(4, 1).expand(4, 8))[0].bytes
     16

@@ -90,7 +90,8 @@ class Load:
         A gather is copied on its way in, where it is this rank's part only, and out; others are given out as views.
 
         >>> load = Load(Kind.ALL_GATHER, "dp", 100, 10**6, 1e-5, 1e-8, launch=1e-3, hides=2.0, ranks=2)
-        >>> [round(one.alone(3e9)) for one in (load, replace(load, kind=Kind.ALL_REDUCE), replace(load, latency=1e-2))]
+        >>> loads = load, replace(load, kind=Kind.ALL_REDUCE), replace(load, latency=1e-2)
+        >>> [round(load.alone(3e9)) for load in loads]
         [1000000, 1500000, 4000000]
         """
         copies = 1 + 1 / self.ranks if self.kind is Kind.ALL_GATHER else 1

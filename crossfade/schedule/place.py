@@ -29,11 +29,11 @@ is late: that much of what gathers make is held longer than hiding them takes.""
 _SETTLED = 1.0
 """How much longer it may travel until nothing is risked by waiting for it only to let go of memory."""
 _LOOK_AHEAD = 16
-"""How many launches ahead are looked through for a more urgent one."""
+"""Among how many of the next launches a more urgent one is looked for."""
 
 
 def lane_of(problem: SchedulingProblem, order: Sequence[int]) -> list[int]:
-    """The computation of an order: what is neither launched nor waited for, nor only takes such a thing apart.
+    """The computation of an order: what is neither launched nor waited for, nor only takes a result of these apart.
 
     A launch that needs another collective's result stays: to have it started, it may pay to stand still for that.
     """
