@@ -76,7 +76,7 @@ def test_O4_measured_seconds_decide() -> None:
     summing = next(node for node in program.graph.nodes if node.name == "a")
     half = OverlapCommunication(replace(TOY, overhead=0.5))
     whole = replace(half, measured=((key_of(summing), 2.0),))
-    first, second = (run_passes(program, [program]).history[0].verdicts[1] for program in (half, whole))
+    first, second = (run_passes(program, [pass_]).history[0].verdicts[1] for pass_ in (half, whole))
     assert (first.reason, first.detail) == (BUSY, "travels 1000.000 ms, exposed 500.000 ms")
     assert second.reason == HIDDEN
 
