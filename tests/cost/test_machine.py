@@ -81,7 +81,7 @@ REFUSED: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
     ),
     "missing number": (
         lambda m: m["fabrics"]["*"]["links"]["all_reduce"].pop("latency"),
-        f"no {LINK}.latency: expected every field",
+        f"{LINK}.latency is missing: expected every field",
     ),
     "unknown field": (
         lambda m: m.update(speed=1),
