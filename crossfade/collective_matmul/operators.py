@@ -14,71 +14,50 @@ from torch import Tensor
 from crossfade.collective_matmul import chunked, ring
 from crossfade.collective_matmul.pieces import GatheredProducts, Meanwhile, ScatteredProduct
 from crossfade.errors import MeshError, NotYetError
-from crossfade.graph.collective_matmul import GATHER_MATMUL, MATMUL_SCATTER, MATMUL_SCATTER_MEANWHILE, check_run, pairs
+from crossfade.graph.collective_matmul import (
+    GATHER_MATMUL,
+    MATMUL_SCATTER,
+    MATMUL_SCATTER_MEANWHILE,
+    GatherMatmulCall,
+    MatmulScatterCall,
+    pairs,
+)
 from crossfade.graph.private import group_named
 
 _EXCHANGES = {"chunked": chunked, "ring": ring}
 
 
-def _gather_matmul(
-    part: Tensor,
-    others: list[Tensor],
-    biases: list[Tensor | None],
-    scales: list[Tensor | None],
-    products: list[str],
-    dim: int,
-    ranks: int,
-    form: str,
-    chunks: int,
-    keep: bool,
-    group_name: str,
-) -> list[Tensor]:
-    check_run(ranks, form, chunks)
-    if form == "symmetric" and ranks > 1:
+def _gather_matmul(*given: Any) -> list[Tensor]:
+    call = GatherMatmulCall(*given)
+    if call.form == "symmetric" and call.ranks > 1:
         from crossfade.collective_matmul import symmetric  # registers operators that few need
 
-        _own_rank(part, ranks, form, group_name)
-        return symmetric.gather(part, others, biases, scales, products, dim, ranks, keep, group_name)
-    gathered = GatheredProducts(part, others, biases, scales, products, dim, ranks, keep)
-    if ranks == 1:
-        gathered.take(part.unsqueeze(0), (0, 1), (0, part.shape[dim]))
+        _own_rank(call.part, call)
+        return symmetric.gather(call)
+    gathered = GatheredProducts(call)
+    if call.ranks == 1:
+        gathered.take(call.part.unsqueeze(0), (0, 1), (0, call.part.shape[call.dim]))
     else:
-        rank = _own_rank(part, ranks, form, group_name)
-        _EXCHANGES[form].gather(gathered, chunks, rank, group_name)
+        _EXCHANGES[call.form].gather(gathered, call.chunks, _own_rank(call.part, call), call.group)
     return gathered.results()
 
 
-def _matmul_scatter(
-    left: Tensor,
-    right: Tensor,
-    bias: Tensor | None,
-    scales: list[Tensor | None],
-    product: str,
-    dim: int,
-    reduce_op: str,
-    ranks: int,
-    form: str,
-    chunks: int,
-    group_name: str,
-    *,
-    others: Meanwhile | None = None,
-) -> Tensor:
-    check_run(ranks, form, chunks)
-    if form == "symmetric" and ranks > 1:
+def _matmul_scatter(*given: Any, others: Meanwhile | None = None) -> Tensor:
+    call = MatmulScatterCall(*given)
+    if call.form == "symmetric" and call.ranks > 1:
         from crossfade.collective_matmul import symmetric
 
-        _own_rank(left, ranks, form, group_name)
-        result = symmetric.scatter(left, right, bias, scales, product, dim, reduce_op, ranks, group_name)
+        _own_rank(call.left, call)
+        result = symmetric.scatter(call)
         if others is not None:  # torch's kernels leave no time for it
             others.compute(1.0)
         return result
-    scattered = ScatteredProduct(left, right, bias, scales, product, dim, reduce_op, ranks, others)
-    if ranks == 1:
+    scattered = ScatteredProduct(call, others)
+    if call.ranks == 1:
         scattered.compute((0, 1), (0, scattered.rows), scattered.result.unsqueeze(0))
         scattered.compute_others(1.0)
     else:
-        rank = _own_rank(left, ranks, form, group_name)
-        _EXCHANGES[form].scatter(scattered, chunks, rank, group_name)
+        _EXCHANGES[call.form].scatter(scattered, call.chunks, _own_rank(call.left, call), call.group)
     return scattered.result
 
 
@@ -90,18 +69,18 @@ def _matmul_scatter_meanwhile(*given: Any) -> list[Tensor]:
     return [result, *others.results]
 
 
-def _own_rank(tensor: Tensor, ranks: int, form: str, name: str) -> int:
+def _own_rank(tensor: Tensor, call: GatherMatmulCall | MatmulScatterCall) -> int:
     """This process's rank in the group, once the group is as large as the program says and can exchange so."""
-    group = group_named(name)
-    if group.size() != ranks:
+    group = group_named(call.group)
+    if group.size() != call.ranks:
         raise MeshError(
-            f"a group {name} of {group.size()} ranks for a product over {ranks}",
-            expected=f"{ranks} ranks",
+            f"the group {call.group} has {group.size()} ranks, and a product is exchanged between {call.ranks}",
+            expected=f"{call.ranks} ranks",
             remedy="run the program on a mesh of the size it was made for",
         )
-    if tensor.is_cuda and form != "symmetric" and dist.get_backend(group) == "gloo":
+    if tensor.is_cuda and call.form != "symmetric" and dist.get_backend(group) == "gloo":
         raise NotYetError(
-            f"a product of CUDA tensors fused in the form {form} over gloo",
+            f"a product of CUDA tensors is exchanged in the form {call.form} over gloo",
             expected="NCCL, which exchanges CUDA tensors beside computation",
             remedy="use NCCL, or the form symmetric within one machine",
         )

@@ -17,7 +17,7 @@ from crossfade.collective_matmul.products import (
     scale_by_rows,
     wide,
 )
-from crossfade.graph.collective_matmul import Equation, gathered_shapes, read_product, scattered_shape
+from crossfade.graph.collective_matmul import Equation, GatherMatmulCall, MatmulScatterCall, read_product
 
 Span = tuple[int, int]
 """Start and size: of neighbouring ranks, or of rows of each rank's block."""
@@ -27,38 +27,27 @@ class GatheredProducts:
     """The products of a tensor of which pieces arrive, and (with `keep`) the tensor itself.
 
     >>> part, weight = torch.ones(2, 3), torch.ones(3, 1)
-    >>> products = GatheredProducts(part, [weight], [None], [], ["mk,kn->mn"], dim=0, ranks=2, keep=False)
+    >>> call = GatherMatmulCall(part, [weight], [None], [], ["mk,kn->mn"], 0, 2, "chunked", 1, False, "tp")
+    >>> products = GatheredProducts(call)
     >>> products.take(part[None], (1, 1), (0, 2))
     >>> products.take(part[None, :1], (0, 1), (1, 1))
     >>> products.results()[0][1:].tolist()
     [[3.0], [3.0], [3.0]]
     """
 
-    def __init__(
-        self,
-        part: Tensor,
-        others: Sequence[Tensor],
-        biases: Sequence[Tensor | None],
-        scales: Sequence[Tensor | None],
-        products: Sequence[str],
-        dim: int,
-        ranks: int,
-        keep: bool,
-    ) -> None:
-        self.part, self.dim, self.ranks, self.keep = part, dim, ranks, keep
+    def __init__(self, call: GatherMatmulCall) -> None:
+        self.part, self.dim, self.ranks, self.keep = call.part, call.dim, call.ranks, call.keep
         self._products: list[_Placed | _Summed] = []
-        shapes = gathered_shapes(part, others, biases, scales, products, dim, ranks)
-        whole = list(part.shape)
-        whole[dim] *= ranks
-        for index, (product, other, bias) in enumerate(zip(products, others, biases, strict=True)):
+        shapes, whole = call.shapes(), call.whole()
+        for index, (product, other, bias) in enumerate(zip(call.products, call.others, call.biases, strict=True)):
             equation, (shape, dtype) = read_product(product), shapes[index]
-            result = part.new_empty(shape, dtype=dtype)
-            kind = _Placed if equation.first[dim] in equation.result else _Summed
-            pair = scales[2 * index : 2 * index + 2]
-            scaling = _scaling(pair, equation, equation.first[dim], whole, other.shape, ranks)
-            self._products.append(kind(equation, equation.first[dim], other, bias, scaling, result, ranks))
-        self._whole = part.new_empty(whole) if keep else None
-        self._blocks = None if self._whole is None else blocked(self._whole, dim, ranks)
+            letter = equation.first[self.dim]
+            result = self.part.new_empty(shape, dtype=dtype)
+            kind = _Placed if letter in equation.result else _Summed
+            scaling = _scaling(call.scales_of(index), equation, letter, whole, other.shape, self.ranks)
+            self._products.append(kind(equation, letter, other, bias, scaling, result, self.ranks))
+        self._whole = self.part.new_empty(whole) if self.keep else None
+        self._blocks = None if self._whole is None else blocked(self._whole, self.dim, self.ranks)
 
     def place(self, rank: int, rows: Span) -> Tensor | None:
         """Where a rank's rows can be received without a copy: in the kept tensor, if they lie together there."""
@@ -104,49 +93,40 @@ class Meanwhile:
 
     def __init__(self, pairs: Sequence[tuple[Tensor, Tensor]] = ()) -> None:
         self._pairs, self._done = pairs, 0.0
-        self.results = [one.new_empty(one.shape[0], other.shape[1]) for one, other in pairs]
+        self.results = [left.new_empty(left.shape[0], right.shape[1]) for left, right in pairs]
         """Whole once everything up to 1.0 is computed."""
 
     def compute(self, until: float) -> None:
         """Compute the rows of each up to this share of all."""
-        for (one, other), result in zip(self._pairs, self.results, strict=True):
-            start, end = (round(one.shape[0] * share) for share in (self._done, until))
+        for (left, right), result in zip(self._pairs, self.results, strict=True):
+            start, end = (round(left.shape[0] * share) for share in (self._done, until))
             if end > start:
-                torch.mm(one[start:end], other, out=result[start:end])
+                torch.mm(left[start:end], right, out=result[start:end])
         self._done = until
 
 
 class ScatteredProduct:
-    """A product of which pieces are sent away, and what comes from others for the own block is added up.
+    """A product of which pieces are sent away, and what comes from others for this rank's block is added up.
 
     >>> left, right = torch.arange(4.0).view(4, 1), torch.ones(1, 1)
-    >>> product = ScatteredProduct(left, right, None, [], "mk,kn->mn", dim=0, reduce_op="sum", ranks=2)
+    >>> call = MatmulScatterCall(left, right, None, [], "mk,kn->mn", 0, "sum", 2, "chunked", 1, "tp")
+    >>> product = ScatteredProduct(call)
     >>> product.computed((1, 1), (0, 2)).tolist()
     [[[2.0], [3.0]]]
     """
 
-    def __init__(
-        self,
-        left: Tensor,
-        right: Tensor,
-        bias: Tensor | None,
-        scales: Sequence[Tensor | None],
-        product: str,
-        dim: int,
-        reduce_op: str,
-        ranks: int,
-        others: Meanwhile | None = None,
-    ) -> None:
-        shape, self.dtype = scattered_shape(left, right, bias, scales, product, dim, reduce_op, ranks)
-        equation = read_product(product)
+    def __init__(self, call: MatmulScatterCall, others: Meanwhile | None = None) -> None:
+        left, right, dim, ranks = call.left, call.right, call.dim, call.ranks
+        shape, self.dtype = call.shape()
+        equation = read_product(call.product)
         letter = equation.result[dim]
-        self.dim, self.ranks, self.rows, self.mean = dim, ranks, shape[dim], reduce_op == "avg"
+        self.dim, self.ranks, self.rows, self.mean = dim, ranks, shape[dim], call.reduce_op == "avg"
         self.result = left.new_empty(shape, dtype=self.dtype)
         """This rank's part; `finish` makes it complete."""
         self._left = _Cut(left, equation.first, letter, ranks)
         self._right = _Cut(right, equation.second, letter, ranks)
-        self._bias = _cut_bias(bias, equation, letter, ranks)
-        self._scaling = _scaling(scales, equation, letter, left.shape, right.shape, ranks)
+        self._bias = _cut_bias(call.bias, equation, letter, ranks)
+        self._scaling = _scaling(call.scales, equation, letter, left.shape, right.shape, ranks)
         rank = rank_letter(equation)
         self._letters = (self._left.letters(rank), self._right.letters(rank), rank + equation.result)
         self.compute_others = (others or Meanwhile()).compute
@@ -173,8 +153,8 @@ class ScatteredProduct:
         """Add what others sent for some rows (along a new first dim) to the result's, and take the mean if asked."""
         place = self.result.narrow(self.dim, *rows)
         if wide(self.dtype) == self.dtype:
-            for one in received:
-                place.add_(one)
+            for block in received:
+                place.add_(block)
             total = place
         else:
             total = received.sum(0, dtype=wide(self.dtype)).add_(place)

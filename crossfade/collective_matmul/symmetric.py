@@ -13,35 +13,24 @@ from torch import Tensor
 
 from crossfade.collective_matmul.products import scale_by_rows
 from crossfade.errors import NotYetError
-from crossfade.graph.collective_matmul import Equation, gathered_shapes, read_product, scattered_shape
+from crossfade.graph.collective_matmul import Equation, GatherMatmulCall, MatmulScatterCall, read_product
 from crossfade.graph.private import group_named, symmetric_products
 
 
-def gather(
-    part: Tensor,
-    others: Sequence[Tensor],
-    biases: Sequence[Tensor | None],
-    scales: Sequence[Tensor | None],
-    products: Sequence[str],
-    dim: int,
-    ranks: int,
-    keep: bool,
-    group: str,
-) -> list[Tensor]:
+def gather(call: GatherMatmulCall) -> list[Tensor]:
     """The products, and the gathered tensor if it is kept."""
-    shapes = gathered_shapes(part, others, biases, scales, products, dim, ranks)
-    equations = [read_product(product) for product in products]
+    part, others, scales, dim, group = call.part, call.others, call.scales, call.dim, call.group
+    shapes = call.shapes()
+    equations = [read_product(product) for product in call.products]
     known = symmetric_products()
     _check(part, equations)
     if dim == part.dim() - 1 and (not known.gathers_last_dim or any(scale is not None for scale in scales)):
         raise _not_yet(f"a gather along the last of {part.dim()} dims", "rows, or with a later torch a plain product")
     if any(scale is not None for scale in scales):
-        whole = list(part.shape)
-        whole[dim] *= ranks
         gathered, results = torch.ops.symm_mem.fused_all_gather_scaled_matmul(
             part,
             [_in_columns(other) for other in others],
-            _shared_scale(scales, equations[0], whole),
+            _shared_scale(scales, equations[0], call.whole()),
             [_column_scale(scale, other) for scale, other in zip(scales[1::2], others, strict=True)],
             dim,
             group,
@@ -51,28 +40,20 @@ def gather(
             [equation.fast for equation in equations],
         )
     else:
-        gathered, results = torch.ops.symm_mem.fused_all_gather_matmul(part, others, dim, group, return_A=keep)
+        gathered, results = torch.ops.symm_mem.fused_all_gather_matmul(part, others, dim, group, return_A=call.keep)
     done = []
-    for result, bias, (shape, _) in zip(results, biases, shapes, strict=True):
+    for result, bias, (shape, _) in zip(results, call.biases, shapes, strict=True):
         result = result.contiguous().view(shape)
         done.append(result if bias is None else result.add_(bias))
-    return [*done, gathered.contiguous()] if keep else done
+    return [*done, gathered.contiguous()] if call.keep else done
 
 
-def scatter(
-    left: Tensor,
-    right: Tensor,
-    bias: Tensor | None,
-    scales: Sequence[Tensor | None],
-    product: str,
-    dim: int,
-    reduce_op: str,
-    ranks: int,
-    group: str,
-) -> Tensor:
+def scatter(call: MatmulScatterCall) -> Tensor:
     """This rank's part of the product, reduced."""
-    shape, dtype = scattered_shape(left, right, bias, scales, product, dim, reduce_op, ranks)
-    equation = read_product(product)
+    left, right, bias, scales, group = call.left, call.right, call.bias, call.scales, call.group
+    dim, reduce_op, ranks = call.dim, call.reduce_op, call.ranks
+    shape, dtype = call.shape()
+    equation = read_product(call.product)
     known = symmetric_products()
     _check(left, [equation])
     scaled = bool(scales) and scales[0] is not None and scales[1] is not None
@@ -137,9 +118,9 @@ def _shared_scale(scales: Sequence[Tensor | None], equation: Equation, sizes: Se
     return first if first.numel() == 1 else scale_by_rows(first, equation.first, equation, sizes).contiguous()
 
 
-def _same(one: Tensor | None, other: Tensor) -> bool:
+def _same(tensor: Tensor | None, other: Tensor) -> bool:
     """Whether two tensors are the same memory seen the same way; numbers are not compared."""
-    return one is not None and (one.data_ptr(), one.shape, one.stride()) == (
+    return tensor is not None and (tensor.data_ptr(), tensor.shape, tensor.stride()) == (
         other.data_ptr(),
         other.shape,
         other.stride(),
@@ -154,7 +135,5 @@ def _column_scale(scale: Tensor | None, matrix: Tensor) -> Tensor:
 
 def _not_yet(found: str, expected: str) -> NotYetError:
     return NotYetError(
-        f"{found} in a product fused through symmetric memory",
-        expected=expected,
-        remedy="use the form ring or chunked",
+        f"{found} in a product fused through symmetric memory", expected=expected, remedy="use the form ring or chunked"
     )

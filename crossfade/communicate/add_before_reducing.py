@@ -38,6 +38,8 @@ class AddBeforeReducing(Pass):
     to the sum is done to its partial sum instead, or after the reduction if both results are treated alike. The one
     reduction starts where the later of the two did; sums of more collapse one after the other.
 
+    Also known as: XLA's all-reduce-reassociate.
+
     Before:
         a: f32[4] = input("a")
         b: f32[4] = input("b")
@@ -76,9 +78,9 @@ class AddBeforeReducing(Pass):
             if pair is None:
                 continue
             if (reason := _reason_against(node, pair, changing)) is not None:
-                verdicts.append(Verdict.of(node, Outcome.LEFT, reason, bytes=sum(one.start.bytes for one in pair)))
+                verdicts.append(Verdict.of(node, Outcome.LEFT, reason, bytes=sum(term.start.bytes for term in pair)))
                 continue
-            verdicts += [_fused(one, other) for one, other in (pair, pair[::-1])]
+            verdicts += [_fused(term, other) for term, other in (pair, pair[::-1])]
             for made in _combine(program, node, pair):
                 _see(made, terms)
         fused = sum(verdict.outcome is Outcome.FUSED for verdict in verdicts) // 2
@@ -118,7 +120,7 @@ def _see(node: fx.Node, terms: dict[fx.Node, _Term]) -> None:
 
 
 def _is_step(node: fx.Node, source: _Term) -> bool:
-    """Whether a node does nothing but one of the linear things to a term."""
+    """Whether a node does nothing to a term but what commutes with adding."""
     if (
         node.target not in _LINEAR[source.start.kind]
         or node.args[:1] != (source.node,)
@@ -132,10 +134,10 @@ def _is_step(node: fx.Node, source: _Term) -> bool:
 
 def _pair(node: fx.Node, terms: dict[fx.Node, _Term]) -> _Pair | None:
     """The two terms of a sum of two reductions."""
-    told = arguments(node) if node.target in _SUMS else {}
-    if told.get("self") not in terms or told.get("other") not in terms:
+    given = arguments(node) if node.target in _SUMS else {}
+    if given.get("self") not in terms or given.get("other") not in terms:
         return None
-    left, right = terms[told["self"]], terms[told["other"]]
+    left, right = terms[given["self"]], terms[given["other"]]
     return None if left.start.node is right.start.node else (left, right)
 
 
@@ -160,7 +162,7 @@ def _reason_against(node: fx.Node, pair: _Pair, changing: set[fx.Node]) -> str |
     if any(start.inputs[0] in changing for start in (left, right)):
         return "a partial sum is written in place"
     way = _Way.of(node, pair)
-    if (way.left or way.right) and not way.layout.is_contiguous():  # collectives lay out anew what they make
+    if (way.left or way.right) and not way.layout.is_contiguous():  # what collectives make is contiguous
         return "its layout in memory would change"
     return None
 
@@ -188,7 +190,7 @@ class _Way:
         left, right = pair[0].steps(), pair[1].steps()
         alike: list[fx.Node] = []
         layout = node.meta["val"]
-        while left and right and _told(left[-1]) == _told(right[-1]):
+        while left and right and _settings(left[-1]) == _settings(right[-1]):
             alike.insert(0, left.pop())
             layout = right.pop().args[0].meta["val"]  # type: ignore[union-attr]
         return cls(node, left, right, alike, layout)
@@ -205,7 +207,7 @@ class _Way:
         return _take(self.alike, collectives.wait(value))
 
 
-def _told(step: fx.Node) -> tuple[Any, ...]:
+def _settings(step: fx.Node) -> tuple[Any, ...]:
     """What decides what a step does."""
     source: Tensor = step.args[0].meta["val"]  # type: ignore[union-attr]
     return step.target, step.args[1:], step.kwargs, source.shape, source.stride()
@@ -218,9 +220,9 @@ def _take(steps: list[fx.Node], value: Tensor) -> Tensor:
     return value
 
 
-def _fused(one: _Term, other: _Term) -> Verdict:
+def _fused(term: _Term, other: _Term) -> Verdict:
     reason, detail = "added to another before reducing", f"to {other.start.node.name}"
-    return Verdict.of(one.start.node, Outcome.FUSED, reason, detail=detail, bytes=one.start.bytes)
+    return Verdict.of(term.start.node, Outcome.FUSED, reason, detail=detail, bytes=term.start.bytes)
 
 
 def _combine(program: Program, node: fx.Node, pair: _Pair) -> list[fx.Node]:
@@ -246,8 +248,8 @@ def _combine(program: Program, node: fx.Node, pair: _Pair) -> list[fx.Node]:
     return made
 
 
-def _start_like(one: Collective, value: Tensor) -> Tensor:
-    if one.kind is Kind.ALL_REDUCE:
-        return collectives.all_reduce(value, str(one.reduce_op), one.group)
-    assert one.group_size is not None  # every reduce-scatter says it
-    return collectives.reduce_scatter(value, str(one.reduce_op), one.group_size, one.group)
+def _start_like(collective: Collective, value: Tensor) -> Tensor:
+    if collective.kind is Kind.ALL_REDUCE:
+        return collectives.all_reduce(value, str(collective.reduce_op), collective.group)
+    assert collective.group_size is not None  # every reduce-scatter says it
+    return collectives.reduce_scatter(value, str(collective.reduce_op), collective.group_size, collective.group)

@@ -22,6 +22,8 @@ class BucketAllGathers(BucketPass):
     bucket's own time; later members arrive earlier than they would have, and are held until used. One copy goes in and
     one comes out for each member. With `mixed_dtypes`, all dtypes of a group travel together, as bytes.
 
+    Also known as: XLA's all-gather-combiner, Inductor's bucket_all_gather, DeepSpeed's `allgather_bucket_size`.
+
     Before:
         a: f32[2] = input("a")
         b: f32[1, 3] = input("b")
@@ -64,26 +66,27 @@ class BucketAllGathers(BucketPass):
         """Bytes are bytes; but backends want the tensors of a list to be of one dtype."""
         return self.mixed_dtypes and self.mode != "coalesced"
 
-    def reason_against(self, one: Collective) -> str | None:
+    def reason_against(self, collective: Collective) -> str | None:
         """A single number has no dim to gather along."""
-        return "it has no dim to gather along" if one.inputs[0].meta["val"].dim() == 0 else None
+        return "it has no dim to gather along" if collective.inputs[0].meta["val"].dim() == 0 else None
 
     def exchange(self, members: Sequence[Collective], copy_in: CopyIn) -> Callable[..., list[Tensor]]:
         """One all-gather of all; each rank's parts arrive together, and are sorted by member."""
         group, ranks = members[0].group, members[0].group_size or 1
-        dtypes = [one.dtype for one in members]
+        dtypes = [member.dtype for member in members]
         as_bytes = len(set(dtypes)) > 1
 
         def exchange(*values: Tensor) -> list[Tensor]:
             if copy_in.mode == "coalesced":
                 started = collectives.all_gather_coalesced(values, ranks, group)
-                return [collectives.wait(one) for one in started]
+                return [collectives.wait(value) for value in started]
             parts = [flat(value).view(torch.uint8) for value in values] if as_bytes else values
             done = collectives.wait(collectives.all_gather(copy_in(parts), ranks, group))
             gathered = _by_member(done, ranks, [part.numel() for part in parts], copy_in)
             gathered = [g.view(dtype) for g, dtype in zip(gathered, dtypes, strict=True)] if as_bytes else gathered
             return [
-                one.view(ranks * value.shape[0], *value.shape[1:]) for one, value in zip(gathered, values, strict=True)
+                table.view(ranks * value.shape[0], *value.shape[1:])
+                for table, value in zip(gathered, values, strict=True)
             ]
 
         return exchange

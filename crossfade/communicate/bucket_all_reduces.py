@@ -33,6 +33,8 @@ class BucketAllReduces(BucketPass):
     returns, which are copies: results must not share memory. With `only_gradients`, all-reduces are left alone whose
     results the program computes with, instead of returning them or copying them into an input.
 
+    Also known as: XLA's all-reduce-combiner, DDP's buckets (`bucket_cap_mb`), Megatron's `--ddp-bucket-size`.
+
     Before:
         a: f32[2] = input("a")
         b: f32[3, 1] = input("b")
@@ -68,9 +70,9 @@ class BucketAllReduces(BucketPass):
     first_mb: float | None = 1.0
     only_gradients: bool = False
 
-    def reason_against(self, one: Collective) -> str | None:
+    def reason_against(self, collective: Collective) -> str | None:
         """With `only_gradients`, what is computed with instead of being handed out."""
-        if self.only_gradients and not _is_gradient(one):
+        if self.only_gradients and not _is_gradient(collective):
             return "it is no gradient's: its result is computed with"
         return None
 
@@ -80,7 +82,7 @@ class BucketAllReduces(BucketPass):
 
         def exchange(*values: Tensor) -> list[Tensor]:
             if copy_in.mode == "coalesced":
-                return [collectives.wait(one) for one in collectives.all_reduce_coalesced(values, reduce_op, group)]
+                return [collectives.wait(value) for value in collectives.all_reduce_coalesced(values, reduce_op, group)]
             done = collectives.wait(collectives.all_reduce(copy_in(values), reduce_op, group))
             parts = done.split([value.numel() for value in values])
             return [shaped(part, *value.shape) for part, value in zip(parts, values, strict=True)]
@@ -88,11 +90,11 @@ class BucketAllReduces(BucketPass):
         return exchange
 
 
-def _is_gradient(one: Collective) -> bool:
+def _is_gradient(collective: Collective) -> bool:
     """Whether a result is only scaled, viewed or converted on its way to a graph output or a copy into an input."""
-    if MADE_FOR in one.node.meta:
+    if MADE_FOR in collective.node.meta:
         return True
-    stack = [user for wait in one.waits for user in wait.users]
+    stack = [user for wait in collective.waits for user in wait.users]
     while stack:
         user = stack.pop()
         copied_out = user.target in _COPIES and user.args[0].op == "placeholder"  # type: ignore[union-attr]

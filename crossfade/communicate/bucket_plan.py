@@ -76,7 +76,7 @@ class Policy:
     packing: Packing = "program"
     mixed_dtypes: bool = False
     results_are_views: bool = True
-    against: Callable[[Collective], str | None] = lambda one: None
+    against: Callable[[Collective], str | None] = lambda collective: None
 
 
 def plan_buckets(order: Order, kind: Kind, policy: Policy) -> tuple[BucketPlan, Contraction]:
@@ -100,13 +100,13 @@ def plan_buckets(order: Order, kind: Kind, policy: Policy) -> tuple[BucketPlan, 
     2 all-reduces, 0.00 MB: a, b
     c: left alone: it is the only one of its group, dtype and reduction
     """
-    planner = _Planner(order, policy)
+    planner = _BucketPlanner(order, policy)
     for node in order.nodes:
         planner.units.walk(node)
         if node in planner.communicating:
-            one = collectives.view(node)
-            if one is not None and one.kind is kind:
-                planner.consider(one)
+            collective = collectives.view(node)
+            if collective is not None and collective.kind is kind:
+                planner.consider(collective)
             else:
                 planner.units.open(node)
     return planner.plan(kind), planner.units
@@ -124,7 +124,7 @@ class _OpenBucket:
     """The position of the first communicating node that depends on a member."""
 
 
-class _Planner:
+class _BucketPlanner:
     def __init__(self, order: Order, policy: Policy) -> None:
         self.order, self.policy = order, policy
         self.units = Contraction(order)
@@ -135,28 +135,28 @@ class _Planner:
         self.closed: list[_OpenBucket] = []
         self.left: list[Verdict] = []
 
-    def consider(self, one: Collective) -> None:
+    def consider(self, collective: Collective) -> None:
         """Put a collective into the open bucket of its key, or into a new one, or leave it."""
-        reason = self._reason_against(one)
+        reason = self._reason_against(collective)
         if reason is not None:
-            self.left.append(Verdict.of(one.node, Outcome.LEFT, reason, bytes=one.bytes))
-            self.units.open(one.node)
+            self.left.append(Verdict.of(collective.node, Outcome.LEFT, reason, bytes=collective.bytes))
+            self.units.open(collective.node)
             return
-        key = self._key(one)
+        key = self._key(collective)
         bucket = self.open.get(key)
-        why_not = self._why_not(bucket, one) if bucket is not None else _ONLY
+        why_not = self._why_not(bucket, collective) if bucket is not None else _ONLY
         if why_not is None and bucket is not None:
-            self.units.join(one.node, bucket.unit)
+            self.units.join(collective.node, bucket.unit)
         else:
             if bucket is not None:
                 if bucket.why_alone == _ONLY:
                     bucket.why_alone = why_not or ""
                 self.closed.append(bucket)
             index = bucket.index + 1 if bucket is not None else 0
-            bucket = self.open[key] = _OpenBucket(self.units.open(one.node), index, why_not or "")
-        bucket.members.append(one)
-        bucket.bytes += one.bytes
-        bucket.start_above = min(bucket.start_above, self.next_collective[one.node])
+            bucket = self.open[key] = _OpenBucket(self.units.open(collective.node), index, why_not or "")
+        bucket.members.append(collective)
+        bucket.bytes += collective.bytes
+        bucket.start_above = min(bucket.start_above, self.next_collective[collective.node])
 
     def plan(self, kind: Kind) -> BucketPlan:
         """The buckets of more than one member, in the order of their last members."""
@@ -164,50 +164,51 @@ class _Planner:
         position = self.order.position
         for bucket in sorted([*self.closed, *self.open.values()], key=lambda b: position[b.members[-1].node]):
             if len(bucket.members) > 1:
-                names = tuple(one.node.name for one in _packed(bucket.members, self.policy.packing))
+                names = tuple(member.node.name for member in _packed(bucket.members, self.policy.packing))
                 buckets.append(Bucket(names, str(kind), bucket.bytes))
             else:
                 self.left.append(self._alone(bucket))
         return BucketPlan(tuple(buckets), tuple(self.left))
 
-    def _reason_against(self, one: Collective) -> str | None:
-        if one.coalesced or one.in_place or one.out is not None:
+    def _reason_against(self, collective: Collective) -> str | None:
+        if collective.coalesced or collective.in_place or collective.out is not None:
             return "it is already coalesced or in place"
-        if not one.waits or not all(wait.users for wait in one.waits):
+        if not collective.waits or not all(wait.users for wait in collective.waits):
             return "nothing uses its result"
-        if any(not collectives.is_wait(user) for user in one.node.users):
+        if any(not collectives.is_wait(user) for user in collective.node.users):
             return "something other than a wait names its result"
-        if self.policy.delay == "uses of the last" and self.next_collective[one.node] < len(self.order.nodes):
+        if self.policy.delay == "uses of the last" and self.next_collective[collective.node] < len(self.order.nodes):
             return _AWAITED
-        if one.bytes >= self.policy.alone:
+        if collective.bytes >= self.policy.alone:
             return _LARGE
-        if one.node in self.strided:
+        if collective.node in self.strided:
             return "a view of it counts in strides, which differ in a bucket"
-        return self.policy.against(one)
+        return self.policy.against(collective)
 
-    def _key(self, one: Collective) -> Hashable:
-        dtype = None if self.policy.mixed_dtypes else one.dtype
-        module = _module_of(one.node) if self.policy.grouping == "module" else None
-        return one.group, one.group_size, dtype, one.reduce_op, one.inputs[0].meta["val"].device, module
+    def _key(self, collective: Collective) -> Hashable:
+        dtype = None if self.policy.mixed_dtypes else collective.dtype
+        module = _module_of(collective.node) if self.policy.grouping == "module" else None
+        device = collective.inputs[0].meta["val"].device
+        return collective.group, collective.group_size, dtype, collective.reduce_op, device, module
 
-    def _why_not(self, bucket: _OpenBucket, one: Collective) -> str | None:
-        if bucket.bytes + one.bytes > self.policy.cap(bucket.index):
+    def _why_not(self, bucket: _OpenBucket, collective: Collective) -> str | None:
+        if bucket.bytes + collective.bytes > self.policy.cap(bucket.index):
             return _CAP
-        if not self.units.may_join(one.node, bucket.unit):
+        if not self.units.may_join(collective.node, bucket.unit):
             return _DEPENDS
-        if self.policy.delay == "no use" and not self.units.is_ready_for(one.node, bucket.unit):
+        if self.policy.delay == "no use" and not self.units.is_ready_for(collective.node, bucket.unit):
             return _USED
-        if self.policy.delay == "no collective" and self.order.position[one.node] >= bucket.start_above:
+        if self.policy.delay == "no collective" and self.order.position[collective.node] >= bucket.start_above:
             return _DELAYED
         return None
 
     def _alone(self, bucket: _OpenBucket) -> Verdict:
-        one = bucket.members[0]
+        member = bucket.members[0]
         capped = bucket.why_alone == _CAP
         detail = f"cap {self.policy.cap(bucket.index) / MB:g} MB" if capped else ""
         first = ", and first_mb for the first bucket," if self.policy.cap(0) != self.policy.cap(1) else ""
         remedy = f"a larger cap_mb{first} packs more" if capped else ""
-        return Verdict.of(one.node, Outcome.LEFT, bucket.why_alone, detail=detail, remedy=remedy, bytes=one.bytes)
+        return Verdict.of(member.node, Outcome.LEFT, bucket.why_alone, detail=detail, remedy=remedy, bytes=member.bytes)
 
 
 def _next_collective(order: Order, communicating: set[fx.Node]) -> dict[fx.Node, int]:
@@ -227,7 +228,7 @@ def _next_collective(order: Order, communicating: set[fx.Node]) -> dict[fx.Node,
 def _packed(members: Sequence[Collective], packing: Packing) -> list[Collective]:
     """Members in the order to pack them, which only depends on what all ranks have in common."""
     if packing == "largest-first":
-        return sorted(members, key=lambda one: -one.bytes)
+        return sorted(members, key=lambda member: -member.bytes)
     return list(members if packing == "program" else reversed(members))
 
 

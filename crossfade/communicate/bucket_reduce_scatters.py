@@ -21,6 +21,8 @@ class BucketReduceScatters(BucketPass):
     goes in, and results are views of the bucket, but for those that the program returns. What used a result before the
     bucket starts comes after it, unless that would delay another collective.
 
+    Also known as: XLA's reduce-scatter-combiner, Inductor's bucket_reduce_scatter, DeepSpeed's `reduce_bucket_size`.
+
     Before:
         a: f32[4] = input("a")
         b: f32[2, 3] = input("b")
@@ -64,7 +66,7 @@ class BucketReduceScatters(BucketPass):
         def exchange(*values: Tensor) -> list[Tensor]:
             if copy_in.mode == "coalesced":
                 started = collectives.reduce_scatter_coalesced(values, reduce_op, ranks, group)
-                return [collectives.wait(one) for one in started]
+                return [collectives.wait(value) for value in started]
             done = collectives.wait(collectives.reduce_scatter(copy_in(values, ranks), reduce_op, ranks, group))
             parts = done.split([value.numel() // ranks for value in values])
             return [

@@ -90,11 +90,11 @@ class BucketPass(Pass):
             raise PassError(
                 f"{self.name}(cap_mb={self.cap_mb!r})",
                 expected="megabytes, more than 0, or a function of the bucket's index",
-                remedy="pass such",
+                remedy="pass a size or a function",
             )
         if not self.alone_mb > 0:
             raise PassError(
-                f"{self.name}(alone_mb={self.alone_mb!r})", expected="megabytes, more than 0", remedy="pass such"
+                f"{self.name}(alone_mb={self.alone_mb!r})", expected="megabytes, more than 0", remedy="pass a size"
             )
 
     def plan(self, program: Program) -> BucketPlan:
@@ -116,7 +116,7 @@ class BucketPass(Pass):
         """Whether members of one bucket may differ in dtype."""
         return False
 
-    def reason_against(self, one: Collective) -> str | None:
+    def reason_against(self, collective: Collective) -> str | None:
         """Why this pass leaves a collective alone, beside what no bucket can take."""
         return None
 
@@ -165,13 +165,14 @@ def apply_buckets(
     verdicts: list[Verdict] = []
     replaced = Replacements(program)
     for number, names in enumerate(chosen):
-        members = [one for node in names if (one := collectives.view(node)) is not None]  # inputs may be new by now
+        views = [collectives.view(node) for node in names]  # only now: inputs may have been replaced
+        members = [member for member in views if member is not None]
         sources, copy_in = _fold(members, how, written)
-        size = sum(one.bytes for one in members) / MB
+        size = sum(member.bytes for member in members) / MB
         detail = f"bucket {number} with {len(members)} members, {size:.2f} MB, by {_said(copy_in)}"
         verdicts += [
-            Verdict.of(one.node, Outcome.BUCKETED, "packed with others into one", detail=detail, bytes=one.bytes)
-            for one in members
+            Verdict.of(member.node, Outcome.BUCKETED, "packed with others into one", detail=detail, bytes=member.bytes)
+            for member in members
         ]
         _merge(program, members, sources, how.exchange(members, copy_in), replaced)
     replaced.finish()
@@ -196,11 +197,13 @@ def shaped(part: Tensor, *shape: Any) -> Tensor:
 def _contracted(program: Program, plan: BucketPlan) -> Contraction:
     """The contraction that a plan stands for, if the program has its members and it makes no cycle."""
     order = Order(program.graph)
-    named = {one.node.name for one in collectives.find(program.graph)}
+    named = {collective.node.name for collective in collectives.find(program.graph)}
     bucket_of = {name: number for number, bucket in enumerate(plan.buckets) for name in bucket.members}
     if missing := sorted(bucket_of.keys() - named):
         raise PassError(
-            f"a plan for {', '.join(missing)}", expected="collectives of this program", remedy="plan for this program"
+            f"the plan names {', '.join(missing)}",
+            expected="collectives of this program",
+            remedy="plan for this program",
         )
     units = Contraction(order)
     unit_of: dict[int, int] = {}
@@ -223,15 +226,15 @@ def _merge(
     exchange: Callable[..., list[Tensor]],
     replaced: Replacements,
 ) -> None:
-    starts = {one.node for one in members}
+    starts = {member.node for member in members}
     before = members[0].node
     while before.prev in starts:
         before = before.prev
     results = splice(program, exchange, *sources, before=before, like=members[-1].node)
-    for one, result in zip(members, results, strict=True):
-        for wait in one.waits:
+    for member, result in zip(members, results, strict=True):
+        for wait in member.waits:
             replaced.replace(wait, result)
-        replaced.drop(one.node)
+        replaced.drop(member.node)
 
 
 def _unshare_results(program: Program, members: Sequence[fx.Node]) -> None:
@@ -242,13 +245,13 @@ def _unshare_results(program: Program, members: Sequence[fx.Node]) -> None:
 
 def _fold(members: Sequence[Collective], how: BucketPass, written: set[fx.Node]) -> tuple[list[fx.Node], CopyIn]:
     """What to pack, and how: divisions and conversions that only feed the members are taken into the bucket."""
-    sources = [one.inputs[0] for one in members]
+    sources = [member.inputs[0] for member in members]
     if how.mode == "coalesced":
         return sources, CopyIn("coalesced")
     copies_out_on_cuda = sources[0].meta["val"].is_cuda and not how.results_are_views
     mode = how.mode if how.mode != "auto" else "copy-kernel" if copies_out_on_cuda else "concat"
     dtype = divisor = None
-    if how.fold and len({one.dtype for one in members}) == 1:
+    if how.fold and len({member.dtype for member in members}) == 1:
         unconverted = [_converted_from(source, written) for source in sources]
         if any(unconverted) and how.mode != "concat":
             mode, dtype = "copy-kernel", members[0].dtype

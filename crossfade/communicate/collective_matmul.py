@@ -39,7 +39,7 @@ _PIECE_SECONDS = 5e-5
 """What a piece costs beside what is forecast: the host's work to cut, start and await it (45 to 57 us measured)."""
 
 _LEAST_SECONDS = {"cpu": (3e-4, 2e-4), "cuda": (0.0, _PIECE_SECONDS)}
-"""What one must save at least, and for each piece, by device. On a CPU the threads that carry a piece are waked,
+"""What each must save at least, and for each piece, by device. On a CPU the threads that carry a piece are woken,
 and take time from those that compute (gloo on loopback, 2026-11-16: 0.5 ms for one piece, 0.2 to 0.8 for each more)."""
 
 _MOST = 0.9
@@ -63,7 +63,7 @@ class Choice:
     def __str__(self) -> str:
         pieces = f"{self.form} in {self.chunks} piece{'' if self.chunks == 1 else 's'}"
         if self.forecast is None:
-            return f"{pieces}, as told"
+            return f"{pieces}, as asked for"
         return f"{pieces}, {_ms(self.forecast.saved - self.hidden)} of {_ms(self.forecast.plain)} saved"
 
 
@@ -93,17 +93,17 @@ class Gate:
         """The numbers of pieces to try."""
         return CHUNKS if self.chunks is None else (self.chunks,)
 
-    def judge(self, one: Collective, found: Forecasts) -> Choice | tuple[str, str]:
+    def judge(self, collective: Collective, found: Forecasts) -> Choice | tuple[str, str]:
         """The best way to run a candidate, or the reason against it and its numbers."""
         if self.form != "auto" and self.chunks is not None:
             return Choice(self.form, self.chunks)
         if not found.considered:
             return TOO_SMALL, f"{min(self.pieces)} pieces asked for"
-        best = min(found.considered, key=lambda one: one.seconds + _PIECE_SECONDS * one.chunks)
+        best = min(found.considered, key=lambda forecast: forecast.seconds + _PIECE_SECONDS * forecast.chunks)
         if self.form != "auto":
             return Choice(best.form, best.chunks, best)
         assert self._overlap is not None
-        hides, travel = self._overlap.hidden(one.node), self.costs.travel[one.node]
+        hides, travel = self._overlap.hidden(collective.node), self.costs.travel[collective.node]
         counted = hides if hides >= _MOST * travel else hides / 2
         fixed, each = _LEAST_SECONDS.get(self.machine.device, _LEAST_SECONDS["cuda"])
         least = LEAST_GAIN * best.plain + fixed + each * best.chunks
@@ -114,10 +114,10 @@ class Gate:
             return HIDDEN, detail
         return Choice(best.form, best.chunks, best, counted)
 
-    def take(self, one: Collective, matmuls: Iterable[fx.Node]) -> None:
+    def take(self, collective: Collective, matmuls: Iterable[fx.Node]) -> None:
         """Let the collective matmul of a collective have these matmuls: they hide nothing else."""
         if self._overlap is not None:
-            self._overlap.take(one.node, matmuls)
+            self._overlap.take(collective.node, matmuls)
 
 
 @dataclass(frozen=True)
@@ -139,7 +139,9 @@ class CollectiveMatmulPass(Pass):
             )
         if self.chunks is not None and self.chunks < 1:
             raise PassError(
-                f"{self.name}(chunks={self.chunks})", expected="at least 1, or None to choose", remedy="pass such"
+                f"{self.name}(chunks={self.chunks})",
+                expected="at least 1, or None to choose",
+                remedy="pass a number, or leave it out",
             )
 
     def gate(self, program: Program) -> Gate:
@@ -149,10 +151,10 @@ class CollectiveMatmulPass(Pass):
 
 def raised(order: Order, needed: Iterable[fx.Node], place: fx.Node, written: set[fx.Node]) -> list[fx.Node] | str:
     """The nodes at or below `place` that values are made from, in order; or why they cannot stand above it."""
-    limit, found, stack = order.position[place], set[fx.Node](), list(needed)
+    above, found, stack = order.position[place], set[fx.Node](), list(needed)
     while stack:
         node = stack.pop()
-        if node in found or order.position[node] < limit:
+        if node in found or order.position[node] < above:
             continue
         found.add(node)
         if len(found) > _MOST_RAISED or node.op not in ("call_function", "get_attr"):
@@ -218,9 +220,9 @@ def current(replaced: Replacements, node: fx.Node) -> fx.Node:
     return node
 
 
-def left(one: Collective, reason: str, detail: str = "") -> Verdict:
+def left(collective: Collective, reason: str, detail: str = "") -> Verdict:
     """A verdict on a collective that stays as it is."""
-    return Verdict.of(one.node, Outcome.LEFT, reason, detail=detail, bytes=one.bytes)
+    return Verdict.of(collective.node, Outcome.LEFT, reason, detail=detail, bytes=collective.bytes)
 
 
 def _ms(seconds: float) -> str:

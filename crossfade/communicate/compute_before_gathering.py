@@ -62,32 +62,32 @@ class ComputeBeforeGathering(Pass):
         """Look at what is made of each gather's result, call after call."""
         aliasing = Aliasing(program)
         verdicts: list[Verdict] = []
-        for one in collectives.find(program.graph):
-            if one.kind is Kind.ALL_GATHER:
-                verdicts += _settle(program, one, aliasing)
+        for gather in collectives.find(program.graph):
+            if gather.kind is Kind.ALL_GATHER:
+                verdicts += _settle(program, gather, aliasing)
         moved = sum(verdict.outcome is Outcome.MOVED for verdict in verdicts)
         return PassResult(bool(moved), {"moved": moved, "left": len(verdicts) - moved}, tuple(verdicts))
 
 
-def _settle(program: Program, one: Collective, aliasing: Aliasing) -> Iterator[Verdict]:
+def _settle(program: Program, gather: Collective, aliasing: Aliasing) -> Iterator[Verdict]:
     """Move one call after the other; stop at the first that stays."""
-    while one.plain and len(one.waits) == 1:
-        between = _relayout(one.waits[0])
-        end = between[-1] if between else one.waits[0]
+    while gather.plain and len(gather.waits) == 1:
+        between = _relayout(gather.waits[0])
+        end = between[-1] if between else gather.waits[0]
         calls = [user for user in end.users if _is_unary(user, end)]
         if not calls:
             return
         call = calls[0]
-        if (found := _reason_against(one, call, aliasing)) is None:
-            fresh = _described(program, one, between, call)
+        if (found := _reason_against(gather, call, aliasing)) is None:
+            fresh = _described(program, gather, between, call)
             found = _difference(fresh[end], call.meta["val"])
         if found is not None:
             reason, detail = found
-            yield Verdict.of(call, Outcome.LEFT, reason, detail=detail, bytes=one.bytes)
+            yield Verdict.of(call, Outcome.LEFT, reason, detail=detail, bytes=gather.bytes)
             return
-        before = one.bytes
-        one = _move(program, one, call, fresh, aliasing)
-        detail = f"{before} bytes gathered become {one.bytes}"
+        before = gather.bytes
+        gather = _move(program, gather, call, fresh, aliasing)
+        detail = f"{before} bytes gathered become {gather.bytes}"
         yield Verdict(call.name, Outcome.MOVED, "each rank makes it on its part", detail=detail, bytes=before)
 
 
@@ -132,30 +132,30 @@ def _is_unary(call: fx.Node, end: fx.Node) -> bool:
 _SHAPE_ONLY = {_aten.zeros_like.default, _aten.ones_like.default, _aten.full_like.default, _aten.detach.default}
 
 
-def _reason_against(one: Collective, call: fx.Node, aliasing: Aliasing) -> tuple[str, str] | None:
+def _reason_against(gather: Collective, call: fx.Node, aliasing: Aliasing) -> tuple[str, str] | None:
     """The first reason to make a call on the whole, with its numbers."""
     end = call.all_input_nodes[0]
     old, new = end.meta["val"], call.meta["val"]
     if len(end.users) > 1:
         return "the gathered value has another use", f"{len(end.users)} uses"
-    if old.dtype != one.dtype:
-        return "what travels is of another dtype", f"{one.dtype}, read as {old.dtype}"
+    if old.dtype != gather.dtype:
+        return "what travels is of another dtype", f"{gather.dtype}, read as {old.dtype}"
     if new.element_size() > old.element_size():
-        size = one.bytes // old.element_size() * new.element_size()
-        return "more bytes would travel", f"{one.bytes} would become {size}"
-    if any(aliasing.is_written(node) for node in (one.inputs[0], one.waits[0], end, call)):
+        size = gather.bytes // old.element_size() * new.element_size()
+        return "more bytes would travel", f"{gather.bytes} would become {size}"
+    if any(aliasing.is_written(node) for node in (gather.inputs[0], gather.waits[0], end, call)):
         return "memory that it reads or makes is written in place", ""
     return None
 
 
-def _described(program: Program, one: Collective, between: list[fx.Node], call: fx.Node) -> dict[fx.Node, Any]:
+def _described(program: Program, gather: Collective, between: list[fx.Node], call: fx.Node) -> dict[fx.Node, Any]:
     """What the gather and the calls that lay it out make of the part once the call is made on it."""
-    part = one.inputs[0]
+    part = gather.inputs[0]
     values: dict[fx.Node, Any] = {}
     with program.fake_mode, torch.no_grad():
         args, kwargs = fx.map_arg((call.args, call.kwargs), lambda _: part.meta["val"])
         values[part] = call.target(*args, **kwargs)  # type: ignore[operator]
-        for node in (one.node, one.waits[0], *between):
+        for node in (gather.node, gather.waits[0], *between):
             args, kwargs = fx.map_arg((node.args, node.kwargs), values.__getitem__)
             values[node] = node.target(*args, **kwargs)  # type: ignore[operator]
     return values
@@ -172,13 +172,13 @@ def _difference(made: Tensor, wanted: Tensor) -> tuple[str, str] | None:
 
 
 def _move(
-    program: Program, one: Collective, call: fx.Node, fresh: dict[fx.Node, Any], aliasing: Aliasing
+    program: Program, gather: Collective, call: fx.Node, fresh: dict[fx.Node, Any], aliasing: Aliasing
 ) -> Collective:
-    """Make the call on the part; the gather and what lays it out stay, and are described anew."""
-    part, end = one.inputs[0], call.all_input_nodes[0]
+    """Make the call on the part; the gather and what lays it out stay, and get new metadata."""
+    part, end = gather.inputs[0], call.all_input_nodes[0]
     args, kwargs = fx.map_arg((call.args, call.kwargs), lambda _: part)
-    made = insert_call(program, call.target, *args, before=one.node, like=call, **kwargs)
-    one.node.replace_input_with(part, made)
+    made = insert_call(program, call.target, *args, before=gather.node, like=call, **kwargs)
+    gather.node.replace_input_with(part, made)
     for node, value in fresh.items():
         if node is not part:
             node.meta["val"] = value
@@ -186,6 +186,6 @@ def _move(
     aliasing.replaced(call, end)
     call.replace_all_uses_with(end)
     program.graph.erase_node(call)
-    found = collectives.view(one.node)
+    found = collectives.view(gather.node)
     assert found is not None
     return found

@@ -32,8 +32,10 @@ class ExchangeFactors(Pass):
     multiplies once: as much arithmetic, and less to send where a rank has fewer tokens than the weight is wide. Nothing
     is added up afterwards, and the product can be left for later, when something else travels.
 
-    How long things travel is told by the `machine`, or without one by their bytes. Only products of one `group`: where
+    The `machine` says how long things travel; without one, their bytes count. Only products of one `group`: where
     layers are split over another, the second factor would be a weight.
+
+    Also known as: sufficient factor broadcasting (Poseidon).
 
     Before:
         g: f32[2, 64] = input("g")
@@ -70,10 +72,10 @@ class ExchangeFactors(Pass):
     def run(self, program: Program) -> PassResult:
         """Replace each reduce-scatter of a product whose factors travel faster."""
         work = _Exchange(program, self.machine, Order(program.graph).rewritten())
-        for one in collectives.find(program.graph):
-            scatters = one.kind is Kind.REDUCE_SCATTER and one.group == self.group
-            if scatters and collectives.reduced_value(one).target is torch.ops.aten.mm.default:
-                work.consider(one)
+        for scatter in collectives.find(program.graph):
+            scatters = scatter.kind is Kind.REDUCE_SCATTER and scatter.group == self.group
+            if scatters and collectives.reduced_value(scatter).target is torch.ops.aten.mm.default:
+                work.consider(scatter)
         work.replaced.finish()
         count = sum(verdict.outcome is Outcome.REPLACED for verdict in work.verdicts)
         return PassResult(bool(count), {"replaced": count}, tuple(work.verdicts))
@@ -116,24 +118,24 @@ class _Exchange:
     def __post_init__(self) -> None:
         self.replaced = Replacements(self.program)
 
-    def consider(self, one: Collective) -> None:
+    def consider(self, scatter: Collective) -> None:
         """Replace a reduce-scatter, or say why not."""
-        reason = self._reason_against(one)
+        reason = self._reason_against(scatter)
         outcome = Outcome.LEFT if reason else Outcome.REPLACED
-        self.verdicts.append(Verdict.of(one.node, outcome, reason or _DONE, bytes=one.bytes))
+        self.verdicts.append(Verdict.of(scatter.node, outcome, reason or _DONE, bytes=scatter.bytes))
         if outcome is Outcome.REPLACED:
-            self._replace(one)
+            self._replace(scatter)
 
-    def _reason_against(self, one: Collective) -> str | None:
-        product = one.inputs[0]
+    def _reason_against(self, scatter: Collective) -> str | None:
+        product = scatter.inputs[0]
         value: Tensor = product.meta["val"]
-        if not one.plain:
+        if not scatter.plain:
             return "only the plain reduce-scatter is replaced"
-        if product is not collectives.reduced_value(one):
+        if product is not collectives.reduced_value(scatter):
             return "its rows do not divide by the ranks"
-        if one.reduce_op not in ("sum", "avg") or not value.is_floating_point():
+        if scatter.reduce_op not in ("sum", "avg") or not value.is_floating_point():
             return "its reduction is no sum of floats"
-        if one.reduce_op == "avg" and value.dtype is torch.float16:
+        if scatter.reduce_op == "avg" and value.dtype is torch.float16:
             return "a factor divided by the ranks could become too small for half precision"
         if len(product.users) > 1:
             return "something else uses the product"
@@ -142,22 +144,22 @@ class _Exchange:
         left, right = (_value(factor) for factor in product.args)
         if not all(isinstance(size, int) for size in (*left.shape, *right.shape)):
             return "its sizes are not known before it runs"
-        shared = self._key(one) in self._gathered
-        if not factors_pay(self.machine, left, right, ranks_of(one), one.group, right_is_there=shared):
+        shared = self._key(scatter) in self._gathered
+        if not factors_pay(self.machine, left, right, ranks_of(scatter), scatter.group, right_is_there=shared):
             return "its factors would not travel in less time"
         return None
 
-    def _key(self, one: Collective) -> tuple[Any, str | None]:
-        return one.inputs[0].args[1], one.reduce_op
+    def _key(self, scatter: Collective) -> tuple[Any, str | None]:
+        return scatter.inputs[0].args[1], scatter.reduce_op
 
-    def _replace(self, one: Collective) -> None:
-        product, ranks = one.inputs[0], ranks_of(one)
+    def _replace(self, scatter: Collective) -> None:
+        product, ranks = scatter.inputs[0], ranks_of(scatter)
         rows, inner = _value(product.args[0]).shape
 
         def exchange(left: Tensor) -> list[Tensor]:
-            columns, count = left.view(ranks, rows // ranks, inner).transpose(1, 2), self._pieces(one)
+            columns, count = left.view(ranks, rows // ranks, inner).transpose(1, 2), self._pieces(scatter)
             pieces = columns.chunk(count, 1) if count > 1 else [columns]
-            return [collectives.all_to_all(piece.reshape(-1, rows // ranks), ranks, one.group) for piece in pieces]
+            return [collectives.all_to_all(piece.reshape(-1, rows // ranks), ranks, scatter.group) for piece in pieces]
 
         def multiply(right: Tensor, *exchanged: Tensor) -> Tensor:
             pieces = [collectives.wait(piece) for piece in exchanged]
@@ -165,34 +167,34 @@ class _Exchange:
                 pieces = [torch.cat([piece.view(ranks, -1, rows // ranks) for piece in pieces], 1).flatten(0, 1)]
             return pieces[0].t() @ right
 
-        gathered = self._gather(one)
-        sent = splice(self.program, exchange, product.args[0], before=one.node, like=one.node)
+        gathered = self._gather(scatter)
+        sent = splice(self.program, exchange, product.args[0], before=scatter.node, like=scatter.node)
         for start in sent:
-            self._account(one, start, "exchanges what each rank needs of a product's first factor")
-        finish_at_its_wait(self.program, one, [gathered, *sent], multiply, self.replaced)
+            self._account(scatter, start, "exchanges what each rank needs of a product's first factor")
+        finish_at_its_wait(self.program, scatter, [gathered, *sent], multiply, self.replaced)
 
-    def _pieces(self, one: Collective) -> int:
+    def _pieces(self, scatter: Collective) -> int:
         """Into how many pieces to cut an exchange, which backends may do slowly in one."""
-        piece = self.machine and self.machine.piece(Kind.ALL_TO_ALL, ranks_of(one), one.group)
-        return max(1, round(tensor_bytes(_value(one.inputs[0].args[0])) / piece)) if piece else 1
+        piece = self.machine and self.machine.piece(Kind.ALL_TO_ALL, ranks_of(scatter), scatter.group)
+        return max(1, round(tensor_bytes(_value(scatter.inputs[0].args[0])) / piece)) if piece else 1
 
-    def _gather(self, one: Collective) -> fx.Node:
+    def _gather(self, scatter: Collective) -> fx.Node:
         """All ranks' second factor; an average is taken of it, the smaller of the two as a rule."""
-        ranks = ranks_of(one)
+        ranks = ranks_of(scatter)
 
         def gather(right: Tensor) -> Tensor:
-            share = collectives.divided(right, ranks) if one.reduce_op == "avg" else right
-            return collectives.wait(collectives.all_gather(share.contiguous(), ranks, one.group))
+            share = collectives.divided(right, ranks) if scatter.reduce_op == "avg" else right
+            return collectives.wait(collectives.all_gather(share.contiguous(), ranks, scatter.group))
 
-        if (key := self._key(one)) not in self._gathered:
-            self._gathered[key] = splice(self.program, gather, key[0], before=one.node, like=one.node)
+        if (key := self._key(scatter)) not in self._gathered:
+            self._gathered[key] = splice(self.program, gather, key[0], before=scatter.node, like=scatter.node)
             start = collectives.started_by(self._gathered[key])
             assert start is not None
-            self._account(one, start, "gathers a product's second factor")
+            self._account(scatter, start, "gathers a product's second factor")
         return self._gathered[key]
 
-    def _account(self, one: Collective, start: fx.Node, reason: str) -> None:
-        made_for, size = one.node.meta.get(MADE_FOR), tensor_bytes(start.meta["val"])
+    def _account(self, scatter: Collective, start: fx.Node, reason: str) -> None:
+        made_for, size = scatter.node.meta.get(MADE_FOR), tensor_bytes(start.meta["val"])
         self.verdicts.append(Verdict.inserted(start, reason, made_for=made_for, bytes=size))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -59,7 +60,7 @@ class GatherMatmul:
     """Sizes of the gathered value that are asked for, where it is not kept."""
 
     def __str__(self) -> str:
-        products = ", ".join(f"{one.matmul.name} {one.equation}" for one in self.products)
+        products = ", ".join(f"{product.matmul.name} {product.equation}" for product in self.products)
         kept = ", gathered value kept" if self.keep else ""
         return f"{self.gather.collective.node.name} along dim {self.gather.dim} with {products}: {self.choice}{kept}"
 
@@ -74,6 +75,8 @@ class FuseGathersIntoMatmuls(CollectiveMatmulPass):
     what is predicted to be fastest on `machine` of what `forms` has for the group (pairs of a group and its forms; by
     default the first two), and leaves alone what is not faster than plain, or hidden anyway by computation beside it.
     `measured` has the seconds of single nodes by key, as pairs. `chunks` fixes the number of pieces of a rank's part.
+
+    Also known as: async tensor parallelism, Inductor's micro_pipeline_tp, XLA's collective matmul (windowed einsum).
 
     Before:
         x: f32[512, 512] = input("x")
@@ -100,8 +103,8 @@ class FuseGathersIntoMatmuls(CollectiveMatmulPass):
         if not gathers:
             return [], verdicts
         gate = self.gate(program)
-        planner = _Planner(program, gathers, gate)
-        planned = [planner.plan(one) for one in gathers]
+        planner = _GatherPlanner(program, gathers, gate)
+        planned = [planner.plan(gather) for gather in gathers]
         verdicts += [*planner.verdicts, *(found for found in planned if isinstance(found, Verdict))]
         return [found for found in planned if isinstance(found, GatherMatmul)], verdicts
 
@@ -109,47 +112,47 @@ class FuseGathersIntoMatmuls(CollectiveMatmulPass):
         """Plan, then apply."""
         fusions, verdicts = self.plan(program)
         replaced = Replacements(program)
-        for one in fusions:
-            verdicts += _apply(program, one, replaced)
+        for plan in fusions:
+            verdicts += _apply(program, plan, replaced)
         replaced.finish()
-        products = sum(len(one.products) for one in fusions)
-        considered = len({v.subject for v in verdicts})
+        products = sum(len(plan.products) for plan in fusions)
+        considered = len({verdict.subject for verdict in verdicts})
         counts = {"collective matmuls": len(fusions), "matmuls": products, "left": considered - len(fusions) - products}
         return PassResult(bool(fusions), counts, tuple(verdicts))
 
 
-class _Planner:
+class _GatherPlanner:
     """Decides gather by gather, in program order; what one collective matmul takes no other may."""
 
     def __init__(self, program: Program, gathers: Sequence[Gather], gate: Gate) -> None:
         self.gate, self.verdicts = gate, list[Verdict]()
         self.order = Order(program.graph)
         self.written = self.order.rewritten()
-        self.reach = Reachability(self.order, [one.collective.node for one in gathers], within_group=False)
-        self.gathered = {node: one for one in gathers for node in (one.result, *one.also)}
+        self.reach = Reachability(self.order, [gather.collective.node for gather in gathers], within_group=False)
+        self.gathered = {node: gather for gather in gathers for node in (gather.result, *gather.also)}
         self.claimed = set[fx.Node]()
         self.decided = set[fx.Node]()
         self.taken_whole = set[fx.Node]()
 
-    def plan(self, one: Gather) -> GatherMatmul | Verdict:
+    def plan(self, gather: Gather) -> GatherMatmul | Verdict:
         """What a gather becomes, or a verdict; matmuls that stay as they are have theirs in `verdicts`."""
-        start = one.collective
+        start = gather.collective
         if start.node in self.taken_whole:
             return left(start, BETWEEN)
-        holders = (one.result, *one.also)
-        if rewritten := [node.name for node in (one.part, *holders) if node in self.written]:
+        holders = (gather.result, *gather.also)
+        if rewritten := [node.name for node in (gather.part, *holders) if node in self.written]:
             return left(start, WRITTEN, ", ".join(rewritten))
-        readers = products_of(one.result, one.also)
+        readers = products_of(gather.result, gather.also)
         products = [reader for reader in readers if isinstance(reader, Product)]
         if not products:
             return left(start, NO_MATMUL, str(readers[0]) if readers else "nothing reads it")
         place = min((user for node in holders for user in node.users), key=self.order.position.__getitem__)
         refused = list[Verdict]()
-        chosen, raises = self._fitting(one, products, place, refused)
+        chosen, raises = self._fitting(gather, products, place, refused)
         self.verdicts += refused
         if not chosen:
             return left(start, refused[0].reason, refused[0].detail)
-        choice = self._choice(one, chosen)
+        choice = self._choice(gather, chosen)
         if not isinstance(choice, Choice):
             reason, detail = choice
             self.verdicts += [_left(product, reason, detail) for product in chosen]
@@ -158,18 +161,18 @@ class _Planner:
         self.claimed |= {product.matmul for product in chosen}
         self.gate.take(start, (product.matmul for product in chosen))
         for product in chosen:
-            self.taken_whole |= {other.collective.node for other in self._gathers_behind(one, product, raises)}
-        sizes = tuple(reader.node for reader in readers if isinstance(reader, Refusal) and _asks_size(one, reader))
+            self.taken_whole |= {other.collective.node for other in self._gathers_behind(gather, product, raises)}
+        sizes = tuple(reader.node for reader in readers if isinstance(reader, Refusal) and _asks_size(gather, reader))
         keep = len(chosen) + len(sizes) < len(readers)
-        return GatherMatmul(one, tuple(chosen), place, tuple(raises), keep, choice, () if keep else sizes)
+        return GatherMatmul(gather, tuple(chosen), place, tuple(raises), keep, choice, () if keep else sizes)
 
     def _fitting(
-        self, one: Gather, products: Sequence[Product], place: fx.Node, refused: list[Verdict]
+        self, gather: Gather, products: Sequence[Product], place: fx.Node, refused: list[Verdict]
     ) -> tuple[list[Product], list[fx.Node]]:
         """The products that can be computed at a place, and what has to be raised above it for them."""
         chosen, raises = [], dict[fx.Node, None]()
         for product in products:
-            found = self._reason_against(one, product, place)
+            found = self._reason_against(gather, product, place)
             if isinstance(found, tuple):
                 refused.append(_left(product, *found))
             else:
@@ -177,46 +180,46 @@ class _Planner:
                 raises |= dict.fromkeys(found)
         return chosen, sorted(raises, key=self.order.position.__getitem__)
 
-    def _reason_against(self, one: Gather, product: Product, place: fx.Node) -> tuple[str, str] | list[fx.Node]:
+    def _reason_against(self, gather: Gather, product: Product, place: fx.Node) -> tuple[str, str] | list[fx.Node]:
         """Why a product cannot join, with its numbers; or the nodes that must be raised for it."""
         if product.matmul in self.claimed:
             return ANOTHER, product.matmul.name
         operands = product.beside
         for node in operands:
-            if self.reach.reaches(one.collective.node, node):
-                return CYCLE, f"{node.name} needs {one.collective.node.name}"
+            if self.reach.reaches(gather.collective.node, node):
+                return CYCLE, f"{node.name} needs {gather.collective.node.name}"
             if node in self.written:
                 return WRITTEN, node.name
-        if one.trim is not None and (reason := _against_trimming(one, product)) is not None:
-            return reason, f"{one.trim} of {_whole_size(one)}"
+        if gather.trim is not None and (reason := _against_trimming(gather, product)) is not None:
+            return reason, f"{gather.trim} of {_whole_size(gather)}"
         found = raised(self.order, operands, place, self.written)
         if isinstance(found, str):
             return found, f"{', '.join(node.name for node in operands)} above {place.name}"
-        if self.decided & {other.collective.node for other in self._gathers_behind(one, product, found)}:
+        if self.decided & {other.collective.node for other in self._gathers_behind(gather, product, found)}:
             return ANOTHER, "its other operand is gathered in another collective matmul"
         return found
 
-    def _gathers_behind(self, one: Gather, product: Product, raises: Sequence[fx.Node]) -> list[Gather]:
+    def _gathers_behind(self, gather: Gather, product: Product, raises: Sequence[fx.Node]) -> list[Gather]:
         """The other gathers whose whole results a product would be given directly, or by what is raised for it."""
         reads = [*product.beside, *(source for node in raises for source in node.all_input_nodes)]
         found = [self.gathered[node] for node in reads if node in self.gathered]
-        return [other for other in found if other is not one]
+        return [other for other in found if other is not gather]
 
-    def _choice(self, one: Gather, products: Sequence[Product]) -> Choice | tuple[str, str]:
+    def _choice(self, gather: Gather, products: Sequence[Product]) -> Choice | tuple[str, str]:
         """How to run, if it pays."""
-        start = one.collective
+        start = gather.collective
         seconds = sum(self.gate.costs.compute.get(product.matmul, 0.0) for product in products)
         found = forecast_gather(
             self.gate.machine,
             start.group,
-            one.ranks,
-            tensor_bytes(one.part.meta["val"]) * one.ranks,
+            gather.ranks,
+            tensor_bytes(gather.part.meta["val"]) * gather.ranks,
             seconds,
-            size_hint(one.part.meta["val"].shape[one.dim]),
+            size_hint(gather.part.meta["val"].shape[gather.dim]),
             self.gate.forms_of(start.group),
             self.gate.pieces,
             products=len(products),
-            each=rows_of_each(one.part.meta["val"].shape, one.dim),
+            each=rows_of_each(gather.part.meta["val"].shape, gather.dim),
         )
         return self.gate.judge(start, found)
 
@@ -225,20 +228,20 @@ def _left(product: Product, reason: str, detail: str) -> Verdict:
     return Verdict.of(product.matmul, Outcome.LEFT, reason, detail=detail)
 
 
-def _asks_size(one: Gather, reader: Refusal) -> bool:
+def _asks_size(gather: Gather, reader: Refusal) -> bool:
     """Whether a reader asks for a size of the gathered value that its part has too."""
-    asked = reader.node.target is torch.ops.aten.sym_size.int and reader.node.args[0] in (one.result, *one.also)
-    return asked and reader.reason == SIZE_ONLY and one.trim is None
+    asked = reader.node.target is torch.ops.aten.sym_size.int and reader.node.args[0] in (gather.result, *gather.also)
+    return asked and reader.reason == SIZE_ONLY and gather.trim is None
 
 
-def _letter(one: Gather, product: Product) -> str:
+def _letter(gather: Gather, product: Product) -> str:
     """The letter of the gathered dim."""
-    return product.operand_letters[one.dim]
+    return product.operand_letters[gather.dim]
 
 
-def _against_trimming(one: Gather, product: Product) -> str | None:
+def _against_trimming(gather: Gather, product: Product) -> str | None:
     """Why a product cannot be computed with rows that are cut off only afterwards."""
-    letter, result = _letter(one, product), product.result_letters
+    letter, result = _letter(gather, product), product.result_letters
     if letter not in result:
         return TRIMMED
     if letter in product.other_letters:
@@ -253,76 +256,90 @@ def _against_trimming(one: Gather, product: Product) -> str | None:
     return CUT if place >= 0 and not same(shape[place], 1) else None
 
 
-def _whole_size(one: Gather) -> Any:
-    return one.part.meta["val"].shape[one.dim] * one.ranks
+def _whole_size(gather: Gather) -> Any:
+    return gather.part.meta["val"].shape[gather.dim] * gather.ranks
 
 
 def _apply(program: Program, plan: GatherMatmul, replaced: Replacements) -> list[Verdict]:
-    """Put the collective matmul where it stands, and what it makes where that was made."""
-    one, start = plan.gather, plan.gather.collective
+    """Put the collective matmul where it stands, and what it makes where that was made.
+
+    It stands at the first use of the gathered value, so operands made below are raised above it. Plans before this one
+    may have replaced what it reads: `current` looks that up. Nothing is erased before all plans are applied.
+    """
+    gather, start = plan.gather, plan.gather.collective
     raise_above(plan.place, plan.raises)
-    scaled = any(product.scales for product in plan.products)
     inputs = [(product.other, product.bias, *(product.scales or (None, None))) for product in plan.products]
-    kept = (one.result, *one.also) if plan.keep else ()
-
-    def fused(part: Tensor, operands: Sequence[tuple[Any, ...]]) -> list[Tensor]:
-        given = [shaped(product, own) for product, own in zip(plan.products, operands, strict=True)]
-        made = gather_matmul(
-            part,
-            [other for other, *_ in given],
-            [spelled_product(product) for product in plan.products],
-            dim=one.dim,
-            ranks=one.ranks,
-            group=start.group,
-            form=plan.choice.form,
-            chunks=plan.choice.chunks,
-            keep=plan.keep,
-            biases=[bias for _, bias, *_ in given],
-            scales=[scale for _, _, *pair in given for scale in pair] if scaled else (),
-        )
-        results = [
-            viewed(_trimmed(value, one, product.result_letters.find(_letter(one, product))), product.node)
-            for value, product in zip(made, plan.products, strict=False)
-        ]
-        held = dict[Any, Tensor]()  # what had memory of its own may be written by whoever is given it
-        for node in kept:
-            if memory_of(node) not in held:
-                held[memory_of(node)] = _held(made[-1].clone() if held else made[-1], one, node)
-        return [*results, *(held[memory_of(node)] for node in kept)]
-
-    part, inputs = fx.map_arg((one.part, inputs), lambda node: current(replaced, node))
-    results = splice(program, fused, part, inputs, before=plan.place, like=start.node)
+    kept = (gather.result, *gather.also) if plan.keep else ()
+    part, inputs = fx.map_arg((gather.part, inputs), lambda node: current(replaced, node))
+    compute = functools.partial(_computed, plan, kept)
+    results = splice(program, compute, part, inputs, before=plan.place, like=start.node)
     for node, result in zip((*(product.node for product in plan.products), *kept), results, strict=True):
         replaced.replace(node, result)
     for size in plan.sizes:
-        replaced.replace(size, _size_by_part(program, one, size))
+        replaced.replace(size, _size_by_part(program, gather, size))
     _drop(plan, replaced)
     names = ", ".join(product.matmul.name for product in plan.products)
-    verdicts = [
-        Verdict.of(start.node, Outcome.FUSED, IN_PIECES, detail=f"{plan.choice}, with {names}", bytes=start.bytes)
-    ]
-    said = f"with {start.node.name}, {plan.choice.form}"
-    return verdicts + [
-        Verdict.of(product.matmul, Outcome.FUSED, IN_PIECES, detail=f"{product.equation} {said}")
-        for product in plan.products
+    detail, said = f"{plan.choice}, with {names}", f"with {start.node.name}, {plan.choice.form}"
+    return [
+        Verdict.of(start.node, Outcome.FUSED, IN_PIECES, detail=detail, bytes=start.bytes),
+        *(
+            Verdict.of(product.matmul, Outcome.FUSED, IN_PIECES, detail=f"{product.equation} {said}")
+            for product in plan.products
+        ),
     ]
 
 
-def _size_by_part(program: Program, one: Gather, asked: fx.Node) -> fx.Node:
+def _computed(
+    plan: GatherMatmul, kept: Sequence[fx.Node], part: Tensor, operands: Sequence[tuple[Any, ...]]
+) -> list[Tensor]:
+    """The results of a collective matmul in the shapes that their readers expect, then what is kept for each node.
+
+    Nodes that share memory share what is kept; others get copies, since whoever reads one may write it.
+    """
+    gather = plan.gather
+    given = [shaped(product, own) for product, own in zip(plan.products, operands, strict=True)]
+    scaled = any(product.scales for product in plan.products)
+    made = gather_matmul(
+        part,
+        [other for other, *_ in given],
+        [spelled_product(product) for product in plan.products],
+        dim=gather.dim,
+        ranks=gather.ranks,
+        group=gather.collective.group,
+        form=plan.choice.form,
+        chunks=plan.choice.chunks,
+        keep=plan.keep,
+        biases=[bias for _, bias, *_ in given],
+        scales=[scale for _, _, *pair in given for scale in pair] if scaled else (),
+    )
+    results = [
+        viewed(_trimmed(value, gather, product.result_letters.find(_letter(gather, product))), product.node)
+        for value, product in zip(made, plan.products, strict=False)
+    ]
+    held = dict[Any, Tensor]()
+    for node in kept:
+        if memory_of(node) not in held:
+            held[memory_of(node)] = _held(made[-1].clone() if held else made[-1], gather, node)
+    return [*results, *(held[memory_of(node)] for node in kept)]
+
+
+def _size_by_part(program: Program, gather: Gather, asked: fx.Node) -> fx.Node:
     """A size of the gathered value, asked of this rank's part."""
     dim: Any = asked.args[1]
-    size = insert_call(program, torch.ops.aten.sym_size.int, one.part, dim, before=asked, like=asked)
-    if dim % one.part.meta["val"].dim() != one.dim:
+    size = insert_call(program, torch.ops.aten.sym_size.int, gather.part, dim, before=asked, like=asked)
+    if dim % gather.part.meta["val"].dim() != gather.dim:
         return size
-    return insert_call(program, operator.mul, size, one.ranks, before=asked, like=asked)
+    return insert_call(program, operator.mul, size, gather.ranks, before=asked, like=asked)
 
 
 def _drop(plan: GatherMatmul, replaced: Replacements) -> None:
     """Let go of what stood between the part and the products, readers first; a kept value's views stay for others."""
-    one = plan.gather
-    going = {node for node in (*one.nodes, *one.also) if not node < one.collective.node}  # others may read those before
+    gather = plan.gather
+    going = {
+        node for node in (*gather.nodes, *gather.also) if not node < gather.collective.node
+    }  # others may read those before
     if not plan.keep:
-        stack = [one.result, *one.also]
+        stack = [gather.result, *gather.also]
         while stack:  # views to the products, and those that nothing reads
             views = [user for user in stack.pop().users if user not in replaced.new and user not in going]
             going |= {*views}
@@ -331,13 +348,13 @@ def _drop(plan: GatherMatmul, replaced: Replacements) -> None:
         replaced.drop(node)
 
 
-def _held(whole: Tensor, one: Gather, node: fx.Node) -> Tensor:
+def _held(whole: Tensor, gather: Gather, node: fx.Node) -> Tensor:
     """What is gathered as a node holds it: in its layout in memory, without the rows that it has cut off."""
-    if one.trim is None:
+    if gather.trim is None:
         return laid_out(whole, node.meta["val"])
-    return laid_out(whole, node.all_input_nodes[0].meta["val"]).narrow(one.dim, 0, one.trim)
+    return laid_out(whole, node.all_input_nodes[0].meta["val"]).narrow(gather.dim, 0, gather.trim)
 
 
-def _trimmed(value: Tensor, one: Gather, dim: int) -> Tensor:
+def _trimmed(value: Tensor, gather: Gather, dim: int) -> Tensor:
     """A product without the rows that the gather's result has cut off."""
-    return value if one.trim is None or dim < 0 else value.narrow(dim, 0, one.trim).contiguous()
+    return value if gather.trim is None or dim < 0 else value.narrow(dim, 0, gather.trim).contiguous()

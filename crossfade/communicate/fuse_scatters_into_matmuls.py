@@ -34,7 +34,7 @@ from crossfade.graph.splice import Replacements, splice
 
 NO_MATMUL = "no matmul makes what it scatters"
 USED = "something else reads the matmul's result before it is scattered"
-SUMMED = "the parts are no equal parts of one dim of the matmul"
+SUMMED = "the parts are not equal parts of one dim of the matmul"
 MEANWHILE = "is computed while another's result travels"
 
 
@@ -69,6 +69,8 @@ class FuseScattersIntoMatmuls(CollectiveMatmulPass):
     it that have nothing to do with it, such as the gradient of a weight: they become part of the operator. `machine`,
     `form`, `chunks`, `forms` and `measured` are those of `fuse-gathers-into-matmuls`.
 
+    Also known as: async tensor parallelism, Inductor's micro_pipeline_tp, XLA's collective matmul (windowed einsum).
+
     Before:
         x: f32[1024, 512] = input("x")
         w: f32[512, 512] = parameter("w")
@@ -97,8 +99,8 @@ class FuseScattersIntoMatmuls(CollectiveMatmulPass):
         scatters, verdicts = find_scatters(program.graph)
         if not scatters:
             return [], verdicts, []
-        planner = _Planner(program, scatters, self.gate(program))
-        planned = [planner.plan(one) for one in scatters]
+        planner = _ScatterPlanner(program, scatters, self.gate(program))
+        planned = [planner.plan(scatter) for scatter in scatters]
         verdicts += [verdict for found in planned if isinstance(found, list) for verdict in found]
         return [found for found in planned if isinstance(found, MatmulScatter)], verdicts, planner.declined
 
@@ -108,26 +110,26 @@ class FuseScattersIntoMatmuls(CollectiveMatmulPass):
         counts = {"collective matmuls": len(fusions), "left": len({verdict.subject for verdict in verdicts})}
         verdicts += declined
         replaced = Replacements(program)
-        for one in fusions:
-            verdicts += _apply(program, one, replaced)
+        for plan in fusions:
+            verdicts += _apply(program, plan, replaced)
         replaced.finish()
         return PassResult(bool(fusions), counts, tuple(verdicts))
 
 
-class _Planner:
+class _ScatterPlanner:
     """Decides scatter by scatter, in program order; `declined` are verdicts on matmuls that could not join one."""
 
     def __init__(self, program: Program, scatters: Sequence[Scatter], gate: Gate) -> None:
         self.gate, self.declined = gate, list[Verdict]()
         order = Order(program.graph)
         self.written = order.rewritten()
-        self.products = {one.collective.node: product_before(one.whole) for one in scatters}
+        self.products = {scatter.collective.node: product_before(scatter.whole) for scatter in scatters}
         matmuls = {product.matmul for product in self.products.values() if isinstance(product, Product)}
         self.spare = SpareMatmuls(order, gate.costs, self.written, matmuls)
 
-    def plan(self, one: Scatter) -> MatmulScatter | list[Verdict]:
+    def plan(self, scatter: Scatter) -> MatmulScatter | list[Verdict]:
         """The collective matmul that a scatter becomes, or verdicts on it and on its matmul."""
-        start = one.collective
+        start = scatter.collective
         product = self.products[start.node]
         if not isinstance(product, Product):
             return [left(start, NO_MATMUL, str(product))]
@@ -138,45 +140,45 @@ class _Planner:
                 Verdict.of(product.matmul, Outcome.LEFT, reason, detail=f"{start.node.name}: {detail}"),
             ]
 
-        if (reader := _another_reader(one, product)) is not None:
+        if (reader := _another_reader(scatter, product)) is not None:
             return refused(USED, f"{reader.name} reads {product.matmul.name}")
         if rewritten := [node.name for node in (product.operand, *product.beside) if node in self.written]:
             return refused(WRITTEN, ", ".join(rewritten))
-        dim = product.result_dim(one.dim, one.ranks)
+        dim = product.result_dim(scatter.dim, scatter.ranks)
         if dim is None:
-            return refused(SUMMED, f"dim {one.dim} of {one.whole.name} over {one.ranks} ranks")
-        choice, meanwhile = self._choice(one, product, dim)
+            return refused(SUMMED, f"dim {scatter.dim} of {scatter.whole.name} over {scatter.ranks} ranks")
+        choice, meanwhile = self._choice(scatter, product, dim)
         if not isinstance(choice, Choice):
             return refused(*choice)
         self.spare.take(meanwhile)
         self.gate.take(start, [product.matmul, *(spare.matmul for spare in meanwhile)])
-        return MatmulScatter(one, product, dim, choice, tuple(meanwhile))
+        return MatmulScatter(scatter, product, dim, choice, tuple(meanwhile))
 
-    def _choice(self, one: Scatter, product: Product, dim: int) -> tuple[Choice | tuple[str, str], list[Spare]]:
+    def _choice(self, scatter: Scatter, product: Product, dim: int) -> tuple[Choice | tuple[str, str], list[Spare]]:
         """How to run, if it pays, and what to compute while something still travels."""
-        start = one.collective
-        alone = self._forecasts(one, product, dim, 0.0)
+        start = scatter.collective
+        alone = self._forecasts(scatter, product, dim, 0.0)
         travel = self.gate.costs.travel[start.node]
         exposed = next((found.exposed for found in alone.considered if found.form in ANYWHERE), travel)
         meanwhile, declined = list[Spare](), list[tuple[fx.Node, str]]()
         if exposed > LEAST_GAIN * alone.plain:
             meanwhile, declined = self.spare.near(start.node, exposed)
-        found = self._forecasts(one, product, dim, self.spare.seconds(meanwhile)) if meanwhile else alone
+        found = self._forecasts(scatter, product, dim, self.spare.seconds(meanwhile)) if meanwhile else alone
         choice = self.gate.judge(start, found)
         if not isinstance(choice, Choice) or choice.form not in ANYWHERE:
             return choice, []
         self.declined += [Verdict.of(node, Outcome.LEFT, why, detail=start.node.name) for node, why in declined]
         return choice, meanwhile
 
-    def _forecasts(self, one: Scatter, product: Product, dim: int, meanwhile: float) -> Forecasts:
-        start, gate = one.collective, self.gate
+    def _forecasts(self, scatter: Scatter, product: Product, dim: int, meanwhile: float) -> Forecasts:
+        start, gate = scatter.collective, self.gate
         return forecast_scatter(
             gate.machine,
             start.group,
-            one.ranks,
-            tensor_bytes(one.whole.meta["val"]),
+            scatter.ranks,
+            tensor_bytes(scatter.whole.meta["val"]),
             gate.costs.compute.get(product.matmul, 0.0),
-            size_hint(product.shape[dim]) // one.ranks,
+            size_hint(product.shape[dim]) // scatter.ranks,
             gate.forms_of(start.group),
             gate.pieces,
             each=rows_of_each(product.shape, dim),
@@ -184,20 +186,21 @@ class _Planner:
         )
 
 
-def _another_reader(one: Scatter, product: Product) -> fx.Node | None:
+def _another_reader(scatter: Scatter, product: Product) -> fx.Node | None:
     """Whoever reads the matmul's result or a view of it on the way, beside what leads to the scatter."""
-    way = _way(one, product)
-    return next((user for node in way - {one.result, *one.also} for user in node.users if user not in way), None)
+    way = _way(scatter, product)
+    between = way - {scatter.result, *scatter.also}
+    return next((user for node in between for user in node.users if user not in way), None)
 
 
-def _way(one: Scatter, product: Product) -> set[fx.Node]:
-    return {*product.nodes, *one.nodes, *one.also} - {product.operand, product.other}
+def _way(scatter: Scatter, product: Product) -> set[fx.Node]:
+    return {*product.nodes, *scatter.nodes, *scatter.also} - {product.operand, product.other}
 
 
 def _apply(program: Program, plan: MatmulScatter, replaced: Replacements) -> list[Verdict]:
     """Put the collective matmul where the scatter started."""
-    one, product, start = plan.scatter, plan.product, plan.scatter.collective
-    holders = (one.result, *one.also)
+    scatter, product, start = plan.scatter, plan.product, plan.scatter.collective
+    holders = (scatter.result, *scatter.also)
 
     pairs = [spare.matmul.args for spare in plan.meanwhile]
     raise_above(start.node, [node for spare in plan.meanwhile for node in spare.raises])
@@ -207,9 +210,9 @@ def _apply(program: Program, plan: MatmulScatter, replaced: Replacements) -> lis
         left = left if product.operand_shape is None else left.reshape(product.operand_shape)
         spelling: dict[str, Any] = {
             "dim": plan.dim,
-            "ranks": one.ranks,
+            "ranks": scatter.ranks,
             "group": start.group,
-            "reduce_op": one.reduce_op,
+            "reduce_op": scatter.reduce_op,
             "form": plan.choice.form,
             "chunks": plan.choice.chunks,
             "bias": bias,
@@ -228,7 +231,7 @@ def _apply(program: Program, plan: MatmulScatter, replaced: Replacements) -> lis
         replaced.replace(node, result)
     for node in sorted(node for spare in plan.meanwhile for node in spare.sinks):
         start.node.prepend(node)
-    for node in sorted(_way(one, product) - replaced.new.keys(), reverse=True):
+    for node in sorted(_way(scatter, product) - replaced.new.keys(), reverse=True):
         replaced.drop(node)
     detail = f"{plan.choice}, with {product.matmul.name}" + (f", meanwhile {plan.others}" if plan.meanwhile else "")
     said = f"{product.equation} with {start.node.name}, {plan.choice.form}"

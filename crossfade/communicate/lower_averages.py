@@ -40,16 +40,16 @@ class LowerAverages(Pass):
     def run(self, program: Program) -> PassResult:
         """Rewrite the averages of the groups named."""
         rule = Rule("average", 'c10d.all_reduce(x, "avg", group)', self._lowered, self._reason_against)
-        averages = [one for one in collectives.find(program.graph) if one.reduce_op == "avg"]
-        sizes = [one.bytes for one in averages]  # asked before some of them are gone
+        averages = [collective for collective in collectives.find(program.graph) if collective.reduce_op == "avg"]
+        sizes = [average.bytes for average in averages]  # asked before some of them are gone
         done = apply_rules(program, [rule])
         declined = {node: reason for _, node, reason in done.declined}
         verdicts = []
-        for one, size in zip(averages, sizes, strict=True):
-            outcome, reason = Outcome.LEFT, declined.get(one.node, "only the plain all-reduce is lowered")
-            if one.node._erased:
+        for average, size in zip(averages, sizes, strict=True):
+            outcome, reason = Outcome.LEFT, declined.get(average.node, "only the plain all-reduce is lowered")
+            if average.node._erased:
                 outcome, reason = Outcome.REPLACED, "divided before it is summed, since its backend may not average"
-            verdicts.append(Verdict.of(one.node, outcome, reason, bytes=size))
+            verdicts.append(Verdict.of(average.node, outcome, reason, bytes=size))
         return PassResult(done.changed, {"lowered": done.counts["average"]}, tuple(verdicts))
 
     def _reason_against(self, match: Match) -> str | None:

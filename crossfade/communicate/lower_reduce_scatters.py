@@ -8,10 +8,17 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from crossfade.communicate.pieces import Megabytes, check_pieces, finish_at_its_wait, number_of_pieces, ranks_of
+from crossfade.communicate.pieces import (
+    Megabytes,
+    check_pieces,
+    finish_at_its_wait,
+    lower_each,
+    number_of_pieces,
+    ranks_of,
+)
 from crossfade.graph import collectives
 from crossfade.graph.collectives import Collective, Kind
-from crossfade.graph.passes import Numerics, Outcome, Pass, PassResult, Verdict
+from crossfade.graph.passes import Numerics, Pass, PassResult
 from crossfade.graph.program import Program
 from crossfade.graph.splice import Replacements, splice
 
@@ -59,31 +66,23 @@ class LowerReduceScatters(Pass):
 
     def run(self, program: Program) -> PassResult:
         """Lower each reduce-scatter of the groups named."""
-        verdicts = []
-        replaced = Replacements(program)
-        for node in list(program.graph.nodes):
-            one = collectives.view(node)  # only now: its input may be another one's result, replaced before
-            if one is None or one.kind is not Kind.REDUCE_SCATTER:
-                continue
-            if (reason := self._reason_against(one)) is not None:
-                verdicts.append(Verdict.of(one.node, Outcome.LEFT, reason, bytes=one.bytes))
-                continue
-            count = _lower(program, one, number_of_pieces(one, self.groups, self.piece_mb), replaced)
-            reason, detail = "exchanged, then reduced where it arrives", f"{count} pieces of all-to-all"
-            verdicts.append(Verdict.of(one.node, Outcome.REPLACED, reason, detail=detail, bytes=one.bytes))
-        replaced.finish()
-        lowered = sum(verdict.outcome is Outcome.REPLACED for verdict in verdicts)
-        return PassResult(bool(lowered), {"lowered": lowered, "left": len(verdicts) - lowered}, tuple(verdicts))
 
-    def _reason_against(self, one: Collective) -> str | None:
-        if one.group not in self.groups:
+        def lower(scatter: Collective, replaced: Replacements) -> tuple[str, str]:
+            pieces = number_of_pieces(scatter, self.groups, self.piece_mb)
+            count = _lower(program, scatter, pieces, replaced)
+            return "exchanged, then reduced where it arrives", f"{count} pieces of all-to-all"
+
+        return lower_each(program, Kind.REDUCE_SCATTER, self._reason_against, lower)
+
+    def _reason_against(self, scatter: Collective) -> str | None:
+        if scatter.group not in self.groups:
             return "its group's backend scatters well by itself"
-        if not one.plain:
+        if not scatter.plain:
             return "only the plain reduce-scatter is lowered"
-        if one.reduce_op not in _LOCAL:
+        if scatter.reduce_op not in _LOCAL:
             return "its reduction has no local form"
-        value: Tensor = one.node.meta["val"]
-        if one.reduce_op == "avg" and not (value.is_floating_point() or value.is_complex()):
+        value: Tensor = scatter.node.meta["val"]
+        if scatter.reduce_op == "avg" and not (value.is_floating_point() or value.is_complex()):
             return "a division of integers would not stay in its dtype"
         if sum(isinstance(size, torch.SymInt) for size in value.shape) > 1:
             return "more than one of its sizes is not known before it runs"
@@ -99,8 +98,8 @@ def _averaged(parts: Tensor) -> Tensor:
 
 
 def _of_two(parts: Tensor) -> Tensor:
-    one, other = parts.unbind(0)
-    return one + other
+    first, second = parts.unbind(0)
+    return first + second
 
 
 def _is_pair(parts: Tensor) -> bool:
@@ -119,22 +118,22 @@ _LOCAL: dict[str | None, Callable[[Tensor], Tensor]] = {
 """Each reduction, over the parts that arrived from the ranks."""
 
 
-def _lower(program: Program, one: Collective, count: int, replaced: Replacements) -> int:
+def _lower(program: Program, scatter: Collective, count: int, replaced: Replacements) -> int:
     """Start the pieces where the start stood, reduce where its first wait stood; return how many there are."""
-    ranks, reduce = ranks_of(one), _LOCAL[one.reduce_op]
-    shape = _known_sizes(one.node.meta["val"])
+    ranks, reduce = ranks_of(scatter), _LOCAL[scatter.reduce_op]
+    shape = _known_sizes(scatter.node.meta["val"])
 
     def start(value: Tensor) -> list[Tensor]:
         table = value.contiguous().view(ranks, -1 if -1 in shape else value.numel() // ranks)
         pieces = table.chunk(count, 1) if count > 1 else [table]
-        return [collectives.all_to_all(piece.contiguous(), ranks, one.group) for piece in pieces]
+        return [collectives.all_to_all(piece.contiguous(), ranks, scatter.group) for piece in pieces]
 
     def finish(*started: Tensor) -> Tensor:
         parts = [reduce(collectives.wait(piece)) for piece in started]  # while the next ones are still on their way
         return (torch.cat(parts) if len(parts) > 1 else parts[0]).view(shape)
 
-    started = splice(program, start, one.inputs[0], before=one.node, like=one.node)
-    finish_at_its_wait(program, one, started, finish, replaced)
+    started = splice(program, start, scatter.inputs[0], before=scatter.node, like=scatter.node)
+    finish_at_its_wait(program, scatter, started, finish, replaced)
     return len(started)
 
 

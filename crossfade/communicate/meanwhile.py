@@ -97,7 +97,7 @@ class SpareMatmuls:
         """Whether nobody moves it already, and nothing that is computed as early needs it or is needed by it."""
         if not self._taken.isdisjoint(spare.touched) or not self._read.isdisjoint((spare.matmul, *spare.sinks)):
             return False
-        return not any(spare.needs(one) or one.needs(spare) or spare.touched & one.touched for one in found)
+        return not any(spare.needs(other) or other.needs(spare) or spare.touched & other.touched for other in found)
 
     def _spare(self, matmul: fx.Node, start: fx.Node) -> Spare | str:
         """How a matmul can be computed where a collective starts, or why it cannot."""
@@ -136,7 +136,7 @@ def _related(start: fx.Node, near: Sequence[fx.Node]) -> set[fx.Node]:
     for found, links in ((above, lambda node: node.all_input_nodes), (below, lambda node: node.users)):
         stack = [start]
         while stack:
-            new = [one for one in links(stack.pop()) if one in window and one not in found]
+            new = [node for node in links(stack.pop()) if node in window and node not in found]
             found.update(new)
             stack += new
     return above | below

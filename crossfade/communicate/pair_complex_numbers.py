@@ -42,42 +42,42 @@ class PairComplexNumbers(Pass):
     def run(self, program: Program) -> PassResult:
         """Replace each gather and each reduce-scatter of complex numbers."""
         replaced, verdicts = Replacements(program), list[Verdict]()
-        for one in collectives.find(program.graph):
-            if one.kind not in (Kind.ALL_GATHER, Kind.REDUCE_SCATTER) or not one.dtype.is_complex:
+        for collective in collectives.find(program.graph):
+            if collective.kind not in (Kind.ALL_GATHER, Kind.REDUCE_SCATTER) or not collective.dtype.is_complex:
                 continue
-            reason, outcome = self._reason_against(one), Outcome.LEFT
+            reason, outcome = self._reason_against(collective), Outcome.LEFT
             if reason is None:
                 reason, outcome = "sent as pairs of real numbers", Outcome.REPLACED
-            verdicts.append(Verdict.of(one.node, outcome, reason, bytes=one.bytes))
+            verdicts.append(Verdict.of(collective.node, outcome, reason, bytes=collective.bytes))
             if outcome is Outcome.REPLACED:
-                self._replace(program, one, replaced)
+                self._replace(program, collective, replaced)
         replaced.finish()
         count = sum(verdict.outcome is Outcome.REPLACED for verdict in verdicts)
         return PassResult(bool(count), {"paired": count}, tuple(verdicts))
 
-    def _reason_against(self, one: Collective) -> str | None:
-        if not one.plain:
+    def _reason_against(self, collective: Collective) -> str | None:
+        if not collective.plain:
             return "only the plain spellings are replaced"
-        if one.kind is Kind.REDUCE_SCATTER and one.reduce_op not in ("sum", "avg"):
+        if collective.kind is Kind.REDUCE_SCATTER and collective.reduce_op not in ("sum", "avg"):
             return "its reduction is no sum"
         return None
 
-    def _replace(self, program: Program, one: Collective, replaced: Replacements) -> None:
-        communicate = _communicating(one)
-        source = replaced.new.get(one.inputs[0], one.inputs[0])  # another of these may have made it
+    def _replace(self, program: Program, collective: Collective, replaced: Replacements) -> None:
+        communicate = _communicating(collective)
+        source = replaced.new.get(collective.inputs[0], collective.inputs[0])  # another of these may have made it
 
         def in_pairs(value: Tensor) -> Tensor:
             return torch.view_as_complex(collectives.wait(communicate(torch.view_as_real(value.resolve_conj()))))
 
-        done = splice(program, in_pairs, source, before=one.node, like=one.node)
-        for wait in one.waits:
+        done = splice(program, in_pairs, source, before=collective.node, like=collective.node)
+        for wait in collective.waits:
             replaced.replace(wait, done)
-        replaced.drop(one.node)
+        replaced.drop(collective.node)
 
 
-def _communicating(one: Collective) -> Callable[[Tensor], Tensor]:
+def _communicating(collective: Collective) -> Callable[[Tensor], Tensor]:
     """What a collective does, as a function of what it is given."""
-    ranks, group, reduce_op = one.group_size or 1, one.group, one.reduce_op or ""
-    if one.kind is Kind.ALL_GATHER:
+    ranks, group, reduce_op = collective.group_size or 1, collective.group, collective.reduce_op or ""
+    if collective.kind is Kind.ALL_GATHER:
         return lambda value: collectives.all_gather(value, ranks, group)
     return lambda value: collectives.reduce_scatter(value, reduce_op, ranks, group)

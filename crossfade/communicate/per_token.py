@@ -94,7 +94,7 @@ _UNTAGGED = {
 
 def _is_static(value: Any) -> bool:
     values = value if isinstance(value, (tuple, list)) else [value]
-    return all(isinstance(size, int) for one in values if isinstance(one, Tensor) for size in one.shape)
+    return all(isinstance(size, int) for tensor in values if isinstance(tensor, Tensor) for size in tensor.shape)
 
 
 def _tensors(node: fx.Node) -> list[fx.Node]:
@@ -116,28 +116,28 @@ def _pointwise(node: fx.Node, places: Places, ranks: int) -> Split | str:
 
 
 def _reduction(node: fx.Node, places: Places, ranks: int) -> Split | str:
-    told = arguments(node)
-    dims = told.get("dim")
-    source = told["self"]
+    given = arguments(node)
+    dims = given.get("dim")
+    source = given["self"]
     number, place = source.meta["val"].dim(), places[source]
     dims = [dims] if isinstance(dims, int) else dims
     reduced = {dim % number for dim in dims} if dims else set(range(number))
     cut = {source: place}
     if place in reduced:
         return Split(SUMMED, cut) if node.target in _SUMS else MIXES
-    kept = place if told.get("keepdim") else place - sum(dim < place for dim in reduced)
+    kept = place if given.get("keepdim") else place - sum(dim < place for dim in reduced)
     results = len(node.target._schema.returns)  # type: ignore[union-attr]
     return Split(kept if results == 1 else (kept,) * results, cut)
 
 
 def _along_dim(node: fx.Node, places: Places, ranks: int) -> Split | str:
     """Operators that mix along one dim of operands of one shape."""
-    told = arguments(node)
+    given = arguments(node)
     if len(set(places.values())) > 1:
         return DIFFERENT_DIMS
     place = next(iter(places.values()))
     value: Tensor = node.meta["val"]
-    if told["dim"] % value.dim() == place:
+    if given["dim"] % value.dim() == place:
         return MIXES
     sources = _tensors(node)
     if any(source.meta["val"].dim() != value.dim() for source in sources):
@@ -146,12 +146,12 @@ def _along_dim(node: fx.Node, places: Places, ranks: int) -> Split | str:
 
 
 def _norm(node: fx.Node, places: Places, ranks: int) -> Split | str:
-    told = arguments(node)
-    source = told["input"]
+    given = arguments(node)
+    source = given["input"]
     if set(places) != {source}:
         return MIXES
     place = places[source]
-    if place >= source.meta["val"].dim() - len(told["normalized_shape"]):
+    if place >= source.meta["val"].dim() - len(given["normalized_shape"]):
         return MIXES
     results = len(node.target._schema.returns)  # type: ignore[union-attr]
     return Split(place if results == 1 else (place,) * results, {source: place})
@@ -159,13 +159,13 @@ def _norm(node: fx.Node, places: Places, ranks: int) -> Split | str:
 
 def _norm_backward(node: fx.Node, places: Places, ranks: int) -> Split | str:
     """The gradient of the input token by token; those of weight and bias are sums over all tokens."""
-    told = arguments(node)
-    by_token = [told[name] for name in ("grad_out", "input", "mean", "rstd") if name in told]
-    number = told["input"].meta["val"].dim()
+    given = arguments(node)
+    by_token = [given[name] for name in ("grad_out", "input", "mean", "rstd") if name in given]
+    number = given["input"].meta["val"].dim()
     if len(found := set(places.values())) > 1:
         return DIFFERENT_DIMS
     (place,) = found
-    if place >= number - len(told["normalized_shape"]) or not set(places) <= set(by_token):
+    if place >= number - len(given["normalized_shape"]) or not set(places) <= set(by_token):
         return MIXES
     if any(source.meta["val"].dim() != number for source in by_token):
         return UNKNOWN
@@ -194,13 +194,13 @@ def _view(node: fx.Node, places: Places, ranks: int) -> Split | str:
 def _permute(node: fx.Node, places: Places, ranks: int) -> Split | str:
     (source,) = places
     number = source.meta["val"].dim()
-    told = arguments(node)
+    given = arguments(node)
     order = list(range(number))
     if node.target is _aten.permute.default:
-        order = [dim % number for dim in told["dims"]]
+        order = [dim % number for dim in given["dims"]]
     elif number > 1:
-        one, other = (told.get("dim0", 0) % number, told.get("dim1", 1) % number)
-        order[one], order[other] = order[other], order[one]
+        first, second = (given.get("dim0", 0) % number, given.get("dim1", 1) % number)
+        order[first], order[second] = order[second], order[first]
     return Split(order.index(places[source]), dict(places))
 
 
@@ -234,8 +234,8 @@ def _of_one_dim(node: fx.Node, places: Places, ranks: int) -> Split | str:
     """Slices, selections and splits of another dim than the one in parts."""
     (source,) = places
     place = places[source]
-    told = arguments(node)
-    dim = told["dim"] % source.meta["val"].dim()
+    given = arguments(node)
+    dim = given["dim"] % source.meta["val"].dim()
     if dim == place:
         return MIXES
     kept = place - (node.target in (_aten.select.int, _aten.unbind.int) and dim < place)

@@ -20,6 +20,8 @@ class RaiseLaunches(Pass):
     All-gathers stay unless `gathers` is set: what they gather is larger than what they need, and starting them early
     holds it for longer; of parameters, which are ready at once, all would start at the top.
 
+    Also known as: Inductor's raise_comms.
+
     Before:
         x: f32[4] = input("x")
         neg: f32[4] = aten.neg(x)
@@ -48,16 +50,17 @@ class RaiseLaunches(Pass):
         """One walk: each start goes right after the lowest node it must follow, which may be a start that rose."""
         order = Order(program.graph)
         everything = collectives.find(program.graph)
-        found = [one for one in everything if self.gathers or one.kind is not collectives.Kind.ALL_GATHER]
-        place = _places(order, [one.node for one in found])
-        starts = {one.node for one in found}
+        kinds = {*collectives.Kind} if self.gathers else {*collectives.Kind} - {collectives.Kind.ALL_GATHER}
+        found = [collective for collective in everything if collective.kind in kinds]
+        place = _places(order, [collective.node for collective in found])
+        starts = {collective.node for collective in found}
         moved = reorder(program.graph, sorted(order.nodes, key=lambda n: (place[n], n in starts, order.position[n])))
         others_above = list(accumulate((node not in starts for node in order.nodes), initial=0))
         verdicts = []
-        for one in found:
-            passed = others_above[order.position[one.node]] - others_above[place[one.node] + 1]
-            verdicts.append(_verdict(one, order.nodes[place[one.node]], passed))
-        verdicts += [_held_longer(one) for one in everything if one.node not in starts]
+        for collective in found:
+            passed = others_above[order.position[collective.node]] - others_above[place[collective.node] + 1]
+            verdicts.append(_verdict(collective, order.nodes[place[collective.node]], passed))
+        verdicts += [_held_longer(collective) for collective in everything if collective.node not in starts]
         count = sum(v.outcome is Outcome.MOVED for v in verdicts)
         return PassResult(moved, {"raised": count}, tuple(verdicts))
 
@@ -72,14 +75,15 @@ def _places(order: Order, starts: list[fx.Node]) -> dict[fx.Node, int]:
     return place
 
 
-def _held_longer(one: collectives.Collective) -> Verdict:
+def _held_longer(collective: collectives.Collective) -> Verdict:
     reason = "starting it earlier would hold what it gathers for longer"
-    return Verdict.of(one.node, Outcome.LEFT, reason, remedy="gathers=True starts it early", bytes=one.bytes)
+    remedy = "gathers=True starts it early"
+    return Verdict.of(collective.node, Outcome.LEFT, reason, remedy=remedy, bytes=collective.bytes)
 
 
-def _verdict(one: collectives.Collective, last: fx.Node, passed: int) -> Verdict:
+def _verdict(collective: collectives.Collective, last: fx.Node, passed: int) -> Verdict:
     if passed:
-        detail = f"{passed} nodes earlier, after {last.name}"
-        return Verdict.of(one.node, Outcome.MOVED, "started as early as it can be", detail=detail, bytes=one.bytes)
+        reason, detail = "started as early as it can be", f"{passed} nodes earlier, after {last.name}"
+        return Verdict.of(collective.node, Outcome.MOVED, reason, detail=detail, bytes=collective.bytes)
     reason, detail = "it already starts as early as it can", f"after {last.name}"
-    return Verdict.of(one.node, Outcome.LEFT, reason, detail=detail, bytes=one.bytes)
+    return Verdict.of(collective.node, Outcome.LEFT, reason, detail=detail, bytes=collective.bytes)

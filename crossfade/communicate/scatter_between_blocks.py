@@ -14,7 +14,7 @@ from torch import Tensor, fx
 
 from crossfade.communicate import per_token, token_regions
 from crossfade.communicate.per_token import Split
-from crossfade.communicate.token_regions import NOT_ALIKE, Alike, Region, Seed, grow
+from crossfade.communicate.token_regions import NOT_ALIKE, AlikeValues, Seed, TokenRegion, grow
 from crossfade.cost.estimate import Estimator
 from crossfade.cost.keys import Keys
 from crossfade.cost.machine import Machine
@@ -51,10 +51,12 @@ class ScatterBetweenBlocks(Pass):
     of a norm's weight, become sums over own tokens and a small all-reduce, unless their input is gathered anyway.
 
     It holds only of values that are alike on all ranks of the group. Results of all-reduces and all-gathers are; of
-    inputs and constants nobody knows, so those that are must be told: `alike` has their names, or patterns with `*`.
+    inputs and constants nobody knows, so the user must say which are: `alike` has their names, or patterns with `*`.
     That is a promise. `groups` restricts it to some groups. A region is left alone unless at least one matmul can be
     fused on each side, and the bytes that each rank sends grow by no more than the fraction `max_growth`. With a
     `machine`, the collectives, less what the matmuls beside them can hide, must not take longer than the all-reduces.
+
+    Also known as: sequence parallelism (Megatron's `--sequence-parallel`, torch's `SequenceParallel`).
 
     Before:
         x: f32[4, 8] = input("x")
@@ -100,10 +102,10 @@ class ScatterBetweenBlocks(Pass):
 
     def run(self, program: Program) -> PassResult:
         """Plan and carry out one group after the other: what one leaves is the next one's program."""
-        found = dict.fromkeys(one.group for one in collectives.find(program.graph) if one.kind is Kind.ALL_REDUCE)
+        found = dict.fromkeys(start.group for start in collectives.find(program.graph) if start.kind is Kind.ALL_REDUCE)
         counts = dict.fromkeys(("scattered", "gathered", "summed", "cut", "left"), 0)
         verdicts: list[Verdict] = []
-        for group in [one for one in found if not self.groups or one in self.groups]:
+        for group in [group for group in found if not self.groups or group in self.groups]:
             plan = plan_scatters(program, group, self)
             verdicts += plan.left
             for region in plan.regions:
@@ -121,7 +123,7 @@ class ScatterPlan:
     """What becomes of one group's all-reduces: the regions to be computed in parts, and a verdict on each other one."""
 
     group: str
-    regions: tuple[Region, ...]
+    regions: tuple[TokenRegion, ...]
     left: tuple[Verdict, ...]
 
     def __str__(self) -> str:
@@ -150,69 +152,73 @@ def plan_scatters(program: Program, group: str, options: ScatterBetweenBlocks | 
     """
     options = options or ScatterBetweenBlocks()
     ranks = program.groups.get(group, 0)
-    starts = [one for one in collectives.find(program.graph) if one.kind is Kind.ALL_REDUCE and one.group == group]
-    alike = Alike(program, group, _told(options.alike))
+    reductions = [found for found in collectives.find(program.graph) if found.kind is Kind.ALL_REDUCE]
+    alike = AlikeValues(program, group, _is_promised(options.alike))
     left: list[Verdict] = []
     taken: list[Collective] = []
-    for one in starts:
-        reason = _reason_against(one, ranks, alike)
+    for collective in reductions:
+        if collective.group != group:
+            continue
+        reason = _reason_against(collective, ranks, alike)
         if reason is None:
-            taken.append(one)
+            taken.append(collective)
         else:
-            detail = f"{ranks} ranks, {_shape(one)}"
+            detail = f"{ranks} ranks, {_shape(collective)}"
             remedy = f"say it: groups={{{group!r}: ...}}" if not ranks else ""
-            left.append(Verdict.of(one.node, Outcome.LEFT, reason, detail=detail, remedy=remedy, bytes=one.bytes))
+            left.append(_left(collective, reason, detail, remedy))
     weighing = _Weighing(program, options)
-    best: tuple[tuple[int, int, bool, int], list[Region], list[Verdict]] | None = None
-    preferred = sorted({dim for one in taken for _, dim in _cuts(one, ranks)})
+    best: tuple[tuple[int, int, bool, int], list[TokenRegion], list[Verdict]] | None = None
+    preferred = sorted({dim for collective in taken for _, dim in _cuts(collective, ranks)})
     for dim in preferred:
         pays, declined = [], []
-        for region in grow(program, group, ranks, [_seed(one, ranks, dim) for one in taken], alike):
+        for region in grow(program, group, ranks, [_seed(collective, ranks, dim) for collective in taken], alike):
             refusal = weighing.reason_against(region)
             if refusal is None:
                 pays.append(region)
             else:
-                declined += [_declined(seed, *refusal) for seed in region.seeds]
-        thin = any(seed.value.meta["val"].shape[seed.dim] < _LEAST_ROWS * ranks for one in pays for seed in one.seeds)
-        rank = (-sum(len(one.seeds) for one in pays), sum(one.bytes_after for one in pays), thin, dim)
+                declined += [_left(seed.collective, *refusal) for seed in region.seeds]
+        seeds = [seed for region in pays for seed in region.seeds]
+        thin = any(seed.value.meta["val"].shape[seed.dim] < _LEAST_ROWS * ranks for seed in seeds)
+        rank = (-len(seeds), sum(region.bytes_after for region in pays), thin, dim)
         if best is None or rank < best[0]:
             best = rank, pays, declined
     _, regions, declined = best or (None, [], [])
     return ScatterPlan(group, tuple(regions), (*left, *declined))
 
 
-def _told(names: tuple[str, ...]) -> Callable[[str], bool]:
+def _is_promised(names: tuple[str, ...]) -> Callable[[str], bool]:
     exact, patterns = set(names), [name for name in names if set(name) & set("*?")]
     return lambda name: name in exact or any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
 
 
-def _shape(one: Collective) -> str:
-    return str(list(one.node.meta["val"].shape)) if isinstance(one.node.meta["val"], Tensor) else "several values"
+def _shape(collective: Collective) -> str:
+    value = collective.node.meta["val"]
+    return str(list(value.shape)) if isinstance(value, Tensor) else "several values"
 
 
-def _reason_against(one: Collective, ranks: int, alike: Alike) -> str | None:
+def _reason_against(collective: Collective, ranks: int, alike: AlikeValues) -> str | None:
     """Why an all-reduce cannot become a reduce-scatter at all."""
-    if not one.plain or len(one.waits) != 1:
+    if not collective.plain or len(collective.waits) != 1:
         return "it is not a plain collective with one wait"
     if ranks < 2:
         return "its group has one rank" if ranks else "the size of its group is not known"
-    if one.reduce_op not in ("sum", "avg"):
+    if collective.reduce_op not in ("sum", "avg"):
         return "it reduces by something other than a sum or an average"
-    value: Tensor = one.node.meta["val"]
+    value: Tensor = collective.node.meta["val"]
     if not all(isinstance(size, int) for size in value.shape):
         return "its sizes are not known before it runs"
-    if {one.inputs[0], *one.waits} & alike.written:
+    if {collective.inputs[0], *collective.waits} & alike.written:
         return "its memory is written in place"
     if value.dim() < 2:
         return "it has no dim but the last"
-    if not _cuts(one, ranks):
+    if not _cuts(collective, ranks):
         return "no dim but the last divides by the ranks"
     return None
 
 
-def _chain(one: Collective) -> list[fx.Node]:
+def _chain(collective: Collective) -> list[fx.Node]:
     """An all-reduce's result, then the views of it as long as each is all that is read of the one before."""
-    found = [one.waits[0]]
+    found = [collective.waits[0]]
     while len(users := list(found[-1].users)) == 1 and users[0].target in _RESHAPES:
         found.append(users[0])
     return found
@@ -221,22 +227,22 @@ def _chain(one: Collective) -> list[fx.Node]:
 _RESHAPES = {_aten.view.default, _aten.reshape.default, _aten._unsafe_view.default}
 
 
-def _cuts(one: Collective, ranks: int) -> list[tuple[int, int]]:
+def _cuts(collective: Collective, ranks: int) -> list[tuple[int, int]]:
     """Where a result can be cut: which value of its chain, and along which dim."""
     found = []
-    for index, node in enumerate(_chain(one)):
+    for index, node in enumerate(_chain(collective)):
         shape = node.meta["val"].shape
         if token_regions.lies_in_order(node):
             found += [(index, dim) for dim, size in enumerate(shape[:-1]) if size % ranks == 0 and size]
     return found
 
 
-def _seed(one: Collective, ranks: int, preferred: int) -> Seed:
+def _seed(collective: Collective, ranks: int, preferred: int) -> Seed:
     """Cut along the preferred dim, of the first value that has it; else along the first dim that can be cut."""
-    cuts = _cuts(one, ranks)
+    cuts = _cuts(collective, ranks)
     index, dim = next((cut for cut in cuts if cut[1] == preferred), cuts[0])
-    chain = _chain(one)
-    return Seed(one, chain[index], dim, tuple(chain[1 : index + 1]))
+    chain = _chain(collective)
+    return Seed(collective, chain[index], dim, tuple(chain[1 : index + 1]))
 
 
 class _Weighing:
@@ -247,7 +253,7 @@ class _Weighing:
         machine = options.machine
         self.estimator = Estimator(program, machine, {}, Keys(None)) if machine is not None else None
 
-    def reason_against(self, region: Region) -> tuple[str, str, str] | None:
+    def reason_against(self, region: TokenRegion) -> tuple[str, str, str] | None:
         """The first reason to leave a region alone, its numbers, and a remedy; None if it pays."""
         makers = {seed.value: found for seed in region.seeds if (found := _maker(seed.collective)) is not None}
         inside = {node for node, _ in region.inside}
@@ -255,7 +261,7 @@ class _Weighing:
         around = f"{len(makers)} matmuls before, {sum(map(len, readers.values()))} after"
         if not makers:
             return _NO_MAKER, around, ""
-        met = [one for one in region.blocked if one.reason == NOT_ALIKE and one.culprit is not None]
+        met = [blocker for blocker in region.blocked if blocker.reason == NOT_ALIKE and blocker.culprit is not None]
         if not readers and met:
             return NOT_ALIKE, f"{met[0].node.name}, because of {met[0].culprit}", self._remedy(met[0].culprit)
         if not readers:
@@ -273,7 +279,7 @@ class _Weighing:
         return f"if it is alike, alike=({names.get(culprit, str(culprit.target))!r}, ...) says so"
 
     def _too_slow(
-        self, region: Region, makers: dict[fx.Node, fx.Node], readers: dict[fx.Node, list[fx.Node]]
+        self, region: TokenRegion, makers: dict[fx.Node, fx.Node], readers: dict[fx.Node, list[fx.Node]]
     ) -> tuple[str, str, str] | None:
         machine, estimator = self.options.machine, self.estimator
         if machine is None or estimator is None:
@@ -284,7 +290,7 @@ class _Weighing:
         after = 0.0
         for kind, node, size in region.travels:
             beside = {Kind.REDUCE_SCATTER: [makers[node]] if node in makers else [], Kind.ALL_GATHER: readers.get(node)}
-            computing = sum(estimator.compute_seconds(one) for one in beside.get(kind) or ())
+            computing = sum(estimator.compute_seconds(matmul) for matmul in beside.get(kind) or ())
             travel = machine.collective_seconds(kind, size, ranks, axis)
             after += max(travel - computing * (ranks - 1) / ranks, travel / ranks)  # the last piece hides nothing
         if after <= before:
@@ -292,9 +298,9 @@ class _Weighing:
         return _SECONDS, f"{before * 1e6:.0f} us in sight would become {after * 1e6:.0f} us", ""
 
 
-def _maker(one: Collective) -> fx.Node | None:
+def _maker(collective: Collective) -> fx.Node | None:
     """The matmul that makes what is reduced, and nothing else reads."""
-    node = one.inputs[0]
+    node = collective.inputs[0]
     while len(node.users) == 1 and per_token.is_view(node.target):
         node = node.all_input_nodes[0]
     return node if len(node.users) == 1 and node.target in _MATMULS else None
@@ -313,21 +319,20 @@ def _readers(node: fx.Node, inside: set[fx.Node]) -> list[fx.Node]:
     return list(found)
 
 
-def _declined(seed: Seed, reason: str, detail: str, remedy: str) -> Verdict:
-    one = seed.collective
-    return Verdict.of(one.node, Outcome.LEFT, reason, detail=detail, remedy=remedy, bytes=one.bytes)
+def _left(collective: Collective, reason: str, detail: str, remedy: str) -> Verdict:
+    return Verdict.of(collective.node, Outcome.LEFT, reason, detail=detail, remedy=remedy, bytes=collective.bytes)
 
 
-def _done(region: Region) -> list[Verdict]:
-    verdicts, told = [], str(region)
+def _done(region: TokenRegion) -> list[Verdict]:
+    verdicts, described = [], str(region)
     for seed in region.seeds:
-        detail = f"along dim {seed.dim} of {list(seed.value.meta['val'].shape)}; {told}"
-        one = seed.collective
-        verdicts.append(Verdict.of(one.node, Outcome.REPLACED, _DONE, detail=detail, bytes=one.bytes))
+        detail = f"along dim {seed.dim} of {list(seed.value.meta['val'].shape)}; {described}"
+        collective = seed.collective
+        verdicts.append(Verdict.of(collective.node, Outcome.REPLACED, _DONE, detail=detail, bytes=collective.bytes))
     return verdicts
 
 
-def apply_region(program: Program, region: Region) -> int:
+def apply_region(program: Program, region: TokenRegion) -> int:
     """Carry out a plan for one region; return how many values were cut."""
     return _Rewriting(program, region).carry_out()
 
@@ -335,7 +340,7 @@ def apply_region(program: Program, region: Region) -> int:
 class _Rewriting:
     """One region of a program, on its way to being computed in parts: the calls stay, what they read changes."""
 
-    def __init__(self, program: Program, region: Region) -> None:
+    def __init__(self, program: Program, region: TokenRegion) -> None:
         self.program, self.region = program, region
         self.in_parts: set[fx.Node] = {seed.value for seed in region.seeds}
         for node, _ in region.inside:
@@ -365,19 +370,19 @@ class _Rewriting:
 
     def _scatter(self, seed: Seed) -> fx.Node:
         """Put a reduce-scatter in place of an all-reduce, and give its result to what is computed in parts."""
-        one, dim, ranks = seed.collective, seed.dim, self.region.ranks
+        collective, dim, ranks = seed.collective, seed.dim, self.region.ranks
         shape = list(seed.value.meta["val"].shape)
         part = [*shape[:dim], shape[dim] // ranks, *shape[dim + 1 :]]
 
         def start(value: Tensor) -> Tensor:
             laid = _viewed(value.contiguous(), shape[dim:] if _leads(shape, dim) else shape)
             laid = laid if _leads(shape, dim) else torch.cat(laid.chunk(ranks, dim))
-            return collectives.reduce_scatter(laid, str(one.reduce_op), ranks, one.group)
+            return collectives.reduce_scatter(laid, str(collective.reduce_op), ranks, collective.group)
 
-        begun = splice(self.program, start, one.inputs[0], before=one.node, like=one.node)
+        begun = splice(self.program, start, collective.inputs[0], before=collective.node, like=collective.node)
         last = seed.value.next
         made = splice(
-            self.program, lambda value: _viewed(collectives.wait(value), part), begun, before=last, like=one.node
+            self.program, lambda value: _viewed(collectives.wait(value), part), begun, before=last, like=collective.node
         )
         for user in [user for user in seed.value.users if user in self.in_parts]:
             user.replace_input_with(seed.value, made)
@@ -453,7 +458,7 @@ def _hand_over(users: Iterable[fx.Node], old: fx.Node, new: fx.Node) -> None:
 
 
 def _leads(shape: Sequence[int], dim: int) -> bool:
-    """Whether parts along a dim lie one after the other: then nothing needs to be laid out anew."""
+    """Whether parts along a dim lie one after the other: then nothing needs to be copied."""
     return math.prod(shape[:dim]) == 1
 
 

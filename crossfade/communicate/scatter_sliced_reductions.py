@@ -32,6 +32,8 @@ class ScatterSlicedReductions(Pass):
     rank, only one of them would scatter, and all would hang. Parts along another dim than the first are laid one after
     the other before they travel.
 
+    Also known as: XLA's reduce-scatter-creator.
+
     Before:
         x: f32[4, 6] = input("x")
         rank: int = scalar("rank")
@@ -61,28 +63,33 @@ class ScatterSlicedReductions(Pass):
         verdicts = []
         restrided: set[fx.Node] = set()
         for node in list(program.graph.nodes):
-            one = None if node._erased else collectives.view(node)  # only now: its input may be new
-            parts = _parts(one, rank) if one is not None and one.kind is Kind.ALL_REDUCE and one.plain else []
-            if one is None or not parts:
+            collective = None if node._erased else collectives.view(node)  # only now: its input may be new
+            if collective is None or collective.kind is not Kind.ALL_REDUCE or not collective.plain:
                 continue
-            ranks = program.groups[one.group]
-            reason = fixed.reason_against(one) or self._reason_against(one, parts, ranks)
+            parts = _parts(collective, rank)
+            if not parts:
+                continue
+            ranks = program.groups[collective.group]
+            reason = fixed.reason_against(collective) or self._reason_against(collective, parts, ranks)
             if reason is not None:
-                remedy = f"positions=(({one.group!r}, ...),) says it" if reason == _NO_POSITION else ""
-                verdicts.append(Verdict.of(one.node, Outcome.LEFT, reason, remedy=remedy, bytes=one.bytes))
+                remedy = f"positions=(({collective.group!r}, ...),) says it" if reason == _NO_POSITION else ""
+                verdicts.append(
+                    Verdict.of(collective.node, Outcome.LEFT, reason, remedy=remedy, bytes=collective.bytes)
+                )
                 continue
-            why, detail = "only this rank's slice is used", f"{one.bytes * (ranks - 1) // ranks} bytes less to send"
-            verdicts.append(Verdict.of(one.node, Outcome.REPLACED, why, detail=detail, bytes=one.bytes))
+            why = "only this rank's slice is used"
+            detail = f"{collective.bytes * (ranks - 1) // ranks} bytes less to send"
+            verdicts.append(Verdict.of(collective.node, Outcome.REPLACED, why, detail=detail, bytes=collective.bytes))
             owner = fixed.roots[parts[0].node]
-            result, moved = _scatter(program, one, parts, ranks)
+            result, moved = _scatter(program, collective, parts, ranks)
             fixed.roots[result] = owner  # what is written there is written here
             restrided |= {result} if moved else set()
         _describe_anew(program, restrided)
         count = sum(verdict.outcome is Outcome.REPLACED for verdict in verdicts)
         return PassResult(bool(count), {"scattered": count, "left": len(verdicts) - count}, tuple(verdicts))
 
-    def _reason_against(self, one: Collective, parts: list[_Part], ranks: int) -> str | None:
-        first, value = parts[0], one.node.meta["val"]
+    def _reason_against(self, collective: Collective, parts: list[_Part], ranks: int) -> str | None:
+        first, value = parts[0], collective.node.meta["val"]
         size = value.shape[first.dim]
         if not ranks:
             return "the size of its group is not known"
@@ -94,7 +101,7 @@ class ScatterSlicedReductions(Pass):
             return "more than this rank's slice is used"
         if first.length < size // ranks:
             return "less than a whole part of it is used"
-        return self._reason_of_position(one.group, first)
+        return self._reason_of_position(collective.group, first)
 
     def _reason_of_position(self, group: str, part: _Part) -> str | None:
         by_rank = _Number(part.length, 0)
@@ -147,11 +154,11 @@ class _Fixed:
         roots = alias_roots(nodes)
         return cls(roots, written_owners(nodes, roots), strided_owners(nodes, roots))
 
-    def reason_against(self, one: Collective) -> str | None:
+    def reason_against(self, collective: Collective) -> str | None:
         """Why a collective's memory must stay as it is, or None."""
-        if self.roots[one.inputs[0]] in self.written:  # an all-reduce copies it first, a reduce-scatter does not
+        if self.roots[collective.inputs[0]] in self.written:  # an all-reduce copies it first, a reduce-scatter does not
             return "its input is written in place"
-        return "a view of it counts in strides" if one.node in self.strided else None
+        return "a view of it counts in strides" if collective.node in self.strided else None
 
 
 def _rank_input(program: Program) -> fx.Node | None:
@@ -159,10 +166,10 @@ def _rank_input(program: Program) -> fx.Node | None:
     return program.input_nodes().get(_RANK.name) if _RANK in program.inputs and len(program.groups) == 1 else None
 
 
-def _parts(one: Collective, rank: fx.Node | None) -> list[_Part]:
+def _parts(collective: Collective, rank: fx.Node | None) -> list[_Part]:
     """What is taken of a result; nothing if more is done with it than taking parts."""
     parts: list[_Part] = []
-    for taker in (user for wait in one.waits for user in wait.users):
+    for taker in (user for wait in collective.waits for user in wait.users):
         if taker.target in _SPLITS and all(user.target is operator.getitem for user in taker.users):
             parts += [_element(element) for element in taker.users if element.users]
         elif taker.target in _SLICES and arguments(taker).get("step", 1) == 1:
@@ -183,19 +190,19 @@ def _element(node: fx.Node) -> _Part:
 
 
 def _narrowed(node: fx.Node, rank: fx.Node | None) -> _Part:
-    told = arguments(node)
+    given = arguments(node)
     value: Tensor = node.meta["val"]
-    dim = told["dim"] % value.dim()
-    return _Part(node, dim, _number(told["start"], rank), value.shape[dim])
+    dim = given["dim"] % value.dim()
+    return _Part(node, dim, _number(given["start"], rank), value.shape[dim])
 
 
 def _sliced(node: fx.Node, rank: fx.Node | None) -> _Part:
     """A slice, its begin unknown unless its end is known to come as far behind as it is long."""
-    told = arguments(node)
+    given = arguments(node)
     value: Tensor = node.meta["val"]
-    dim = told["dim"] % value.dim()
-    size = told["self"].meta["val"].shape[dim]
-    begin, end = (_number(_within(told[name], size, other), rank) for name, other in (("start", 0), ("end", size)))
+    dim = given["dim"] % value.dim()
+    size = given["self"].meta["val"].shape[dim]
+    begin, end = (_number(_within(given[name], size, other), rank) for name, other in (("start", 0), ("end", size)))
     length = value.shape[dim]
     if begin is None or end != _Number(begin.by_rank, begin.constant + length):
         begin = None
@@ -228,31 +235,31 @@ def _number(value: Any, rank: fx.Node | None) -> _Number | None:
         return _Number(1, 0)
     if value.target not in (operator.add, operator.mul):
         return None
-    one, other = (_number(argument, rank) for argument in value.args)
-    if one is None or other is None or (value.target is operator.mul and one.by_rank and other.by_rank):
+    left, right = (_number(argument, rank) for argument in value.args)
+    if left is None or right is None or (value.target is operator.mul and left.by_rank and right.by_rank):
         return None
     if value.target is operator.add:
-        return _Number(one.by_rank + other.by_rank, one.constant + other.constant)
-    by_rank = one.by_rank * other.constant + other.by_rank * one.constant
-    return _Number(by_rank, one.constant * other.constant)
+        return _Number(left.by_rank + right.by_rank, left.constant + right.constant)
+    by_rank = left.by_rank * right.constant + right.by_rank * left.constant
+    return _Number(by_rank, left.constant * right.constant)
 
 
-def _scatter(program: Program, one: Collective, parts: list[_Part], ranks: int) -> tuple[fx.Node, bool]:
+def _scatter(program: Program, collective: Collective, parts: list[_Part], ranks: int) -> tuple[fx.Node, bool]:
     """Put the reduce-scatter in place of the all-reduce; return its result, and whether it lies unlike the slices."""
     dim = parts[0].dim
 
     def start(value: Tensor) -> Tensor:
         laid = torch.cat(value.chunk(ranks, dim)) if dim else value.contiguous()
-        return collectives.reduce_scatter(laid, str(one.reduce_op), ranks, one.group)
+        return collectives.reduce_scatter(laid, str(collective.reduce_op), ranks, collective.group)
 
-    begun = splice(program, start, one.inputs[0], before=one.node, like=one.node)
-    result = splice(program, collectives.wait, begun, before=min(one.waits), like=one.node)
+    begun = splice(program, start, collective.inputs[0], before=collective.node, like=collective.node)
+    result = splice(program, collectives.wait, begun, before=min(collective.waits), like=collective.node)
     moved = parts[0].node.meta["val"].stride() != result.meta["val"].stride()
     for part in parts:
         part.node.replace_all_uses_with(result)
-    for taker in [user for wait in one.waits for user in wait.users]:
+    for taker in [user for wait in collective.waits for user in wait.users]:
         _erase_taker(taker)
-    for node in (*one.waits, one.node):
+    for node in (*collective.waits, collective.node):
         program.graph.erase_node(node)
     return result, moved
 
@@ -281,4 +288,4 @@ def _describe_anew(program: Program, restrided: set[fx.Node]) -> None:
 
 def _strides(value: Any) -> list[Any]:
     values = value if isinstance(value, (tuple, list)) else [value]
-    return [one.stride() for one in values if isinstance(one, Tensor)]
+    return [tensor.stride() for tensor in values if isinstance(tensor, Tensor)]

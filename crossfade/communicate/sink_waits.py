@@ -19,6 +19,8 @@ from crossfade.graph.program import Program
 class SinkWaits(Pass):
     """Move each wait, and the views that take its result apart, down to just before the first real use.
 
+    Also known as: Inductor's sink_waits.
+
     Before:
         x: f32[4] = input("x")
         s: f32[4] = c10d.all_reduce(x, "sum", "dp")

@@ -45,7 +45,7 @@ class Blocked:
 
 
 @dataclass(frozen=True)
-class Region:
+class TokenRegion:
     """What would be computed on each rank's own tokens, and what travels then.
 
     `inside` has the calls in order, `gathered` the values that something reads whole, with their dims, `summed` those
@@ -84,20 +84,20 @@ class Region:
         return f"{self.group}: {len(self.seeds)} all-reduces become {found}; {before} bytes sent become {after}"
 
 
-class Alike:
-    """Which values are the same on all ranks of a group: what is told to be, what was exchanged, and what follows.
+class AlikeValues:
+    """Which values are the same on all ranks of a group: what the user says is, what was exchanged, and what follows.
 
     Groups are axes of a mesh: what is alike along one axis stays so through a collective along another.
     """
 
-    def __init__(self, program: Program, group: str, told: Callable[[str], bool]) -> None:
+    def __init__(self, program: Program, group: str, is_promised: Callable[[str], bool]) -> None:
         nodes = list(program.graph.nodes)
         self.written = rewritten(nodes, alias_roots(nodes))
         self._culprits: dict[fx.Node, fx.Node] = {}
         names = {node: item.name for item, node in program.named_inputs()}
         for node in nodes:
             if node.op in ("placeholder", "get_attr"):
-                if not told(names.get(node, str(node.target))):
+                if not is_promised(names.get(node, str(node.target))):
                     self._culprits[node] = node
             elif node.op == "call_function":
                 self._follow(node, group)
@@ -107,9 +107,9 @@ class Alike:
         return self._culprits.get(node)
 
     def _follow(self, node: fx.Node, group: str) -> None:
-        one = collectives.view(node)
-        if one is not None and one.group == group and not one.in_place:
-            if one.kind not in _EVERYWHERE:
+        collective = collectives.view(node)
+        if collective is not None and collective.group == group and not collective.in_place:
+            if collective.kind not in _EVERYWHERE:
                 self._culprits[node] = node
             return
         known = hasattr(node.target, "_schema") or getattr(node.target, "__module__", "") in ("_operator", "math")
@@ -122,7 +122,7 @@ class Alike:
                 return
 
 
-def grow(program: Program, group: str, ranks: int, seeds: list[Seed], alike: Alike) -> list[Region]:
+def grow(program: Program, group: str, ranks: int, seeds: list[Seed], alike: AlikeValues) -> list[TokenRegion]:
     """The regions around some all-reduces, each with the all-reduces that meet in it."""
     grown = _Growth(ranks, alike)
     grown.grow(program.graph.nodes, {seed.value: seed for seed in seeds})
@@ -133,7 +133,7 @@ def grow(program: Program, group: str, ranks: int, seeds: list[Seed], alike: Ali
 class _Growth:
     """Calls that work on parts, found in one walk down, then given up where gathering what they read is cheaper."""
 
-    def __init__(self, ranks: int, alike: Alike) -> None:
+    def __init__(self, ranks: int, alike: AlikeValues) -> None:
         self.ranks, self.alike = ranks, alike
         self.seeds: dict[fx.Node, Seed] = {}
         self.places: dict[fx.Node, Place] = {}
@@ -161,7 +161,7 @@ class _Growth:
             self.blocked[node] = Blocked(node, per_token.UNKNOWN)
             return
         how = per_token.split(node, found, self.ranks)  # type: ignore[arg-type]
-        culprits = [one for source in node.all_input_nodes if (one := self.alike.culprit(source)) is not None]
+        culprits = [culprit for source in node.all_input_nodes if (culprit := self.alike.culprit(source)) is not None]
         if isinstance(how, str):
             self.blocked[node] = Blocked(node, how)
         elif culprits or node in self.alike.written:
@@ -214,7 +214,7 @@ class _Growth:
             return
         if isinstance(self.places[node], tuple):
             elements = [user for user in node.users if self._in_parts(user)]
-            if any(self._whole_users(one) and not lies_in_order(one) for one in elements):
+            if any(self._whole_users(element) and not lies_in_order(element) for element in elements):
                 self._give_up(node)
                 for user in node.users:
                     self.places.pop(user, None)
@@ -227,7 +227,7 @@ class _Growth:
         del self.places[node]
         del self.splits[node]
 
-    def regions(self, group: str) -> list[Region]:
+    def regions(self, group: str) -> list[TokenRegion]:
         """What hangs together, in the order of the first all-reduce of each."""
         leaders: dict[fx.Node, fx.Node] = {}
 
@@ -245,13 +245,13 @@ class _Growth:
         for node in self.places:
             members.setdefault(leader(node), []).append(node)
         found = [self._region(group, nodes) for nodes in members.values()]
-        return sorted((one for one in found if one.seeds), key=lambda one: one.seeds[0].collective.node)
+        return sorted((region for region in found if region.seeds), key=lambda region: region.seeds[0].collective.node)
 
-    def _region(self, group: str, nodes: list[fx.Node]) -> Region:
+    def _region(self, group: str, nodes: list[fx.Node]) -> TokenRegion:
         single = [node for node in nodes if isinstance(node.meta["val"], Tensor)]
         gathered = [node for node in single if self._in_parts(node) and self._whole_users(node)]
         ends = [user for node in gathered for user in node.users if user in self.blocked]
-        return Region(
+        return TokenRegion(
             group,
             self.ranks,
             seeds=tuple(self.seeds[node] for node in nodes if node in self.seeds),

@@ -19,6 +19,7 @@ from torch import fx
 
 from crossfade.communicate.exchange_factors import factors_pay, travel_of_factors
 from crossfade.cost.estimate import estimate
+from crossfade.cost.lanes import Lanes
 from crossfade.cost.machine import Machine
 from crossfade.graph.collectives import Kind
 from crossfade.graph.program import InputKind, OutputKind, Program, tensor_bytes
@@ -82,6 +83,11 @@ class _Step:
 
     @classmethod
     def of(cls, program: Program, machine: Machine, measured: Mapping[str, float], group: str, ranks: int) -> _Step:
+        """Read a step off its program.
+
+        A gradient whose factors travel is multiplied whenever they have arrived: its product is left out of what must
+        be computed in order, and its exchange is ready as soon as what comes before it is computed.
+        """
         compute = estimate(program, machine, measured).compute
         gradients = {out.name: node for out, node in program.named_results() if out.kind is OutputKind.GRADIENT}
         late = {node for node in gradients.values() if _travels_as_factors(node, machine, group, ranks)}
@@ -92,66 +98,59 @@ class _Step:
             after[node] = done
 
         def travel(kind: Kind, size: int) -> float:
-            """Of bytes that share a bucket's latency with others."""
-            alone, nothing = (machine.collective_seconds(kind, one, ranks, group) for one in (size, 0))
-            return alone - nothing
+            """The share of a bucket's travel: its latency is shared by too many to count."""
+            latency = machine.collective_seconds(kind, 0, ranks, group)
+            return machine.collective_seconds(kind, size, ranks, group) - latency
 
-        def exchange(size: int, gradient: fx.Node | None) -> float:
-            if gradient is None or gradient not in late:
-                return travel(Kind.REDUCE_SCATTER, size)
-            left, right = _factors(gradient)
-            return travel_of_factors(machine, left, right, ranks, group)
+        def read(name: str, node: fx.Node) -> _Parameter:
+            size, gradient = tensor_bytes(node.meta["val"]), gradients.get(name)
+            needed = min((before[user] for user in node.users), default=done)
+            exchange = travel(Kind.REDUCE_SCATTER, size)
+            if gradient in late:
+                exchange = travel_of_factors(machine, *_factors(gradient), ranks, group)
+            ready = after[gradient] if gradient is not None else None
+            return _Parameter(name, size, needed, ready, travel(Kind.ALL_GATHER, size), exchange)
 
-        found = [
-            _Parameter(
-                item.name,
-                size := tensor_bytes(node.meta["val"]),
-                min((before[user] for user in node.users), default=done),
-                after.get(gradient := gradients.get(item.name)),  # type: ignore[arg-type]
-                travel(Kind.ALL_GATHER, size),
-                exchange(size, gradient),
-            )
-            for item, node in program.named_inputs()
-            if item.kind is InputKind.PARAMETER and node.meta["val"].dim()
-        ]
-        found.sort(key=lambda one: one.needed)
-        updated = sum(one.bytes for one in found if one.ready is not None) / ranks
+        inputs = [item for item in program.named_inputs() if item[0].kind is InputKind.PARAMETER]
+        parameters = [read(item.name, node) for item, node in inputs if node.meta["val"].dim()]
+        parameters.sort(key=lambda parameter: parameter.needed)
+        updated = sum(parameter.bytes for parameter in parameters if parameter.ready is not None) / ranks
         products = sum(compute.get(node, 0.0) for node in late)
         at_the_end = products + _UPDATE_WALKS * updated / machine.memory_bandwidth
-        return cls(found, done, at_the_end, machine.fabric(group).slows_compute)
+        return cls(parameters, done, at_the_end, machine.fabric(group).slows_compute)
 
     def first(self, share: int) -> list[str]:
-        """The names of those used first that have about so many of `_SHARES` of all bytes; and of what is never
-        updated: to keep that whole takes no communication."""
-        left = sum(one.bytes for one in self.parameters) * share / _SHARES
+        """The names of those used first that have about so many of `_SHARES` of all bytes (the last one counts if more
+        than half of it does); and of what is never updated: to keep that whole takes no communication."""
+        left = sum(parameter.bytes for parameter in self.parameters) * share / _SHARES
         chosen = []
-        for one in self.parameters:
-            if one.ready is not None:
-                left -= one.bytes / 2
-                if left < 0:
+        for parameter in self.parameters:
+            if parameter.ready is not None:
+                if left < parameter.bytes / 2:
                     break
-                left -= one.bytes / 2
-            chosen.append(one.name)
+                left -= parameter.bytes
+            chosen.append(parameter.name)
         return chosen
 
     def seconds(self, kept: Collection[str]) -> float:
         """What the step takes with these kept whole."""
-        lanes, chosen = _Lanes(self.slows_compute), frozenset(kept)
-        arrives = {one.name: lanes.travel(one.gather) for one in self.parameters if one.name not in chosen}
-        uses = [(one.needed, 0, one) for one in self.parameters if one.name not in chosen]
-        gradients = [(one.ready, 1, one) for one in self.parameters if one.ready is not None]
+        lanes, chosen = Lanes([self.slows_compute]), frozenset(kept)
+        split = [parameter for parameter in self.parameters if parameter.name not in chosen]
+        arrives = {parameter.name: lanes.carry(parameter.gather) for parameter in split}
+        uses = [(parameter.needed, 0, parameter) for parameter in split]
+        gradients = [(parameter.ready, 1, parameter) for parameter in self.parameters if parameter.ready is not None]
         done = 0.0
-        for at, is_gradient, one in sorted([*uses, *gradients], key=lambda event: event[:2]):
+        for at, is_gradient, parameter in sorted([*uses, *gradients], key=lambda event: event[:2]):
             lanes.compute(at - done)
             done = at
             if not is_gradient:
-                lanes.wait_until(arrives[one.name])
+                lanes.wait(arrives[parameter.name])
                 continue
-            lanes.travel(one.exchange)
-            if one.name in chosen:
-                lanes.travel(one.gather)
+            lanes.carry(parameter.exchange)
+            if parameter.name in chosen:
+                lanes.carry(parameter.gather)
         lanes.compute(self.in_order - done + self.at_the_end)
-        return max(lanes.now, lanes.free)
+        return max(lanes.now, *lanes.free)
 
 
 def _travels_as_factors(gradient: fx.Node, machine: Machine, group: str, ranks: int) -> bool:
@@ -161,30 +160,6 @@ def _travels_as_factors(gradient: fx.Node, machine: Machine, group: str, ranks: 
     return factors_pay(machine, left, right, ranks, group)
 
 
-def _factors(product: fx.Node) -> tuple[Any, Any]:
-    left, right = (one.meta["val"] for one in product.args)  # type: ignore[union-attr]
+def _factors(product: Any) -> tuple[Any, Any]:
+    left, right = (factor.meta["val"] for factor in product.args)
     return left, right
-
-
-@dataclass
-class _Lanes:
-    """A lane of computation and a link, and when each is free."""
-
-    slows_compute: float
-    now: float = 0.0
-    free: float = 0.0
-
-    def travel(self, seconds: float) -> float:
-        """Send what is ready now; when it arrives."""
-        self.free = max(self.now, self.free) + seconds
-        return self.free
-
-    def wait_until(self, when: float) -> None:
-        """Stand still."""
-        self.now = max(self.now, when)
-
-    def compute(self, seconds: float) -> None:
-        """Work, slower while the link is busy."""
-        slower = 1 + self.slows_compute
-        beside = min(seconds, max(0.0, self.free - self.now) / slower)
-        self.now += beside * slower + seconds - beside

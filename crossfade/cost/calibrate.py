@@ -13,7 +13,7 @@ What is measured, each time on all ranks at once and counted by the slowest:
 - Overhead: an addition of eight elements, with fresh memory for its result; on a GPU, behind other work.
 - What travelling costs computation: matrix products, alone and while collectives travel.
 
-A link on which the same collective takes now this long and now that, see `varied`, is told of in a warning and in the
+A link on which the same collective takes now this long and now that, see `varied`, is reported in a warning and in the
 machine's `source`: predictions for it can be no better than it keeps its pace.
 
 Nothing here can hang: a rank that stays away lets the others' collectives fail at the timeout of their group.
@@ -84,7 +84,7 @@ def calibrate(
     """
     if not dist.is_initialized():
         raise MachineError(
-            "no process group",
+            "there is no process group",
             expected="every rank to be in one",
             remedy="call torch.distributed.init_process_group first, or run crossfade calibrate",
         )
@@ -128,20 +128,20 @@ def _rate(value: float, unit: str) -> str:
 def _check(axis: str, group: Any, device: str, sizes: Sequence[int]) -> None:
     if dist.get_world_size(group) < 2:
         raise MachineError(
-            f"axis {axis!r} of one rank",
+            f"axis {axis!r} has one rank",
             expected="at least 2 to communicate",
             remedy="leave it out, or start more ranks",
         )
     backend = dist.get_backend(group)
     if device == "cuda" and backend == "gloo":
         raise MachineError(
-            f"gloo for cuda tensors on axis {axis!r}",
+            f"axis {axis!r} would carry cuda tensors over gloo",
             expected="nccl (gloo's all-gather of cuda tensors crashes the process)",
             remedy='init_process_group("nccl"), or calibrate with device="cpu"',
         )
     if len({size for size in sizes if size > 0}) < 2:
         raise MachineError(
-            f"sizes {list(sizes)}", expected="at least two different ones", remedy="leave them at their default"
+            f"the sizes are {list(sizes)}", expected="at least two different ones", remedy="leave them at their default"
         )
 
 
@@ -310,7 +310,7 @@ class _Axis:
         points = []
         for wanted in self.calibration.sizes:
             inputs = self._inputs(kind, wanted)
-            size = sum(self._larger_side(kind, one) for one in inputs)
+            size = sum(self._larger_side(kind, value) for value in inputs)
             took = self._travel(kind, inputs, share)
             points.append((len(inputs), bytes_sent(kind, size, self.ranks), statistics.median(took)))
         if (factor := varied(took)) > _UNSTEADY:  # by the last size, on which bandwidth rests
@@ -364,8 +364,8 @@ class _Axis:
         return [start[kind](value) for value in inputs]
 
     def _finish(self, started: list[Tensor]) -> None:
-        for one in started:
-            collectives.wait(one)
+        for value in started:
+            collectives.wait(value)
 
     def launch(self) -> float:
         """Median seconds in which starting a small collective returns."""
@@ -439,8 +439,8 @@ def fitted(points: Sequence[tuple[float, float, float]]) -> Link:
     """The link that explains points of (latencies, bytes sent, seconds).
 
     The bandwidth has the least squared error in seconds, which large sizes decide: a link that lets small bursts pass
-    faster is told by what it sustains. Given that, the latency has the least relative error, which small ones decide.
-    Neither can be negative; where more bytes took less time, the most bytes alone tell the bandwidth.
+    faster counts with what it sustains. Given that, the latency has the least relative error, which small sizes decide.
+    Neither can be negative; where more bytes took less time, the bandwidth is that of the most bytes.
 
     >>> fitted([(1, 1000, 0.002), (1, 10_000, 0.011), (4, 400_000, 0.404)])
     Link(latency=0.001, bandwidth=1000000.0, piece=None)

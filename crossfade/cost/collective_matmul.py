@@ -8,8 +8,8 @@ travels, and stands still for what has not arrived. The forms:
 - **chunked**: each rank's block in pieces. A gather starts the collectives of all pieces, computes on the rank's own
   block, then on every piece as it arrives. A scatter computes what the other ranks get piece by piece and exchanges
   each while it computes the next, then its own block, then adds up what came.
-- **ring**: blocks go from neighbour to neighbour, one hop after another, in pieces too. Hops are told by the latency
-  and bandwidth of an all-gather: what one rank sends to one other; and on a CPU by the launch of each.
+- **ring**: blocks go from neighbour to neighbour, one hop after another, in pieces too. Hops have the latency and
+  bandwidth of an all-gather, what one rank sends to another; and on a CPU the launch of each.
 - **symmetric**: torch's kernels on symmetric memory. One block a rank, copied one-sidedly, two copies ahead at most.
 
 **What cutting a matmul costs.** A machine says how fast whole matmuls are; pieces are slower, see `call_seconds`.
@@ -22,6 +22,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from crossfade.cost.lanes import Lanes
 from crossfade.cost.machine import Machine
 from crossfade.errors import MachineError
 from crossfade.graph.collective_matmul import ANYWHERE, FORMS
@@ -154,7 +155,7 @@ def rows_of_each(shape: Sequence[Any], dim: int) -> int:
 def call_seconds(machine: Machine, seconds: float, rows: float) -> float:
     """Seconds of one call that computes a piece of a matmul, whose share of the whole one's time is `seconds`.
 
-    On a CPU every call lays out the other matrix anew, as much work as 8 more rows. Measured single-threaded on an
+    On a CPU every call lays out the other matrix again, as much work as 8 more rows. Measured single-threaded on an
     Intel Xeon at 2.5 GHz, torch 2.13, 2026-11-16, in times of one call, for pieces of 128, 64, 32, 16 and 8 rows:
     float32 of 512x2048x512 1.18, 1.20, 1.46, 1.82, 2.13; bfloat16 of 256x2048x512 1.04, 1.10, 1.13, 1.23, 1.41 (here
     1.06, 1.13, 1.25, 1.5, 2 for both).
@@ -198,7 +199,7 @@ def forecast_gather(
         >>> fabric = Fabric(dict.fromkeys(Kind, Link(latency=0.0, bandwidth=1e9)))
         >>> machine = Machine("two desktops", {"*": fabric}, {"float32": 5e10}, memory_bandwidth=1e10)
         >>> found = forecast_gather(machine, "tp", 2, 10**9, 0.5, rows=8000, forms=("chunked",), chunks=(1, 2))
-        >>> print(f"{found.plain:.2f}", *(f"{one.chunks}: {one.seconds:.2f}" for one in found.considered))
+        >>> print(f"{found.plain:.2f}", *(f"{way.chunks}: {way.seconds:.2f}" for way in found.considered))
         1.00 2: 0.63 1: 0.75
     """
     work = Exchange(machine, axis, ranks, gathered_bytes, matmul_seconds, rows, products, each)
@@ -231,27 +232,14 @@ def forecast_scatter(
         >>> print(forecast_scatter(machine, "tp", 2, 10**9, 1e-6, rows=8000).best)  # nothing to hide it under
         None
     """
-    return _considered(
-        Exchange(
-            machine,
-            axis,
-            ranks,
-            scattered_bytes,
-            matmul_seconds,
-            rows,
-            each=each,
-            meanwhile_seconds=meanwhile_seconds,
-        ),
-        Kind.REDUCE_SCATTER,
-        forms,
-        chunks,
-    )
+    work = Exchange(machine, axis, ranks, scattered_bytes, matmul_seconds, rows, 1, each, meanwhile_seconds)
+    return _considered(work, Kind.REDUCE_SCATTER, forms, chunks)
 
 
 def forecast(work: Exchange, kind: Kind, form: str, chunks: int) -> Forecast:
     """What one form with one number of pieces takes: of a gather (`Kind.ALL_GATHER`) or of a scatter.
 
-    More pieces than rows are as many as rows. A symmetric one has one piece a rank, whatever it is told.
+    More pieces than rows are as many as rows. A symmetric one has one piece a rank, whatever is asked for.
     """
     run = _RUNS.get((kind, form))
     if run is None:
@@ -263,7 +251,7 @@ def forecast(work: Exchange, kind: Kind, form: str, chunks: int) -> Forecast:
     plain = work.plain(kind)
     if work.ranks < 2:
         return Forecast(form, chunks, plain, plain, 0.0, 0.0)
-    lane = _Lane(work)
+    lane = _Exchanging(work)
     run(work, lane, max(1, min(chunks, work.rows)))
     hidden = max(0.0, work.travel(kind) - lane.exposed)
     return Forecast(form, chunks, lane.now, plain, hidden, lane.exposed)
@@ -277,77 +265,67 @@ def _considered(work: Exchange, kind: Kind, forms: Sequence[str], chunks: Sequen
     small = [count for count in fitting if work.fits(kind, count)] or fitting
     counts = {"symmetric": [1], "chunked": small}
     found = [forecast(work, kind, form, count) for form in forms for count in counts.get(form, fitting)]
-    return Forecasts(work.plain(kind), tuple(sorted(found, key=lambda one: one.seconds)))
+    return Forecasts(work.plain(kind), tuple(sorted(found, key=lambda forecast: forecast.seconds)))
 
 
-class _Lane:
-    """The computing lane and the link beside it, as time goes on."""
+class _Exchanging(Lanes):
+    """The computing lane and the link of one exchange; `exposed` are the seconds that the lane stood still."""
 
     def __init__(self, work: Exchange) -> None:
         fabric = work.machine.fabric(work.axis)
-        self._launch, self._slower = fabric.launch, 1 + fabric.slows_compute
-        self.now = self.free_at = self.exposed = 0.0
-
-    def compute(self, seconds: float) -> None:
-        """Compute for so long, slowed down while the link is busy."""
-        travelling = max(0.0, self.free_at - self.now) / self._slower
-        slowed = min(seconds, travelling)
-        self.now += slowed * self._slower + (seconds - slowed)
+        super().__init__([fabric.slows_compute])
+        self._launch, self.exposed = fabric.launch, 0.0
 
     def launch(self, travel: float) -> float:
-        """Start a piece on the link; returns when it arrives."""
+        """Start a piece on the link; when it arrives."""
         self.compute(self._launch)
-        return self.carry(travel, self.now)
+        return self.carry(travel)
 
-    def carry(self, travel: float, ready: float) -> float:
-        """Let a piece travel that is ready at some time, without a word from the lane; returns when it arrives."""
-        self.free_at = max(ready, self.free_at) + travel
-        return self.free_at
-
-    def wait(self, arrival: float) -> None:
-        """Stand still until a piece has arrived."""
-        self.exposed += max(0.0, arrival - self.now)
-        self.now = max(self.now, arrival)
+    def wait(self, arrival: float) -> float:
+        """Stand still until a piece has arrived; for how long."""
+        still = super().wait(arrival)
+        self.exposed += still
+        return still
 
 
-def _gather_chunked(work: Exchange, lane: _Lane, chunks: int) -> None:
+def _gather_chunked(work: Exchange, lane: _Exchanging, chunks: int) -> None:
     ranks, rows, overhead = work.ranks, work.rows / chunks, work.machine.overhead * work.products
     arrivals = [lane.launch(work.travel(Kind.ALL_GATHER, chunks)) for _ in range(chunks)]
     lane.compute(work.compute(1 / ranks, work.rows))
-    calls = min(2, ranks - 1)  # blocks before the own one, and behind it
+    calls = min(2, ranks - 1)  # blocks before this rank's own, and behind it
     for arrival in arrivals:
         lane.wait(arrival)
         lane.compute(work.compute((ranks - 1) / ranks / chunks, rows, calls) + calls * overhead)
 
 
-def _gather_ring(work: Exchange, lane: _Lane, chunks: int) -> None:
+def _gather_ring(work: Exchange, lane: _Exchanging, chunks: int) -> None:
     """A thread or stream of its own passes pieces on as they arrive."""
     ranks, rows, overhead = work.ranks, work.rows / chunks, work.machine.overhead * work.products
     hop = work.hop(chunks)
     arrivals = [lane.launch(hop) for _ in range(chunks)]
-    for one in range((ranks - 2) * chunks):
-        arrivals.append(lane.carry(hop, arrivals[one]))
+    for piece in range((ranks - 2) * chunks):
+        arrivals.append(lane.carry(hop, ready=arrivals[piece]))
     lane.compute(work.compute(1 / ranks, work.rows))
     for arrival in arrivals:
         lane.wait(arrival)
         lane.compute(work.compute(1 / ranks / chunks, rows) + overhead)
 
 
-def _gather_symmetric(work: Exchange, lane: _Lane, _: int) -> None:
+def _gather_symmetric(work: Exchange, lane: _Exchanging, _: int) -> None:
     """The own block is copied where the others can read it; two streams take turns to copy a block and compute on it,
     so that two copies are under way at most."""
     ranks, overhead, block = work.ranks, work.machine.overhead, work.compute(1 / work.ranks, work.rows)
     lane.compute(work.moved(2 * work.block_bytes))
-    arrivals = [lane.carry(work.hop(), lane.now) for _ in range(min(2, ranks - 1))]
+    arrivals = [lane.carry(work.hop()) for _ in range(min(2, ranks - 1))]
     lane.compute(block)
     for step in range(ranks - 1):
         lane.wait(arrivals[step])
         lane.compute(block + work.products * overhead)
         if len(arrivals) < ranks - 1:
-            arrivals.append(lane.carry(work.hop(), lane.now))
+            arrivals.append(lane.carry(work.hop()))
 
 
-def _scatter_chunked(work: Exchange, lane: _Lane, chunks: int) -> None:
+def _scatter_chunked(work: Exchange, lane: _Exchanging, chunks: int) -> None:
     ranks, rows, overhead = work.ranks, work.rows / chunks, work.machine.overhead
     calls, arrivals = min(2, ranks - 1), []
     for _ in range(chunks):
@@ -360,7 +338,7 @@ def _scatter_chunked(work: Exchange, lane: _Lane, chunks: int) -> None:
             lane.compute(work.moved(3 * work.block_bytes / chunks))
 
 
-def _scatter_ring(work: Exchange, lane: _Lane, chunks: int) -> None:
+def _scatter_ring(work: Exchange, lane: _Exchanging, chunks: int) -> None:
     ranks, rows = work.ranks, work.rows / chunks
     hop, add = work.hop(chunks), work.moved(3 * work.block_bytes / chunks)
     arrivals: list[float] = []
@@ -379,19 +357,19 @@ def _scatter_ring(work: Exchange, lane: _Lane, chunks: int) -> None:
         lane.compute(add)
 
 
-def _scatter_symmetric(work: Exchange, lane: _Lane, _: int) -> None:
+def _scatter_symmetric(work: Exchange, lane: _Exchanging, _: int) -> None:
     """Each other rank's block is computed, then copied to it; in the end all blocks that came are added at once."""
     ranks, block = work.ranks, work.compute(1 / work.ranks, work.rows)
     arrival = 0.0
     for _ in range(ranks - 1):
         lane.compute(block + work.machine.overhead)
-        arrival = lane.carry(work.hop(), lane.now)
+        arrival = lane.carry(work.hop())
     lane.compute(block)
     lane.wait(arrival)
     lane.compute(work.moved((ranks + 1) * work.block_bytes) + work.meanwhile_seconds)
 
 
-_RUNS: dict[tuple[Kind, str], Callable[[Exchange, _Lane, int], None]] = {
+_RUNS: dict[tuple[Kind, str], Callable[[Exchange, _Exchanging, int], None]] = {
     (Kind.ALL_GATHER, "chunked"): _gather_chunked,
     (Kind.ALL_GATHER, "ring"): _gather_ring,
     (Kind.ALL_GATHER, "symmetric"): _gather_symmetric,

@@ -10,7 +10,7 @@ from torch import fx
 
 from crossfade.cost.collective_matmul import Forecast, forecast
 from crossfade.cost.flops import flops_of, formula_of
-from crossfade.cost.fused import Fused, FusedProduct, is_fused, read_fused
+from crossfade.cost.fused import FusedCollective, FusedProduct, is_fused, read_fused
 from crossfade.cost.keys import Keys
 from crossfade.cost.machine import Machine
 from crossfade.cost.timeline import Costs, Within
@@ -24,11 +24,7 @@ from crossfade.graph.program import Program
 
 
 def estimate(
-    program: Program,
-    machine: Machine,
-    measured: Mapping[str, float] | None = None,
-    *,
-    threads: int | None = None,
+    program: Program, machine: Machine, measured: Mapping[str, float] | None = None, *, threads: int | None = None
 ) -> Costs:
     """The seconds of every node: what `measured` says under its key (`crossfade.cost.keys.key_of`), else analytic.
 
@@ -75,41 +71,41 @@ class Estimator:
         within: dict[fx.Node, Within] = {}
         made_once = lasting_views(self.program)
         for node in self.program.graph.nodes:
-            one = collectives.view(node)
-            if one is not None:
-                compute[node] = self.machine.fabric(one.group).launch
-                travel[node] = self._travel(one)
-                slows[one.group] = self.machine.fabric(one.group).slows_compute
+            collective = collectives.view(node)
+            if collective is not None:
+                compute[node] = self.machine.fabric(collective.group).launch
+                travel[node] = self._travel(collective)
+                slows[collective.group] = self.machine.fabric(collective.group).slows_compute
             elif is_fused(node.target):
                 compute[node], within[node] = self._fused(read_fused(node, self.keys))
             elif computes(node) and node not in made_once:
                 compute[node] = self.compute_seconds(node)
         return Costs(compute, travel, slows, within)
 
-    def _fused(self, one: Fused) -> tuple[float, Within]:
+    def _fused(self, call: FusedCollective) -> tuple[float, Within]:
         """Seconds of a matmul in pieces, and what travels in it."""
-        found = self.forecast(one)
-        travel = self.machine.collective_seconds(one.kind, one.bytes, one.ranks, one.group)
-        return found.seconds, Within(str(one.kind), one.group, one.bytes, travel, found.exposed)
+        found = self.forecast(call)
+        travel = self.machine.collective_seconds(call.kind, call.bytes, call.ranks, call.group)
+        return found.seconds, Within(str(call.kind), call.group, call.bytes, travel, found.exposed)
 
-    def forecast(self, one: Fused) -> Forecast:
+    def forecast(self, call: FusedCollective) -> Forecast:
         """What a matmul in pieces takes: those that `measured` knows by their key as plain calls count as they do."""
-        seconds, meanwhile = (sum(map(self._product, some)) for some in (one.products, one.meanwhile))
-        return forecast(one.exchange(self.machine, seconds, meanwhile), one.kind, one.form, one.chunks)
+        seconds, meanwhile = (sum(map(self._product, some)) for some in (call.products, call.meanwhile))
+        return forecast(call.exchange(self.machine, seconds, meanwhile), call.kind, call.form, call.chunks)
 
-    def _product(self, one: FusedProduct) -> float:
-        known = [self.measured[key] for key in one.keys(self.keys) if key in self.measured]
-        return known[0] if known else one.seconds(self.machine)
+    def _product(self, product: FusedProduct) -> float:
+        known = [self.measured[key] for key in product.keys(self.keys) if key in self.measured]
+        return known[0] if known else product.seconds(self.machine)
 
-    def _travel(self, one: Collective) -> float:
-        ranks = self.program.groups.get(one.group) or one.group_size
+    def _travel(self, collective: Collective) -> float:
+        ranks = self.program.groups.get(collective.group) or collective.group_size
         if not ranks:
             raise MachineError(
-                f"no size of group {one.group!r}",
+                f"the size of group {collective.group!r} is not known",
                 expected="the number of its ranks",
-                remedy=f'give the program groups={{"{one.group}": ranks}}',
+                remedy=f'give the program groups={{"{collective.group}": ranks}}',
             )
-        return self.machine.collective_seconds(one.kind, one.bytes, ranks, one.group)
+        return self.machine.collective_seconds(collective.kind, collective.bytes, ranks, collective.group)
 
     def compute_seconds(self, node: fx.Node) -> float:
         """The seconds of one node for which `computes` holds."""
@@ -124,7 +120,7 @@ class Estimator:
 
     def _arithmetic(self, node: fx.Node) -> float:
         """Seconds of the floating-point operations at the rate of the first tensor's dtype."""
-        first = next(one for source in node.all_input_nodes for one in self.keys.tensors(source))
+        first = next(tensor for source in node.all_input_nodes for tensor in self.keys.tensors(source))
         rates = self.machine.flops
         rate = rates.get(str(first.dtype).removeprefix("torch."), rates["float32"])
         return flops_of(node, self.keys) / rate
@@ -134,7 +130,7 @@ class Estimator:
         name = _view_name(node.target)
         if name is None or name not in _COPY_IF_NEEDED:
             return name is not None
-        before, after = (self.keys.tensors(one)[:1] for one in (node.all_input_nodes[0], node))
+        before, after = (self.keys.tensors(value)[:1] for value in (node.all_input_nodes[0], node))
         if not before or not after or before[0].dtype != after[0].dtype:
             return False
         return before[0].strides == after[0].strides or (before[0].dense and after[0].dense and name != "contiguous")
@@ -145,24 +141,24 @@ class Estimator:
         if name in _ONLY_ALLOCATE:
             return 0.0
         made = self._made(node)
-        read = sum(self._held(one) for one in inputs)
+        read = sum(self._held(source) for source in inputs)
         if name in _LOOK_UP and inputs:
             read -= max(0, self._held(inputs[0]) - made)
         written = written_inputs(node)
         if written:
-            once = sum(self._held(one) for one in written)
+            once = sum(self._held(target) for target in written)
             return read + (0 if name in _OVERWRITE or "out" in node.kwargs else once)
         return read + made
 
     def _held(self, node: fx.Node) -> int:
-        return sum([one.bytes for one in self.keys.tensors(node)])
+        return sum([tensor.bytes for tensor in self.keys.tensors(node)])
 
     def _made(self, node: fx.Node) -> int:
         """Bytes of the results, those that are an argument's memory left out."""
         results = self.keys.tensors(node)
         copied = _view_name(node.target) is not None  # a view only where it can be, and here it cannot
         shared = () if copied else _shared_results(node.target)
-        return sum([one.bytes for index, one in enumerate(results) if index >= len(shared) or not shared[index]])
+        return sum([tensor.bytes for index, tensor in enumerate(results) if index >= len(shared) or not shared[index]])
 
 
 def computes(node: fx.Node) -> bool:
@@ -199,7 +195,7 @@ def _view_name(target: Any) -> str | None:
     schema = getattr(target, "_schema", None)
     if schema is None or not schema.returns:
         return None
-    looks = all(one.alias_info is not None and not one.alias_info.is_write for one in schema.returns)
+    looks = all(result.alias_info is not None and not result.alias_info.is_write for result in schema.returns)
     name = _name(target)
     return name if looks or name == "_unsafe_view" else None
 
@@ -208,5 +204,5 @@ def _view_name(target: Any) -> str | None:
 def _shared_results(target: Any) -> tuple[bool, ...]:
     """For each result, whether it is an argument's memory. A list of results is one to the schema, and all or none."""
     schema = getattr(target, "_schema", None)
-    shared = tuple(one.alias_info is not None for one in schema.returns) if schema is not None else ()
+    shared = tuple(result.alias_info is not None for result in schema.returns) if schema is not None else ()
     return shared if any(shared) else ()

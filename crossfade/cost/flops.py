@@ -11,12 +11,12 @@ from typing import Any
 
 from torch import fx
 
-from crossfade.cost.keys import Described, Keys
+from crossfade.cost.keys import Keys, TensorDescription
 from crossfade.graph.collective_matmul import Equation, read_product
 from crossfade.graph.operators import arguments, remembered
 
 Sizes = tuple[int, ...]
-Formula = Callable[[Mapping[str, Any], tuple[Described, ...]], float]
+Formula = Callable[[Mapping[str, Any], tuple[TensorDescription, ...]], float]
 
 
 def flops_of(node: fx.Node, keys: Keys | None = None) -> float:
@@ -63,7 +63,7 @@ def equation_flops(equation: Equation, first: Sizes, second: Sizes) -> float:
 def _sizes(value: Any, keys: Keys) -> Any:
     """The sizes of a tensor in its place, also in a list; every other argument as it is."""
     if isinstance(value, (list, tuple)):
-        return [_sizes(one, keys) for one in value]
+        return [_sizes(item, keys) for item in value]
     tensors = keys.tensors(value) if isinstance(value, fx.Node) else ()
     return tensors[0].sizes if tensors else value
 
@@ -73,44 +73,44 @@ def _product(left: str) -> Formula:
     return lambda given, results: 2 * _elements(results) * given[left][-1]
 
 
-def _grouped_product(given: Mapping[str, Any], _: tuple[Described, ...]) -> float:
+def _grouped_product(given: Mapping[str, Any], _: tuple[TensorDescription, ...]) -> float:
     """Every row meets the matrix of its group only: of a stack on the left, each meets its share of the columns."""
     left, right = given["self"], given["mat2"]
     return 2 * math.prod(left) * right[-1] / (left[0] if len(left) > len(right) else 1)
 
 
-def _elements(results: tuple[Described, ...]) -> int:
+def _elements(results: tuple[TensorDescription, ...]) -> int:
     return math.prod(results[0].sizes) if results else 0
 
 
-def _linear_backward(given: Mapping[str, Any], _: tuple[Described, ...]) -> float:
+def _linear_backward(given: Mapping[str, Any], _: tuple[TensorDescription, ...]) -> float:
     both = 2 * math.prod(given["grad_output"]) * given["weight"][-1]
     return both * sum(given["output_mask"][:2])
 
 
-def _convolution(given: Mapping[str, Any], results: tuple[Described, ...]) -> float:
+def _convolution(given: Mapping[str, Any], results: tuple[TensorDescription, ...]) -> float:
     """Each result is a sum over the channels and places that a filter covers; transposed, each input feeds as many."""
     places = math.prod(given["input"]) if given.get("transposed") else _elements(results)
     return 2 * places * math.prod(given["weight"][1:])
 
 
-def _transposed_convolution(given: Mapping[str, Any], _: tuple[Described, ...]) -> float:
+def _transposed_convolution(given: Mapping[str, Any], _: tuple[TensorDescription, ...]) -> float:
     return 2 * math.prod(given["input"]) * math.prod(given["weight"][1:])
 
 
-def _convolution_backward(given: Mapping[str, Any], _: tuple[Described, ...]) -> float:
+def _convolution_backward(given: Mapping[str, Any], _: tuple[TensorDescription, ...]) -> float:
     """Each gradient asked for is as much work as the convolution itself."""
     places = math.prod(given["input"] if given["transposed"] else given["grad_output"])
     return 2 * places * math.prod(given["weight"][1:]) * sum(given["output_mask"][:2])
 
 
-def _attention(given: Mapping[str, Any], _: tuple[Described, ...]) -> float:
+def _attention(given: Mapping[str, Any], _: tuple[TensorDescription, ...]) -> float:
     """Scores, and the values mixed by them."""
     query, key, value = (_of(given, name, position) for position, name in enumerate(("query", "key", "value")))
     return _scores(given, query, key) * (query[-1] + value[-1])
 
 
-def _attention_backward(given: Mapping[str, Any], _: tuple[Described, ...]) -> float:
+def _attention_backward(given: Mapping[str, Any], _: tuple[TensorDescription, ...]) -> float:
     """The scores again, then the gradients of scores, values, queries and keys."""
     query, key, value = given["query"], given["key"], given["value"]
     return _scores(given, query, key) * (3 * query[-1] + 2 * value[-1])
@@ -126,18 +126,19 @@ def _of(given: Mapping[str, Any], name: str, position: int) -> Any:
     return given[name] if name in given else given[str(position)]
 
 
-def _gathered_products(given: Mapping[str, Any], _: tuple[Described, ...]) -> float:
+def _gathered_products(given: Mapping[str, Any], _: tuple[TensorDescription, ...]) -> float:
     """Every product of what is gathered, which has the part of each rank."""
     gathered = list(given["part"])
     gathered[given["dim"]] *= given["ranks"]
     pairs = zip(given["products"], given["others"], strict=True)
-    return sum(equation_flops(read_product(one), tuple(gathered), other) for one, other in pairs)
+    return sum(equation_flops(read_product(product), tuple(gathered), other) for product, other in pairs)
 
 
-def _scattered_product(given: Mapping[str, Any], _: tuple[Described, ...]) -> float:
+def _scattered_product(given: Mapping[str, Any], _: tuple[TensorDescription, ...]) -> float:
     others = given.get("meanwhile", ())
     matrices = read_product("mk,kn->mn")
-    meanwhile = sum(equation_flops(matrices, one, other) for one, other in zip(others[::2], others[1::2], strict=True))
+    pairs = zip(others[::2], others[1::2], strict=True)
+    meanwhile = sum(equation_flops(matrices, left, right) for left, right in pairs)
     return equation_flops(read_product(given["product"]), given["left"], given["right"]) + meanwhile
 
 
@@ -157,8 +158,8 @@ _FORMULAS: dict[str, Formula] = {
     **dict.fromkeys(("conv_transpose1d", "conv_transpose2d", "conv_transpose3d"), _transposed_convolution),
     "convolution_backward": _convolution_backward,
     **dict.fromkeys(("scaled_dot_product_attention", "flex_attention"), _attention),
-    **{f"_scaled_dot_product_{one}": _attention for one in _ATTENTIONS},
-    **{f"_scaled_dot_product_{one}_backward": _attention_backward for one in _ATTENTIONS},
+    **{f"_scaled_dot_product_{kind}": _attention for kind in _ATTENTIONS},
+    **{f"_scaled_dot_product_{kind}_backward": _attention_backward for kind in _ATTENTIONS},
 }
 
 _IN_PIECES: dict[str, Formula] = {

@@ -12,7 +12,7 @@ from torch import fx
 
 from crossfade.cost.collective_matmul import Exchange, rows_of_each
 from crossfade.cost.flops import equation_flops
-from crossfade.cost.keys import Described, Keys, dense_strides
+from crossfade.cost.keys import Keys, TensorDescription, dense_strides
 from crossfade.cost.machine import Machine
 from crossfade.graph.collective_matmul import (
     GATHER_MATMUL,
@@ -30,9 +30,9 @@ class FusedProduct:
     """One product as if it were computed whole: its equation, its operands, and its bias if it has one."""
 
     equation: Equation
-    first: Described
-    second: Described
-    bias: Described | None
+    first: TensorDescription
+    second: TensorDescription
+    bias: TensorDescription | None
     device: str
 
     def seconds(self, machine: Machine) -> float:
@@ -69,7 +69,7 @@ class FusedProduct:
 
 
 @dataclass(frozen=True, slots=True)
-class Fused:
+class FusedCollective:
     """One such node: its products, the collective in it, by the bytes of all ranks' blocks, and what else it computes
     `meanwhile`."""
 
@@ -102,7 +102,7 @@ def is_fused(target: Any) -> bool:
     return schema is not None and schema.name in (GATHER_MATMUL, MATMUL_SCATTER, MATMUL_SCATTER_MEANWHILE)
 
 
-def read_fused(node: fx.Node, keys: Keys) -> Fused:
+def read_fused(node: fx.Node, keys: Keys) -> FusedCollective:
     """What a node for which `is_fused` holds computes and exchanges; symbolic sizes by their hint."""
     given = arguments(node)
     gathers = node.target._schema.name == GATHER_MATMUL  # type: ignore[union-attr]
@@ -113,33 +113,33 @@ def read_fused(node: fx.Node, keys: Keys) -> Fused:
         whole = _dense(part.dtype, [size * (ranks if at == dim else 1) for at, size in enumerate(part.sizes)])
         triples = zip(given["products"], given["others"], given["biases"], strict=True)
         products = tuple(
-            FusedProduct(read_product(one), whole, keys.tensors(other)[0], _maybe(bias, keys), device)
-            for one, other, bias in triples
+            FusedProduct(read_product(product), whole, keys.tensors(other)[0], _maybe(bias, keys), device)
+            for product, other, bias in triples
         )
         each = rows_of_each(part.sizes, dim)
-        return Fused(Kind.ALL_GATHER, products, whole.bytes, part.sizes[dim], each, **how)
+        return FusedCollective(Kind.ALL_GATHER, products, whole.bytes, part.sizes[dim], each, **how)
     left, right = keys.tensors(given["left"])[0], keys.tensors(given["right"])[0]
     result = keys.tensors(node)[0]
     product = FusedProduct(read_product(given["product"]), left, right, _maybe(given["bias"], keys), device)
     size = result.bytes * given["ranks"]
     dim = given["dim"]
-    operands = [keys.tensors(one)[0] for one in given.get("meanwhile", ())]
+    operands = [keys.tensors(operand)[0] for operand in given.get("meanwhile", ())]
     pairs = zip(operands[::2], operands[1::2], strict=True)
     meanwhile = tuple(FusedProduct(read_product("mk,kn->mn"), *pair, None, device) for pair in pairs)
     each = rows_of_each(result.sizes, dim)
-    return Fused(Kind.REDUCE_SCATTER, (product,), size, result.sizes[dim], each, **how, meanwhile=meanwhile)
+    return FusedCollective(Kind.REDUCE_SCATTER, (product,), size, result.sizes[dim], each, **how, meanwhile=meanwhile)
 
 
-def _maybe(node: fx.Node | None, keys: Keys) -> Described | None:
+def _maybe(node: fx.Node | None, keys: Keys) -> TensorDescription | None:
     return None if node is None else keys.tensors(node)[0]
 
 
-def _dense(dtype: torch.dtype, sizes: Sequence[int]) -> Described:
-    return Described(dtype, tuple(sizes), dense_strides(sizes), math.prod(sizes) * dtype.itemsize)
+def _dense(dtype: torch.dtype, sizes: Sequence[int]) -> TensorDescription:
+    return TensorDescription(dtype, tuple(sizes), dense_strides(sizes), math.prod(sizes) * dtype.itemsize)
 
 
-def _transposed(one: Described) -> Described:
-    return one._replace(sizes=one.sizes[::-1], strides=one.strides[::-1])
+def _transposed(tensor: TensorDescription) -> TensorDescription:
+    return tensor._replace(sizes=tensor.sizes[::-1], strides=tensor.strides[::-1])
 
 
 def _device(node: fx.Node) -> str:

@@ -77,7 +77,7 @@ class Overlap:
 
 def _predecessors(order: Order) -> list[list[int]]:
     position = order.position
-    return [[position[one] for one in order.predecessors(node, within_group=False)] for node in order.nodes]
+    return [[position[source] for source in order.predecessors(node, within_group=False)] for node in order.nodes]
 
 
 def _related(before: Sequence[Sequence[int]], starts: Sequence[int]) -> list[int]:
@@ -88,15 +88,15 @@ def _related(before: Sequence[Sequence[int]], starts: Sequence[int]) -> list[int
     below = list(above)
     for node, earlier in enumerate(before):
         bits = above[node]
-        for one in earlier:
-            bits |= above[one]
+        for source in earlier:
+            bits |= above[source]
         above[node] = bits
     for node in range(len(before) - 1, -1, -1):
         bits = below[node]
         if bits:
-            for one in before[node]:
-                below[one] |= bits
-    return [one | other for one, other in zip(above, below, strict=True)]
+            for source in before[node]:
+                below[source] |= bits
+    return [over | other for over, other in zip(above, below, strict=True)]
 
 
 class _Work:
@@ -104,8 +104,8 @@ class _Work:
 
     def __init__(self, order: Order, costs: Costs) -> None:
         seconds = [(index, _seconds(node, costs)) for index, node in enumerate(order.nodes)]
-        self._positions = numpy.array([index for index, one in seconds if one > 0], dtype=numpy.int64)
-        self._left = numpy.array([one for _, one in seconds if one > 0], dtype=numpy.float64)
+        self._positions = numpy.array([index for index, spent in seconds if spent > 0], dtype=numpy.int64)
+        self._left = numpy.array([spent for _, spent in seconds if spent > 0], dtype=numpy.float64)
         self._given: tuple[slice, numpy.ndarray] = (slice(0, 0), numpy.empty(0))
 
     def bound(self, bits: Sequence[int]) -> numpy.ndarray:

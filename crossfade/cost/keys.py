@@ -16,7 +16,7 @@ from crossfade.graph.text import DTYPES
 _DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
-class Described(NamedTuple):
+class TensorDescription(NamedTuple):
     """A tensor's dtype, sizes and strides as plain numbers, and the bytes of memory behind its elements.
 
     An expanded dim has one element in memory, however often it is read.
@@ -38,10 +38,10 @@ class Described(NamedTuple):
         return f"{name}[{_commas(self.sizes)}]{strides}"
 
 
-def described(value: Any) -> tuple[Described, ...]:
+def described(value: Any) -> tuple[TensorDescription, ...]:
     """The tensors of a node's value.
 
-    >>> [str(one) for one in described([torch.empty(2, 3), torch.empty(2, 3).t(), 5])]
+    >>> [str(tensor) for tensor in described([torch.empty(2, 3), torch.empty(2, 3).t(), 5])]
     ['f32[2,3]', 'f32[3,2]/1,3']
     >>> described(torch.empty(4, 1).expand(4, 8))[0].bytes
     16
@@ -53,14 +53,14 @@ def described(value: Any) -> tuple[Described, ...]:
     return ()
 
 
-def _described(value: torch.Tensor) -> Described:
+def _described(value: torch.Tensor) -> TensorDescription:
     if value.layout is not torch.strided:  # has no strides to ask for
         sizes = _numbers(value.shape)
-        return Described(value.dtype, sizes, dense_strides(sizes), math.prod(sizes) * value.dtype.itemsize)
+        return TensorDescription(value.dtype, sizes, dense_strides(sizes), math.prod(sizes) * value.dtype.itemsize)
     sizes, strides = _numbers(value.shape), _numbers(value.stride())
     held = sizes if 0 not in strides else [size for size, stride in zip(sizes, strides, strict=True) if stride]
     elements = math.prod(held) if 0 not in sizes else 0
-    return Described(value.dtype, sizes, strides, elements * value.dtype.itemsize)
+    return TensorDescription(value.dtype, sizes, strides, elements * value.dtype.itemsize)
 
 
 def dense_strides(sizes: Sequence[int]) -> tuple[int, ...]:
@@ -84,10 +84,10 @@ class Keys:
 
     def __init__(self, threads: int | None = None) -> None:
         self.threads = torch.get_num_threads() if threads is None else threads
-        self._values: dict[fx.Node, tuple[Described, ...]] = {}
+        self._values: dict[fx.Node, tuple[TensorDescription, ...]] = {}
         self._texts: dict[fx.Node, str] = {}
 
-    def tensors(self, node: fx.Node) -> tuple[Described, ...]:
+    def tensors(self, node: fx.Node) -> tuple[TensorDescription, ...]:
         """The tensors that a node makes."""
         found = self._values.get(node)
         if found is None:
@@ -154,8 +154,8 @@ def key_of(node: fx.Node, threads: int | None = None) -> str:
 
 def device_of(node: fx.Node) -> str:
     """The type of device that a call computes on: that of its first tensor."""
-    for one in (node, *node.all_input_nodes):
-        value = one.meta.get("val")
+    for source in (node, *node.all_input_nodes):
+        value = source.meta.get("val")
         first = next(iter(value), None) if isinstance(value, (tuple, list)) else value
         if isinstance(first, torch.Tensor):
             return first.device.type

@@ -36,9 +36,9 @@ def bytes_worth_latency(latency: float, seconds_a_byte: float) -> float:
 class Link:
     """What one kind of collective costs: seconds before the first byte between two ranks, and bytes a second.
 
-    `bandwidth` counts what one rank sends, as a perfect algorithm would: a collective among many ranks is told by the
-    same number as one between two, and a backend that sends more than it need not shows as a lower bandwidth. `piece`
-    is the number of bytes beyond which one collective is slower than several of that size in flight together; None if
+    `bandwidth` counts what one rank sends, as a perfect algorithm would: a collective among many ranks has the same
+    number as one between two, and a backend that sends more than it need not shows as a lower bandwidth. `piece` is the
+    number of bytes beyond which one collective is slower than several of that size in flight together; None if
     it never is, or was not measured.
     """
 
@@ -124,7 +124,7 @@ class Machine:
         found = self.fabrics.get(axis, self.fabrics.get(ANY_AXIS))
         if found is None:
             raise MachineError(
-                f"no fabric for axis {axis!r} in {self.name}",
+                f"{self.name} has no fabric for axis {axis!r}",
                 expected=f"one of {', '.join(self.fabrics) or 'none'}, or one for every axis",
                 remedy=f'add it under fabrics, or add one under "{ANY_AXIS}"',
             )
@@ -196,7 +196,7 @@ class Machine:
         plain = decoded_json(text, "text", MachineError, remedy, finite=False)
         found = _record(cls, plain, "machine")
         fabrics = _mapping(found["fabrics"], "fabrics")
-        found["fabrics"] = {axis: _fabric(one, f"fabrics.{axis}") for axis, one in fabrics.items()}
+        found["fabrics"] = {axis: _fabric(fabric, f"fabrics.{axis}") for axis, fabric in fabrics.items()}
         return cls(**found)
 
     @classmethod
@@ -215,12 +215,12 @@ class Machine:
 def _fabric(plain: Any, where: str) -> Fabric:
     found = _record(Fabric, plain, where)
     links = {}
-    for kind, one in _mapping(found["links"], f"{where}.links").items():
+    for kind, link in _mapping(found["links"], f"{where}.links").items():
         if kind not in list(Kind):
             raise MachineError(
                 f"{where}.links.{kind}", expected=f"one of {', '.join(Kind)}", remedy="correct or remove it"
             )
-        links[Kind(kind)] = Link(**_record(Link, one, f"{where}.links.{kind}"))
+        links[Kind(kind)] = Link(**_record(Link, link, f"{where}.links.{kind}"))
     return Fabric(**{**found, "links": links})
 
 
@@ -234,15 +234,17 @@ def _mapping(plain: Any, where: str) -> Mapping[str, Any]:
 
 def _record(kind: Any, plain: Any, where: str) -> dict[str, Any]:
     """The fields of one dataclass, all that are owed and none that are unknown."""
-    wanted = {one.name: one for one in dataclasses.fields(kind) if one.init}
+    wanted = {declared.name: declared for declared in dataclasses.fields(kind) if declared.init}
     for name in _mapping(plain, where):
         if name not in wanted:
             raise MachineError(
-                f"{where}.{name}", expected=f"only {', '.join(wanted)}", remedy="correct it, or calibrate anew"
+                f"{where}.{name}", expected=f"only {', '.join(wanted)}", remedy="correct it, or calibrate again"
             )
-    for name, one in wanted.items():
-        if name not in plain and one.default is dataclasses.MISSING:
-            raise MachineError(f"no {where}.{name}", expected="every field", remedy="add it, or calibrate anew")
+    for name, declared in wanted.items():
+        if name not in plain and declared.default is dataclasses.MISSING:
+            raise MachineError(
+                f"{where}.{name} is missing", expected="every field", remedy="add it, or calibrate again"
+            )
     return dict(plain)
 
 
@@ -253,7 +255,9 @@ def _check(machine: Machine) -> None:
         for kind in Kind:
             if kind not in fabric.links:
                 raise MachineError(
-                    f"no {where}.links.{kind}", expected="every kind of collective", remedy="add it, or calibrate anew"
+                    f"{where}.links.{kind} is missing",
+                    expected="every kind of collective",
+                    remedy="add it, or calibrate again",
                 )
             link = fabric.links[kind]
             _number(link.latency, f"{where}.links.{kind}.latency", least=0)
@@ -267,7 +271,7 @@ def _check(machine: Machine) -> None:
     for dtype, rate in _mapping(machine.flops, "flops").items():
         _number(rate, f"flops.{dtype}")
     if "float32" not in machine.flops:
-        raise MachineError("no flops.float32", expected="at least that dtype", remedy="add it, or calibrate anew")
+        raise MachineError("flops.float32 is missing", expected="that dtype at least", remedy="add it, or calibrate")
     _number(machine.memory_bandwidth, "memory_bandwidth")
     _number(machine.overhead, "overhead", least=0)
     if machine.memory is not None:
@@ -276,11 +280,11 @@ def _check(machine: Machine) -> None:
 
 def _text(value: Any, where: str) -> None:
     if not isinstance(value, str):
-        raise MachineError(f"{where} = {value!r}", expected="text", remedy="correct it, or calibrate anew")
+        raise MachineError(f"{where} = {value!r}", expected="text", remedy="correct it, or calibrate again")
 
 
 def _number(value: Any, where: str, least: float | None = None) -> None:
     """A finite number, more than 0, or at least `least`."""
     if not is_number(value) or (value < least if least is not None else value <= 0):
         expected = "a number of at least 0" if least is not None else "a number more than 0"
-        raise MachineError(f"{where} = {value!r}", expected=expected, remedy="correct it, or calibrate anew")
+        raise MachineError(f"{where} = {value!r}", expected=expected, remedy="correct it, or calibrate again")

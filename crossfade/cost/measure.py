@@ -23,8 +23,8 @@ from torch import fx
 from crossfade.cost.estimate import Estimator, computes
 from crossfade.cost.keys import Keys, device_of
 from crossfade.cost.presets import preset
-from crossfade.cost.sample import Call, Memory
-from crossfade.cost.walk import Walk, fitting
+from crossfade.cost.sample import SampleMemory, TimedCall
+from crossfade.cost.walk import TimedWalk, fitting
 from crossfade.errors import MachineError
 from crossfade.files.found import Found
 from crossfade.files.plain import decoded_json, read_text
@@ -174,13 +174,13 @@ class _Measure:
     ) -> None:
         self.program, self.keys, self.known, self.binding = program, keys, known, binding
         self.found = Measurements()
-        self.memory = Memory(_far_bytes(program, keys))
+        self.memory = SampleMemory(_far_bytes(program, keys))
 
     def run(self, seconds: float, progress: Callable[[int, int], None] | None) -> Measurements:
         """Each alone, the dearest first, for half of the time at most; on a CPU then all of these where they stand."""
         deadline = time.perf_counter() + seconds
         wanted = self._wanted()
-        calls: dict[str, Call] = {}
+        calls: dict[str, TimedCall] = {}
         for done, (key, nodes) in enumerate(wanted.items()):
             if key in self.known:
                 self.found[key] = self.known[key]
@@ -204,26 +204,26 @@ class _Measure:
     def _is_all_here(self) -> bool:
         """Whether every tensor of the program is one of the CPU's."""
         values = [node.meta.get("val") for node in self.program.graph.nodes]
-        listed = [one for value in values for one in (value if isinstance(value, (tuple, list)) else [value])]
-        return all(one.device.type == "cpu" for one in listed if isinstance(one, torch.Tensor))
+        listed = [item for value in values for item in (value if isinstance(value, (tuple, list)) else [value])]
+        return all(item.device.type == "cpu" for item in listed if isinstance(item, torch.Tensor))
 
-    def _sample(self, call: Call, key: str) -> None:
+    def _sample(self, call: TimedCall, key: str) -> None:
         try:
             call.sample(self.memory)
-        except Exception as error:  # it worked before: told like the others
+        except Exception as error:  # it worked before: reported like the others
             self.found.unmeasurable[key] = _in_a_line(error)
 
-    def _call(self, key: str, node: fx.Node) -> Call | None:
+    def _call(self, key: str, node: fx.Node) -> TimedCall | None:
         """A call that works, one sample taken; none, and the reason noted, of an operator that does not."""
         if (device := device_of(node)) != "cpu" and not _is_here(device):
             self.found.unmeasurable[key] = f"no {device} device here"
             return None
         try:
-            call = Call(node, self.binding(node.target), device)
+            call = TimedCall(node, self.binding(node.target), device)
             call.sample(self.memory)
             call.samples.clear()  # what is set up at the first call is not for every one to pay
             call.sample(self.memory)
-        except Exception as error:  # whatever an operator raises on made-up data is its own affair, and is told
+        except Exception as error:  # whatever an operator raises on made-up data is its own affair, and is reported
             self.found.unmeasurable[key] = _in_a_line(error)
             return None
         return call
@@ -231,7 +231,7 @@ class _Measure:
     def _walk(self, wanted: Mapping[str, tuple[Callable[..., Any], list[fx.Node]]], deadline: float) -> None:
         """Time the nodes of some keys where they stand, as many of each as there is time for."""
         functions = {node: function for function, nodes in wanted.values() for node in nodes}
-        walk = Walk(self.program, functions, self.memory)
+        walk = TimedWalk(self.program, functions, self.memory)
         counts = {key: len(nodes) for key, (_, nodes) in wanted.items()}
         for key, most in fitting(counts, self.found, deadline - time.perf_counter()).items():
             walk.leave_out(wanted[key][1][most:])

@@ -30,7 +30,7 @@ def preset(name: str) -> Machine:
     if name not in PRESETS:
         near = difflib.get_close_matches(name, PRESETS, n=1)
         raise MachineError(
-            f"the machine {name!r}",
+            f"there is no machine named {name!r}",
             expected=f"one of {', '.join(PRESETS)}",
             remedy=f"did you mean {near[0]}" if near else "take one of them, or measure your own: crossfade calibrate",
         )
@@ -192,5 +192,5 @@ def _pcie_node() -> Machine:
 _MAKERS = (_loopback, _ethernet_1gbit, _ethernet_10gbit, _ethernet_100gbit, _h100_node, _h200_node, _infiniband,
            _pcie_node)  # fmt: skip
 
-PRESETS: Mapping[str, Machine] = {one.name: one for one in (make() for make in _MAKERS)}
+PRESETS: Mapping[str, Machine] = {machine.name: machine for machine in (make() for make in _MAKERS)}
 """All machines, by name."""

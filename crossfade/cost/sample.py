@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from crossfade.cost.keys import Described, described
+from crossfade.cost.keys import TensorDescription, described
 from crossfade.graph.effects import written_inputs
 from crossfade.graph.program import size_hint
 
@@ -21,7 +21,7 @@ _CUDA_CALLS = 8
 
 
 @dataclass
-class Call:
+class TimedCall:
     """One operator, called by itself on arguments that lie elsewhere each time."""
 
     node: fx.Node
@@ -29,15 +29,16 @@ class Call:
     device: str
     samples: list[float] = field(default_factory=list)
 
-    def sample(self, memory: Memory) -> None:
+    def sample(self, memory: SampleMemory) -> None:
         """Call once, on a GPU several times in a row, and note the mean time."""
         written = set(written_inputs(self.node))
         count = _CUDA_CALLS if self.device == "cuda" else 1
         sets = [self._arguments(memory, written) for _ in range(count)]
         self.samples.append(_on_cuda(self.function, sets) if self.device == "cuda" else _on_cpu(self.function, *sets))
 
-    def _arguments(self, memory: Memory, written: set[fx.Node]) -> _Arguments:
-        values = {one: memory.value(one.meta.get("val"), one in written) for one in self.node.all_input_nodes}
+    def _arguments(self, memory: SampleMemory, written: set[fx.Node]) -> _Arguments:
+        inputs = self.node.all_input_nodes
+        values = {source: memory.value(source.meta.get("val"), source in written) for source in inputs}
         return fx.map_arg((self.node.args, self.node.kwargs), values.__getitem__)
 
 
@@ -63,7 +64,7 @@ def _on_cuda(function: Callable[..., Any], sets: list[_Arguments]) -> float:
     return start.elapsed_time(end) / 1e3 / len(sets)
 
 
-class Memory:
+class SampleMemory:
     """Where arguments lie: in arenas, one behind the other, and at the end from the start.
 
     An arena has `size` bytes, or as many as the largest argument: what a program holds need not be held to measure it.
@@ -82,12 +83,12 @@ class Memory:
         if isinstance(like, Tensor):
             return self._tensor(described(like)[0], like.device.type, written)
         if isinstance(like, (tuple, list)):
-            return [self.value(one, written) for one in like]
+            return [self.value(item, written) for item in like]
         if isinstance(like, torch.SymInt):
             return size_hint(like)
         return 0.5 if isinstance(like, (float, torch.SymFloat)) else like
 
-    def _tensor(self, like: Described, device: str, written: bool) -> Tensor:
+    def _tensor(self, like: TensorDescription, device: str, written: bool) -> Tensor:
         key, extent = (like.dtype, device, written), _extent(like)
         arena = self._arenas.get(key)
         if arena is None or extent > arena.memory.numel():
@@ -101,7 +102,7 @@ class _Arena:
     memory: Tensor
     at: int = 0
 
-    def next(self, like: Described, extent: int) -> Tensor:
+    def next(self, like: TensorDescription, extent: int) -> Tensor:
         """A tensor behind the one before."""
         start = self.at if self.at + extent <= self.memory.numel() else 0
         self.at = start + -(-extent // 64) * 64  # as allocators do, on a line of the cache
@@ -109,7 +110,7 @@ class _Arena:
 
 
 def made_up(like: Tensor) -> Tensor:
-    """A tensor like another in memory of its own, with numbers as `Memory` has them."""
+    """A tensor like another in memory of its own, with numbers as `SampleMemory` has them."""
     described_like = described(like)[0]
     memory = _filled(_extent(described_like), described_like.dtype, like.device.type)
     return memory.as_strided(described_like.sizes, described_like.strides)
@@ -121,7 +122,7 @@ def written_over(tensor: Tensor) -> Tensor:
     return tensor.fill_(0.75 if floating else int(tensor.dtype is torch.bool))
 
 
-def _extent(like: Described) -> int:
+def _extent(like: TensorDescription) -> int:
     """Elements of memory from the first to the last."""
     if 0 in like.sizes:
         return 0

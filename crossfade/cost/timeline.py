@@ -8,6 +8,7 @@ from functools import cached_property
 
 from torch import fx
 
+from crossfade.cost.lanes import Lanes
 from crossfade.graph import collectives
 from crossfade.graph.program import Program
 
@@ -77,17 +78,17 @@ class Timeline:
     @cached_property
     def exposed(self) -> float:
         """Seconds in which computation stood still for communication."""
-        return sum(one.exposed for one in self.communication)
+        return sum(span.exposed for span in self.communication)
 
     @cached_property
     def busy(self) -> float:
         """Seconds of computation."""
-        return sum(one.finish - one.start for one in self.computation)
+        return sum(span.finish - span.start for span in self.computation)
 
     @cached_property
     def travelling(self) -> float:
         """Seconds of communication, summed over collectives."""
-        return sum(one.finish - one.start for one in self.communication)
+        return sum(span.finish - span.start for span in self.communication)
 
 
 def simulate(program: Program, costs: Costs, source: str = "predicted") -> Timeline:
@@ -122,28 +123,30 @@ class _Clock:
 
     def __init__(self, costs: Costs) -> None:
         self.costs = costs
-        self.now = 0.0
+        groups = dict.fromkeys(collectives.group_of(node) or "" for node in costs.travel)
+        self.links = {group: link for link, group in enumerate(groups)}
+        self.lanes = Lanes([costs.slows_compute.get(group, 0.0) for group in groups])
         self.computed: list[Computed] = []
         self.travels: dict[fx.Node, _Travel] = {}
         self.within: list[Travelled] = []
-        self.free_at: dict[str, float] = {}
 
     def run(self, node: fx.Node) -> None:
         if collectives.is_wait(node):
             self._wait(node)
         seconds = self.costs.compute.get(node, 0.0)
         if seconds:
-            finish = self._computed_by(seconds)
+            start = self.lanes.now
+            self.lanes.compute(seconds)
             inside = self.costs.within.get(node)
-            still = self._travel_within(node.name, inside, finish) if inside is not None else 0.0
-            self.computed.append(Computed(node.name, self.now, finish - still))
-            self.now = finish
+            still = self._travel_within(node.name, inside, start) if inside is not None else 0.0
+            self.computed.append(Computed(node.name, start, self.lanes.now - still))
         if node in self.costs.travel:
             self._launch(node)
 
-    def _travel_within(self, name: str, inside: Within, finish: float) -> float:
-        """Note what travels inside a node that ends then; how long the node stands still for it."""
-        start, needed = self.now, finish - inside.exposed
+    def _travel_within(self, name: str, inside: Within, start: float) -> float:
+        """Note what travels inside a node that began then and ends now; how long the node stands still for it."""
+        finish = self.lanes.now
+        needed = finish - inside.exposed
         arrives = min(finish, start + inside.travel)
         self.within.append(
             Travelled(name, inside.kind, inside.group, inside.bytes, start, start, arrives, needed, inside.exposed)
@@ -152,41 +155,24 @@ class _Clock:
 
     def _launch(self, node: fx.Node) -> None:
         group = collectives.group_of(node) or ""
-        start = max(self.now, self.free_at.get(group, 0.0))
-        finish = start + self.costs.travel[node]
-        self.free_at[group] = finish
-        self.travels[node] = _Travel(group, self.now, start, finish)
+        start = self.lanes.begins(self.links[group])
+        finish = self.lanes.carry(self.costs.travel[node], self.links[group])
+        self.travels[node] = _Travel(group, self.lanes.now, start, finish)
 
     def _wait(self, node: fx.Node) -> None:
         started = collectives.started_by(node)
         travel = self.travels.get(started) if started is not None else None
         if travel is None:
             return
-        travel.needed = self.now if travel.needed is None else travel.needed
-        travel.exposed += max(0.0, travel.finish - self.now)
-        self.now = max(self.now, travel.finish)
-
-    def _computed_by(self, seconds: float) -> float:
-        """When work of so many seconds is done that starts now: slower while anything travels, by all that does."""
-        slows = self.costs.slows_compute
-        until = sorted((at, slows[group]) for group, at in self.free_at.items() if at > self.now and slows.get(group))
-        now, left = self.now, seconds
-        slower = 1 + sum(share for _, share in until)
-        for at, share in until:
-            work = (at - now) / slower
-            if work >= left:
-                return now + left * slower
-            now, left, slower = at, left - work, slower - share
-        return now + left
+        travel.needed = self.lanes.now if travel.needed is None else travel.needed
+        travel.exposed += self.lanes.wait(travel.finish)
 
     def _stand_still_for_the_rest(self) -> float:
         """When everything has arrived, also what nobody waited for; no moment is anybody's twice."""
-        end = self.now
-        for travel in sorted(self.travels.values(), key=lambda one: one.finish):
+        for travel in sorted(self.travels.values(), key=lambda travel: travel.finish):
             if travel.needed is None:
-                travel.exposed = max(0.0, travel.finish - end)
-                end = max(end, travel.finish)
-        return end
+                travel.exposed = self.lanes.wait(travel.finish)
+        return self.lanes.now
 
     def timeline(self, source: str) -> Timeline:
         end = self._stand_still_for_the_rest()
@@ -200,7 +186,7 @@ class _Clock:
                     travel.needed, travel.exposed,
                 )
             )  # fmt: skip
-        spans = sorted([*spans, *self.within], key=lambda one: one.launch) if self.within else spans
+        spans = sorted([*spans, *self.within], key=lambda span: span.launch) if self.within else spans
         return Timeline(tuple(self.computed), tuple(spans), end, source)
 
 

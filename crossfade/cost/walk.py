@@ -18,7 +18,7 @@ from typing import Any
 from torch import Tensor, fx
 
 from crossfade.cost.keys import described
-from crossfade.cost.sample import Memory, made_up, written_over
+from crossfade.cost.sample import SampleMemory, made_up, written_over
 from crossfade.graph import collectives
 from crossfade.graph.effects import alias_roots, written_inputs
 from crossfade.graph.program import Program, tensor_bytes
@@ -29,7 +29,7 @@ _MOST_OWN = 2**29
 _LEAST_ROUNDS, _MOST_ROUNDS = 3, 10
 
 
-class Walk:
+class TimedWalk:
     """Rounds through a program. Nodes in `functions` are called by them; others have results out of `memory`.
 
     What travels arrives at once. Where a program holds more than there is memory for, what it holds longest lies in
@@ -44,21 +44,22 @@ class Walk:
         ... return output("y", y)
         ... ''')
         >>> _, y, _ = program.graph.nodes
-        >>> walk = Walk(program, {y: torch.mm}, Memory(2**12))
+        >>> walk = TimedWalk(program, {y: torch.mm}, SampleMemory(2**12))
         >>> walk.round(deadline=float("inf"))
         True
         >>> walk.seconds([y]) > 0
         True
     """
 
-    def __init__(self, program: Program, functions: Mapping[fx.Node, Callable[..., Any]], memory: Memory) -> None:
+    def __init__(self, program: Program, functions: Mapping[fx.Node, Callable[..., Any]], memory: SampleMemory) -> None:
         self.program, self.memory = program, memory
         self.failed: dict[fx.Node, Exception] = {}
         self._roots = alias_roots(program.graph.nodes)
-        writes = {node: {self._roots[one] for one in written_inputs(node)} for node in program.graph.nodes}
+        writes = {node: {self._roots[target] for target in written_inputs(node)} for node in program.graph.nodes}
         self._written = set().union(*writes.values())
         self._sharing = _sharing(program, self._roots)
-        self.functions = {node: one for node, one in functions.items() if writes[node].isdisjoint(self._sharing)}
+        apart = [node for node in functions if writes[node].isdisjoint(self._sharing)]
+        self.functions = {node: functions[node] for node in apart}
         self._samples: dict[fx.Node, list[float]] = {node: [] for node in self.functions}
         self._totals: list[float] = []
         self._usual = 1.0
@@ -94,8 +95,8 @@ class Walk:
                 continue
             if node.users and node not in values:
                 values[node] = self._untimed(node, values)
-            for one in self._ends.get(node, ()):
-                values.pop(one, None)
+            for ended in self._ends.get(node, ()):
+                values.pop(ended, None)
         raise AssertionError("every program ends in its output")
 
     def seconds(self, nodes: list[fx.Node]) -> float | None:
@@ -109,10 +110,10 @@ class Walk:
 
     def _call(self, node: fx.Node, values: dict[fx.Node, Any]) -> float:
         """Call and free what is used for the last time, both of which a step must do; note the seconds."""
-        function, dying = self.functions[node], [values[one] for one in self._ends.get(node, ())]
+        function, dying = self.functions[node], [values[ended] for ended in self._ends.get(node, ())]
         args, kwargs = _arguments(node, values)
-        for one in self._ends.get(node, ()):
-            del values[one]
+        for ended in self._ends.get(node, ()):
+            del values[ended]
         result: Any = None
         seconds = 0.0
         try:
@@ -122,7 +123,7 @@ class Walk:
             dying.clear()
             seconds = time.perf_counter() - start
             self._samples[node].append(seconds)
-        except Exception as error:  # whatever an operator raises on made-up data is its own affair, and is told
+        except Exception as error:  # whatever an operator raises on made-up data is its own affair, and is reported
             self.failed[node] = error.with_traceback(None)  # which would hold the round's values
             del self.functions[node]
         if node.users:
@@ -147,9 +148,9 @@ class Walk:
         value, started = node.meta.get("val"), collectives.view(node)
         if started is not None and started.out is not None:
             return written_over(values[started.out])
-        for one in node.all_input_nodes:
-            if self._roots[one] is self._roots[node] and _fits(values[one], value):
-                return values[one]
+        for source in node.all_input_nodes:
+            if self._roots[source] is self._roots[node] and _fits(values[source], value):
+                return values[source]
         return made_up(value) if isinstance(value, Tensor) else self._made_up(node)
 
     def _made_up(self, node: fx.Node) -> Any:
@@ -181,7 +182,7 @@ def _sharing(program: Program, roots: Mapping[fx.Node, fx.Node]) -> set[fx.Node]
 def _longest_alive(program: Program, roots: Mapping[fx.Node, fx.Node]) -> set[fx.Node]:
     """Which of the values that are made to leave out, so that no more than the bound is ever alive."""
     nodes = list(program.graph.nodes)
-    last = {roots[one]: index for index, node in enumerate(nodes) for one in (*node.all_input_nodes, node)}
+    last = {roots[value]: index for index, node in enumerate(nodes) for value in (*node.all_input_nodes, node)}
     left_out, alive, ending, held = set(), list[tuple[int, int]](), Counter[int](), 0
     for index, node in enumerate(nodes):
         value = node.meta.get("val")

@@ -185,57 +185,86 @@ def matmul_scatter_meanwhile(
     )
 
 
-def gathered_shapes(
-    part: Tensor,
-    others: Sequence[Tensor],
-    biases: Sequence[Tensor | None],
-    scales: Sequence[Tensor | None],
-    products: Sequence[str],
-    dim: int,
-    ranks: int,
-) -> list[tuple[list[int], torch.dtype]]:
-    """Shape and dtype of each product with what is gathered, once everything fits. Symbolic sizes are trusted."""
-    if not len(others) == len(biases) == len(products) or len(scales) not in (0, 2 * len(products)):
-        raise _error(
-            f"{len(others)} operands, {len(biases)} biases and {len(scales)} scales for {len(products)} products",
-            "one operand and one bias (or None) for each product, and no scales or two for each",
-            "pass as many",
-        )
-    if not 0 <= dim < part.dim():
-        raise _error(f"a tensor of {part.dim()} dims to gather along dim {dim}", "one of its dims, from 0", "pass one")
-    whole = list(part.shape)
-    whole[dim] = whole[dim] * ranks
-    found = []
-    for index, (product, other, bias) in enumerate(zip(products, others, biases, strict=True)):
-        pair = scales[2 * index : 2 * index + 2]
-        found.append(_shape(read_product(product), whole, part, other, bias, pair))
-    return found
+@dataclass(frozen=True, slots=True)
+class GatherMatmulCall:
+    """What `crossfade.gather_matmul` is called with, in the order of its schema."""
+
+    part: Tensor
+    others: Sequence[Tensor]
+    biases: Sequence[Tensor | None]
+    scales: Sequence[Tensor | None]
+    products: Sequence[str]
+    dim: int
+    ranks: int
+    form: str
+    chunks: int
+    keep: bool
+    group: str
+
+    def whole(self) -> list[int]:
+        """The shape of what is gathered."""
+        shape = list(self.part.shape)
+        shape[self.dim] = shape[self.dim] * self.ranks
+        return shape
+
+    def scales_of(self, index: int) -> Sequence[Tensor | None]:
+        """The scales of a product's two operands, or nothing."""
+        return self.scales[2 * index : 2 * index + 2]
+
+    def shapes(self) -> list[tuple[list[int], torch.dtype]]:
+        """Shape and dtype of each product with what is gathered, once everything fits. Symbolic sizes are trusted."""
+        _check_run(self.ranks, self.form, self.chunks)
+        part, others, biases, scales, products = self.part, self.others, self.biases, self.scales, self.products
+        if not len(others) == len(biases) == len(products) or len(scales) not in (0, 2 * len(products)):
+            raise _error(
+                f"{len(others)} operands, {len(biases)} biases and {len(scales)} scales for {len(products)} products",
+                "one operand and one bias (or None) for each product, and no scales or two for each",
+                "pass as many",
+            )
+        if not 0 <= self.dim < part.dim():
+            found = f"a tensor of {part.dim()} dims to gather along dim {self.dim}"
+            raise _error(found, "one of its dims, from 0", "pass one")
+        whole = self.whole()
+        return [
+            _shape(read_product(product), whole, part, other, bias, self.scales_of(index))
+            for index, (product, other, bias) in enumerate(zip(products, others, biases, strict=True))
+        ]
 
 
-def scattered_shape(
-    left: Tensor,
-    right: Tensor,
-    bias: Tensor | None,
-    scales: Sequence[Tensor | None],
-    product: str,
-    dim: int,
-    reduce_op: str,
-    ranks: int,
-) -> tuple[list[int], torch.dtype]:
-    """Shape and dtype of this rank's part of a product, once everything fits. Symbolic sizes are trusted."""
-    if len(scales) not in (0, 2):
-        raise _error(f"{len(scales)} scales for a product", "none, or one for each operand", "pass as many")
-    if reduce_op not in REDUCTIONS:
-        raise _error(f"the reduction {reduce_op!r}", " or ".join(REDUCTIONS), "reduce by one of them")
-    shape, dtype = _shape(read_product(product), list(left.shape), left, right, bias, scales)
-    if not 0 <= dim < len(shape):
-        raise _error(f"a product of {len(shape)} dims to scatter along dim {dim}", "one of its dims, from 0", "pass it")
-    if isinstance(shape[dim], int) and shape[dim] % ranks:
-        raise _error(
-            f"dim {dim} of size {shape[dim]} to scatter over {ranks} ranks", f"a multiple of {ranks}", "pad it"
-        )
-    shape[dim] = shape[dim] // ranks
-    return shape, dtype
+@dataclass(frozen=True, slots=True)
+class MatmulScatterCall:
+    """What `crossfade.matmul_scatter` is called with, in the order of its schema."""
+
+    left: Tensor
+    right: Tensor
+    bias: Tensor | None
+    scales: Sequence[Tensor | None]
+    product: str
+    dim: int
+    reduce_op: str
+    ranks: int
+    form: str
+    chunks: int
+    group: str
+
+    def shape(self) -> tuple[list[int], torch.dtype]:
+        """Shape and dtype of this rank's part of the product, once everything fits. Symbolic sizes are trusted."""
+        _check_run(self.ranks, self.form, self.chunks)
+        dim, ranks = self.dim, self.ranks
+        if len(self.scales) not in (0, 2):
+            raise _error(f"{len(self.scales)} scales for a product", "none, or one for each operand", "pass as many")
+        if self.reduce_op not in REDUCTIONS:
+            raise _error(f"the reduction {self.reduce_op!r}", " or ".join(REDUCTIONS), "reduce by one of them")
+        equation = read_product(self.product)
+        shape, dtype = _shape(equation, list(self.left.shape), self.left, self.right, self.bias, self.scales)
+        if not 0 <= dim < len(shape):
+            found = f"a product of {len(shape)} dims to scatter along dim {dim}"
+            raise _error(found, "one of its dims, from 0", "pass it")
+        if isinstance(shape[dim], int) and shape[dim] % ranks:
+            found = f"dim {dim} of size {shape[dim]} to scatter over {ranks} ranks"
+            raise _error(found, f"a multiple of {ranks}", "pad it")
+        shape[dim] = shape[dim] // ranks
+        return shape, dtype
 
 
 def _shape(
@@ -286,7 +315,7 @@ def _broadcasts(shape: Sequence[int], result: Sequence[int]) -> bool:
     return len(shape) <= len(result) and all(size in (1, whole) for size, whole in known)
 
 
-def check_run(ranks: int, form: str, chunks: int) -> None:
+def _check_run(ranks: int, form: str, chunks: int) -> None:
     """Raise unless there is such a form, and something to exchange."""
     if ranks < 1 or chunks < 1 or form not in FORMS:
         raise _error(
@@ -296,44 +325,18 @@ def check_run(ranks: int, form: str, chunks: int) -> None:
         )
 
 
-def _gather_without_data(
-    part: Tensor,
-    others: list[Tensor],
-    biases: list[Tensor | None],
-    scales: list[Tensor | None],
-    products: list[str],
-    dim: int,
-    ranks: int,
-    form: str,
-    chunks: int,
-    keep: bool,
-    group_name: str,
-) -> list[Tensor]:
-    check_run(ranks, form, chunks)
-    shapes = gathered_shapes(part, others, biases, scales, products, dim, ranks)
-    if keep:
-        whole = list(part.shape)
-        whole[dim] = whole[dim] * ranks
-        shapes.append((whole, part.dtype))
-    return [part.new_empty(shape, dtype=dtype) for shape, dtype in shapes]
+def _gather_without_data(*given: Any) -> list[Tensor]:
+    call = GatherMatmulCall(*given)
+    shapes = call.shapes()
+    if call.keep:
+        shapes.append((call.whole(), call.part.dtype))
+    return [call.part.new_empty(shape, dtype=dtype) for shape, dtype in shapes]
 
 
-def _scatter_without_data(
-    left: Tensor,
-    right: Tensor,
-    bias: Tensor | None,
-    scales: list[Tensor | None],
-    product: str,
-    dim: int,
-    reduce_op: str,
-    ranks: int,
-    form: str,
-    chunks: int,
-    group_name: str,
-) -> Tensor:
-    check_run(ranks, form, chunks)
-    shape, dtype = scattered_shape(left, right, bias, scales, product, dim, reduce_op, ranks)
-    return left.new_empty(shape, dtype=dtype)
+def _scatter_without_data(*given: Any) -> Tensor:
+    call = MatmulScatterCall(*given)
+    shape, dtype = call.shape()
+    return call.left.new_empty(shape, dtype=dtype)
 
 
 def _scatter_meanwhile_without_data(*given: Any) -> list[Tensor]:

@@ -90,7 +90,8 @@ class Load:
         A gather is copied on its way in, where it is this rank's part only, and out; others are given out as views.
 
         >>> load = Load(Kind.ALL_GATHER, "dp", 100, 10**6, 1e-5, 1e-8, launch=1e-3, hides=2.0, ranks=2)
-        >>> [round(one.alone(3e9)) for one in (load, replace(load, kind=Kind.ALL_REDUCE), replace(load, latency=1e-2))]
+        >>> loads = load, replace(load, kind=Kind.ALL_REDUCE), replace(load, latency=1e-2)
+        >>> [round(load.alone(3e9)) for load in loads]
         [1000000, 1500000, 4000000]
         """
         copies = 1 + 1 / self.ranks if self.kind is Kind.ALL_GATHER else 1
@@ -136,8 +137,8 @@ def _within_a_piece(load: Load, machine: Machine) -> float:
 def loads_of(program: Program, machine: Machine, costs: Costs) -> list[Load]:
     """The collectives of a program by kind and group, in the order of their first."""
     found: dict[tuple[Kind, str], list[Collective]] = {}
-    for one in collectives.find(program.graph):
-        found.setdefault((one.kind, one.group), []).append(one)
+    for collective in collectives.find(program.graph):
+        found.setdefault((collective.kind, collective.group), []).append(collective)
     progress = _progress(program, costs)
     return [_load(program, machine, costs, members, progress) for members in found.values()]
 
@@ -148,13 +149,13 @@ def _load(
     first = members[0]
     ranks = program.groups.get(first.group) or first.group_size or 0
     latency = machine.collective_seconds(first.kind, 0, ranks, first.group)
-    size = sum(one.bytes for one in members)
-    travel = sum(costs.travel[one.node] for one in members) - latency * len(members)
+    size = sum(member.bytes for member in members)
+    travel = sum(costs.travel[member.node] for member in members) - latency * len(members)
     end = max(progress.values(), default=0.0)
     if first.kind is Kind.ALL_GATHER:  # gathered from the beginning, until the last is needed
-        hides = max(progress[wait.name] for one in members for wait in one.waits or (one.node,))
+        hides = max(progress[wait.name] for member in members for wait in member.waits or (member.node,))
     else:
-        hides = end - min(progress[one.node.name] for one in members)
+        hides = end - min(progress[member.node.name] for member in members)
     launch = costs.compute.get(first.node, 0.0)
     a_byte = max(0.0, travel) / max(1, size)
     return Load(first.kind, first.group, len(members), size, latency, a_byte, launch, hides, ranks)

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import heapq
 
-from crossfade.schedule.problem import NONE, Problem
+from crossfade.schedule.problem import NONE, SchedulingProblem
 
 
-def lean_order(problem: Problem) -> list[int]:
+def lean_order(problem: SchedulingProblem) -> list[int]:
     """Run what lets go of memory as soon as it can; gather just before use; wait as soon as launched."""
     return _Lean(problem).order()
 
 
 class _Lean:
-    def __init__(self, problem: Problem) -> None:
+    def __init__(self, problem: SchedulingProblem) -> None:
         self.problem = problem
         self.size, self.then = problem.storages.size, problem.storages.then
         self.uses = list(problem.storages.uses)
@@ -53,7 +53,7 @@ class _Lean:
             flight = self.problem.flights.get(node if start == NONE else start)
             late = self.problem.loose[node] or (flight is not None and flight.grows)
             if late:
-                rank[node] = min((rank[one] for one in self.problem.after[node]), default=rank[node]) - 1e-3
+                rank[node] = min((rank[user] for user in self.problem.after[node]), default=rank[node]) - 1e-3
             elif start != NONE:
                 rank[node] = -1.0
         return rank

@@ -11,26 +11,29 @@ from __future__ import annotations
 import heapq
 from collections.abc import Sequence
 
-from crossfade.schedule.problem import NONE, Flight, Problem
+from crossfade.cost.lanes import Lanes
+from crossfade.schedule.problem import NONE, Flight, SchedulingProblem
 
 
-def schedule_forward(problem: Problem, rank: Sequence[int]) -> list[int]:
+def schedule_forward(problem: SchedulingProblem, rank: Sequence[int]) -> list[int]:
     """An order of all movable nodes; the smallest `rank` goes first where there is a choice."""
     return _Forward(problem, rank).order()
 
 
-def schedule_backward(problem: Problem, rank: Sequence[int]) -> list[int]:
+def schedule_backward(problem: SchedulingProblem, rank: Sequence[int]) -> list[int]:
     """The same from the end: the largest `rank` goes last where there is a choice."""
     return _Backward(problem, rank).order()[::-1]
 
 
-class _Lane:
-    """The moving state: time, links, what is ready, and what waits for something on its way."""
+class _ListSchedule:
+    """The moving state: time, links, what is ready, and what waits for something on its way.
 
-    def __init__(self, problem: Problem, rank: Sequence[int]) -> None:
+    How much travelling slows computation down is left out: it depends on the order that is being made.
+    """
+
+    def __init__(self, problem: SchedulingProblem, rank: Sequence[int]) -> None:
         self.problem, self.rank = problem, rank
-        self.now = 0.0
-        self.free = [0.0] * len(problem.links)
+        self.lanes = Lanes([0.0] * len(problem.links))
         self.ready: list[tuple[int, int]] = []
         self.arriving: list[tuple[float, int, int]] = []
         self.departing: list[list[tuple[int, int]]] = [[] for _ in problem.links]
@@ -50,11 +53,11 @@ class _Lane:
 
     def _step(self) -> bool:
         """Choose what runs next; before it, put on each link what would keep it from falling idle meanwhile."""
-        while self.arriving and self.arriving[0][0] <= self.now:
+        while self.arriving and self.arriving[0][0] <= self.lanes.now:
             _, rank, node = heapq.heappop(self.arriving)
             heapq.heappush(self.ready, (rank, node))
         if self.ready:
-            node, begins = self.ready[0][1], self.now
+            node, begins = self.ready[0][1], self.lanes.now
         elif self.arriving:
             begins, _, node = self.arriving[0]
         else:
@@ -65,19 +68,19 @@ class _Lane:
             heapq.heappop(self.ready)
         else:
             heapq.heappop(self.arriving)
-        self.now = begins
+        self.lanes.now = begins
         self.run(node)
         return True
 
     def _depart(self, until: float) -> bool:
         for link, waiting in enumerate(self.departing):
-            if waiting and (self.free[link] < until or self.free[link] <= self.now):
+            if waiting and (self.lanes.free[link] < until or self.lanes.free[link] <= self.lanes.now):
                 self.depart(self.problem.flights[heapq.heappop(waiting)[1]])
                 return True
         return False
 
     def run(self, node: int) -> None:
-        self.now += self.problem.cost[node]
+        self.lanes.now += self.problem.cost[node]
         self.done.append(node)
         for other in self.next_to(node):
             self.satisfy(other)
@@ -87,16 +90,10 @@ class _Lane:
         if not self.missing[node]:
             self.enable(node)
 
-    def travel(self, flight: Flight) -> float:
-        """Put a collective on its link; when it arrives."""
-        begins = max(self.now, self.free[flight.link])
-        self.free[flight.link] = begins + flight.travel
-        return self.free[flight.link]
-
     def enable(self, node: int) -> None:
         """Everything that a node needs has run or is on its way."""
         at = self.arrives.get(node, 0.0)
-        if at > self.now:
+        if at > self.lanes.now:
             heapq.heappush(self.arriving, (at, self.rank[node], node))
         else:
             heapq.heappush(self.ready, (self.rank[node], node))
@@ -111,7 +108,7 @@ class _Lane:
         raise NotImplementedError
 
 
-class _Forward(_Lane):
+class _Forward(_ListSchedule):
     def count(self, node: int) -> int:
         return len(self.problem.before[node]) + (self.problem.flight_at[node] != NONE)
 
@@ -125,8 +122,8 @@ class _Forward(_Lane):
             super().enable(node)
 
     def depart(self, flight: Flight) -> None:
-        self.now += self.problem.cost[flight.start]
-        arrives = self.travel(flight)
+        self.lanes.now += self.problem.cost[flight.start]
+        arrives = self.lanes.carry(flight.travel, flight.link)
         self.done.append(flight.start)
         for wait in flight.waits:
             self.arrives[wait] = arrives
@@ -134,11 +131,11 @@ class _Forward(_Lane):
             self.satisfy(node)
 
 
-class _Backward(_Lane):
+class _Backward(_ListSchedule):
     """Waits run first, then their collective travels, then its start may run."""
 
-    def __init__(self, problem: Problem, rank: Sequence[int]) -> None:
-        super().__init__(problem, [-one for one in rank])
+    def __init__(self, problem: SchedulingProblem, rank: Sequence[int]) -> None:
+        super().__init__(problem, [-place for place in rank])
         self.waits_left = {start: len(flight.waits) for start, flight in problem.flights.items()}
 
     def count(self, node: int) -> int:
@@ -165,5 +162,5 @@ class _Backward(_Lane):
         heapq.heappush(self.departing[self.problem.flights[start].link], (self.rank[start], start))
 
     def depart(self, flight: Flight) -> None:
-        self.arrives[flight.start] = self.travel(flight)
+        self.arrives[flight.start] = self.lanes.carry(flight.travel, flight.link)
         self.satisfy(flight.start)

@@ -11,7 +11,7 @@ from crossfade.cost.presets import preset
 from crossfade.graph import collectives
 from crossfade.graph.passes import Numerics, Outcome, Pass, PassResult, Verdict, from_context
 from crossfade.graph.program import Program
-from crossfade.schedule.plan import HIDDEN, MEMORY, Outlook, apply_schedule, plan_schedule
+from crossfade.schedule.plan import HIDDEN, MEMORY, CollectiveOutlook, apply_schedule, plan_schedule
 
 
 @dataclass(frozen=True)
@@ -25,6 +25,8 @@ class OverlapCommunication(Pass):
     change places, in the same way on every rank that has the same program, machine and measured times. `machine` should
     be the one the program runs on: measured, or a preset. `measured` has the seconds of single nodes by key
     (`crossfade.cost.keys`), as pairs.
+
+    Also known as: XLA's latency-hiding scheduler, Inductor's reorder_for_compute_comm_overlap, FSDP2's prefetch.
 
     Before:
         x: f32[512, 512] = input("x")
@@ -58,17 +60,17 @@ class OverlapCommunication(Pass):
         """Estimate, plan, apply; a verdict for each collective."""
         costs = estimate(program, self.machine, dict(self.measured or {}))
         schedule = plan_schedule(program, costs, self.memory_limit)
-        found = {one.node.name: one for one in collectives.find(program.graph)}
+        found = {collective.node.name: collective for collective in collectives.find(program.graph)}
         changed = apply_schedule(program, schedule)
-        verdicts = tuple(_verdict(found[one.name], one) for one in schedule.collectives)
+        verdicts = tuple(_verdict(found[outlook.name], outlook) for outlook in schedule.collectives)
         hidden = sum(verdict.outcome is Outcome.HIDDEN for verdict in verdicts)
         return PassResult(changed, {"hidden": hidden, "exposed": len(verdicts) - hidden}, verdicts)
 
 
-def _verdict(one: collectives.Collective, outlook: Outlook) -> Verdict:
+def _verdict(start: collectives.Collective, outlook: CollectiveOutlook) -> Verdict:
     travels = f"travels {1e3 * outlook.travel:.3f} ms"
     if outlook.reason == HIDDEN:
-        return Verdict.of(one.node, Outcome.HIDDEN, HIDDEN, detail=travels, bytes=one.bytes)
+        return Verdict.of(start.node, Outcome.HIDDEN, HIDDEN, detail=travels, bytes=start.bytes)
     detail = f"{travels}, exposed {1e3 * outlook.exposed:.3f} ms"
     remedy = "raise memory_limit" if outlook.reason == MEMORY else ""
-    return Verdict.of(one.node, Outcome.EXPOSED, outlook.reason, detail=detail, remedy=remedy, bytes=one.bytes)
+    return Verdict.of(start.node, Outcome.EXPOSED, outlook.reason, detail=detail, remedy=remedy, bytes=start.bytes)

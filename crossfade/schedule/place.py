@@ -13,11 +13,13 @@ from __future__ import annotations
 
 import bisect
 import heapq
+import itertools
 from collections.abc import Iterator, Sequence
 
+from crossfade.cost.lanes import Lanes
 from crossfade.graph.memory import Meter
 from crossfade.schedule.headroom import Headroom
-from crossfade.schedule.problem import NONE, Flight, Problem
+from crossfade.schedule.problem import NONE, Flight, SchedulingProblem
 
 SAFETY = 0.25
 """How much longer, or less, than predicted a collective may travel and still be counted on: links are not clocks."""
@@ -27,22 +29,22 @@ is late: that much of what gathers make is held longer than hiding them takes.""
 _SETTLED = 1.0
 """How much longer it may travel until nothing is risked by waiting for it only to let go of memory."""
 _LOOK_AHEAD = 16
-"""How many launches ahead are looked through for a more urgent one."""
+"""Among how many of the next launches a more urgent one is looked for."""
 
 
-def lane_of(problem: Problem, order: Sequence[int]) -> list[int]:
-    """The computation of an order: what is neither launched nor waited for, nor only takes such a thing apart.
+def lane_of(problem: SchedulingProblem, order: Sequence[int]) -> list[int]:
+    """The computation of an order: what is neither launched nor waited for, nor only takes a result of these apart.
 
     A launch that needs another collective's result stays: to have it started, it may pay to stand still for that.
     """
-    elements = {one for flight in problem.flights.values() for one in flight.elements}
+    elements = {element for flight in problem.flights.values() for element in flight.elements}
     follows = [problem.flight_at[node] != NONE or problem.loose[node] for node in range(len(problem.nodes))]
     return [
         node
         for node in order
         if not follows[node]
         and node not in elements
-        and (node not in problem.flights or any(follows[one] for one in problem.before[node]))
+        and (node not in problem.flights or any(follows[source] for source in problem.before[node]))
     ]
 
 
@@ -55,7 +57,7 @@ class Placing:
     """
 
     def __init__(
-        self, problem: Problem, lane: Sequence[int], *,
+        self, problem: SchedulingProblem, lane: Sequence[int], *,
         prefetch: bool = True, headroom: Headroom | None = None, limit: int | None = None,
     ) -> None:  # fmt: skip
         self.problem, self.lane, self.tails = problem, lane, problem.tails
@@ -63,14 +65,13 @@ class Placing:
         self._meter = Meter(problem.storages)
         self.held_back: set[int] = set()
         self.order: list[int] = []
-        self.now = 0.0
-        self.free = [0.0] * len(problem.links)
+        self.lanes = Lanes([0.0] * len(problem.links))  # not slowed down: by how much depends on the order
         self.arrives: dict[int, float] = {}
         self._emitted = bytearray(len(problem.nodes))
         self._place = [NONE] * len(problem.nodes)
         for index, node in enumerate(lane):
             self._place[node] = index
-        self._progress = _running_sum(problem.cost[node] for node in lane)
+        self._progress = list(itertools.accumulate((problem.cost[node] for node in lane), initial=0.0))
         self._upstream = self._flights_needed()
         self._ready_at = self._places_of_readiness()
         self._needed_at = self._places_of_need()
@@ -92,12 +93,12 @@ class Placing:
             needed = self._upstream.get(node, ())
             for start in needed:
                 self._launch(start)
-            begins = max([self.now, *(self.arrives[start] for start in needed)])
+            begins = max([self.lanes.now, *(self.arrives[start] for start in needed)])
             self._take_what_arrived()
             self._launch_what_pays(place, begins + self.problem.cost[node])
-            if begins > self.now:  # standing still for what it needs, which others may need too
+            if begins > self.lanes.now:  # standing still for what it needs, which others may need too
                 self._emit_what_it_needs(node)
-                self._launch_what_pays(place, self.now + self.problem.cost[node])
+                self._launch_what_pays(place, self.lanes.now + self.problem.cost[node])
             self._make_room(node)
             self._emit(node)
             if node not in self.problem.flights:
@@ -118,11 +119,11 @@ class Placing:
             needed: dict[int, None] = {}
             if problem.flight_at[node] != NONE:
                 needed[problem.flight_at[node]] = None
-            for one in problem.before[node]:
-                if one in problem.flights:
-                    needed[one] = None
-                elif self._place[one] == NONE:
-                    needed.update(dict.fromkeys(found.get(one, ())))
+            for source in problem.before[node]:
+                if source in problem.flights:
+                    needed[source] = None
+                elif self._place[source] == NONE:
+                    needed.update(dict.fromkeys(found.get(source, ())))
             if needed:
                 found[node] = tuple(needed)
         return found
@@ -131,8 +132,9 @@ class Placing:
         """For each flight, the first place in the lane at which it could be launched."""
         ready: dict[int, int] = {}
         for start in self.problem.flights:
-            behind = [self._place[one] + 1 for one in self.problem.before[start] if self._place[one] != NONE]
-            ready[start] = max([0, *behind, *(ready[one] for one in self._upstream.get(start, ()) if one in ready)])
+            behind = [self._place[node] + 1 for node in self.problem.before[start] if self._place[node] != NONE]
+            upstream = [ready[other] for other in self._upstream.get(start, ()) if other in ready]
+            ready[start] = max([0, *behind, *upstream])
         return ready
 
     def _places_of_need(self) -> dict[int, int]:
@@ -142,8 +144,8 @@ class Placing:
             for start in self._upstream.get(self.lane[place], ()):
                 needed[start] = place
         for start in reversed(list(self.problem.flights)):
-            for one in self._upstream.get(start, ()):
-                needed[one] = min(needed[one], needed[start])
+            for other in self._upstream.get(start, ()):
+                needed[other] = min(needed[other], needed[start])
         return needed
 
     def _latest_starts(self) -> dict[int, float]:
@@ -152,7 +154,7 @@ class Placing:
         latest: dict[int, float] = {}
         link_until = [self._progress[-1]] * len(self.problem.links)
         flights = self.problem.flights
-        for start in sorted(flights, key=lambda one: (self._needed_at[one], one), reverse=True):
+        for start in sorted(flights, key=lambda start: (self._needed_at[start], start), reverse=True):
             flight = flights[start]
             arrive_by = min(link_until[flight.link], self._progress[self._needed_at[start]])
             latest[start] = link_until[flight.link] = arrive_by - flight.travel * (1 + SAFETY)
@@ -171,32 +173,32 @@ class Placing:
         for start, flight in self.problem.flights.items():
             if self._is_held(flight) == held:
                 coming[flight.link].append((self._ready_at[start], start))
-        return [sorted(one) for one in coming]
+        return [sorted(flights) for flights in coming]
 
     def _what_launches_wait_for(self) -> tuple[dict[int, int], dict[int, list[int]]]:
         """For each flight how many nodes of the lane and other flights it needs, and who needs each of those."""
         missing: dict[int, int] = {}
         waiting: dict[int, list[int]] = {}
         for start in self.problem.flights:
-            needed = {one for one in self.problem.before[start] if self._place[one] != NONE}
+            needed = {node for node in self.problem.before[start] if self._place[node] != NONE}
             needed |= self._behind_loose(start) | set(self._upstream.get(start, ()))
             missing[start] = len(needed)
-            for one in needed:
-                waiting.setdefault(one, []).append(start)
+            for node in needed:
+                waiting.setdefault(node, []).append(start)
         return missing, waiting
 
     def _behind_loose(self, start: int) -> set[int]:
         """Nodes of the lane that a launch needs through something that stands nowhere in it."""
         found: set[int] = set()
-        pending = [one for one in self.problem.before[start] if self._place[one] == NONE]
+        pending = [node for node in self.problem.before[start] if self._place[node] == NONE]
         seen = set(pending)
         while pending:
-            for one in self.problem.before[pending.pop()]:
-                if self._place[one] != NONE:
-                    found.add(one)
-                elif one not in seen and one not in self.problem.flights:
-                    seen.add(one)
-                    pending.append(one)
+            for node in self.problem.before[pending.pop()]:
+                if self._place[node] != NONE:
+                    found.add(node)
+                elif node not in seen and node not in self.problem.flights:
+                    seen.add(node)
+                    pending.append(node)
         return found
 
     def _is_held(self, flight: Flight) -> bool:
@@ -215,20 +217,20 @@ class Placing:
             return
         pending = [node]
         while pending:
-            one = pending[-1]
-            if self._emitted[one]:
+            last = pending[-1]
+            if self._emitted[last]:
                 pending.pop()
                 continue
-            missing = [other for other in self.problem.before[one] if not self._emitted[other]]
+            missing = [source for source in self.problem.before[last] if not self._emitted[source]]
             if missing:
                 pending += reversed(missing)
                 continue
             pending.pop()
-            self._put(one)
+            self._put(last)
 
     def _emit_what_it_needs(self, node: int) -> None:
-        for one in self.problem.before[node]:
-            self._emit(one)
+        for source in self.problem.before[node]:
+            self._emit(source)
 
     def _put(self, node: int) -> None:
         self._emitted[node] = 1
@@ -238,14 +240,13 @@ class Placing:
             self._meter.run(problem.nodes[node])
         start = problem.flight_at[node]
         if start != NONE:
-            self.now = max(self.now, self.arrives[start])
-        self.now += problem.cost[node]
+            self.lanes.wait(self.arrives[start])
+        self.lanes.compute(problem.cost[node])
         if node in problem.flights:
             self._took_off(problem.flights[node])
 
     def _took_off(self, flight: Flight) -> None:
-        self.free[flight.link] = max(self.now, self.free[flight.link]) + flight.travel
-        self.arrives[flight.start] = self.free[flight.link]
+        self.arrives[flight.start] = self.lanes.carry(flight.travel, flight.link)
         for element in flight.elements:
             self._emit(element)
         if flight.shrinks:
@@ -264,7 +265,7 @@ class Placing:
             return
         while self._arriving and self._meter.live + self._meter.made_by(self.problem.nodes[node]) > self.limit:
             start = heapq.heappop(self._arriving)[1]
-            if self.arrives[start] > self.now:
+            if self.arrives[start] > self.lanes.now:
                 self.held_back.add(start)
             self._wait_for(start)
 
@@ -276,8 +277,8 @@ class Placing:
 
     def _enable(self, start: int) -> None:
         """A launch may happen now, or when the flights that it needs have arrived."""
-        at = max((self.arrives[one] for one in self._upstream.get(start, ())), default=0.0)
-        if at > self.now:
+        at = max((self.arrives[other] for other in self._upstream.get(start, ())), default=0.0)
+        if at > self.lanes.now:
             heapq.heappush(self._chained, (at, start))
             return
         flight = self.problem.flights[start]
@@ -288,34 +289,49 @@ class Placing:
 
     def _launch_what_pays(self, place: int, lane_free: float) -> None:
         """Launch what is worth launching before the next node, which keeps the lane until `lane_free`."""
-        while self._chained and self._chained[0][0] <= self.now:
+        while self._chained and self._chained[0][0] <= self.lanes.now:
             self._enable(heapq.heappop(self._chained)[1])
-        for link in range(len(self.free)):
+        for link in range(len(self.lanes.free)):
             while (start := self._best(link, place, lane_free)) is not None:
                 self._launch(start)
 
     def _best(self, link: int, place: int, lane_free: float) -> int | None:
+        """Which launch on a link pays before the next node, or None.
+
+        A gather goes once it is due, since launched earlier it would only hold memory for longer. Everything else goes
+        at once, except where that would delay what is more urgent: something that becomes ready before it is through,
+        or a gather whose latest start would pass meanwhile, which then goes first.
+        """
         gather, reduction = self._first(self._hungry[link]), self._first(self._eager[link])
-        would_idle = self.free[link] <= lane_free
-        done = self._progress[place]
-        due = gather is not None and self._latest[gather] < self._progress[place + 1]  # after the next node is too late
-        if gather is not None and due:
-            idles = self._idles_soon(gather, lane_free)
-            in_stock = self.free[link] - lane_free < self._stock[link]
-            fills = idles or (in_stock and not self._queues_before_its_turn(gather, place))
-            if fills and self._fits(gather, place, is_late=idles):
-                return gather
-        if reduction is None or not (would_idle or not self._in_the_way(reduction, place)):
+        if gather is not None and self._is_due(gather, place, lane_free):
+            return gather
+        would_idle = self.lanes.free[link] <= lane_free
+        if reduction is None or (not would_idle and self._in_the_way(reduction, place)):
             return None
-        through = done + max(0.0, self.free[link] - self.now) + self.problem.flights[reduction].travel
-        if gather is not None and self._latest[gather] < through and self._fits(gather, place, is_late=True):
+        through = self._done_when_free(link, place) + self.problem.flights[reduction].travel
+        is_late = gather is not None and self._latest[gather] < through
+        if gather is not None and is_late and self._fits(gather, place, is_late=True):
             return gather
         return reduction
+
+    def _is_due(self, gather: int, place: int, lane_free: float) -> bool:
+        """Whether a gather launched after the next node may be late, its link has room for it now, and memory too."""
+        if self._latest[gather] >= self._progress[place + 1]:
+            return False
+        link = self.problem.flights[gather].link
+        idles = self._idles_soon(gather, lane_free)
+        in_stock = self.lanes.free[link] - lane_free < self._stock[link]
+        fills = idles or (in_stock and not self._queues_before_its_turn(gather, place))
+        return fills and self._fits(gather, place, is_late=idles)
+
+    def _done_when_free(self, link: int, place: int) -> float:
+        """The seconds of computation that will be done when a link is free."""
+        return self._progress[place] + max(0.0, self.lanes.free[link] - self.lanes.now)
 
     def _idles_soon(self, start: int, lane_free: float) -> bool:
         """Whether a gather's link is idle when the lane is free again, or may be if what travels is early."""
         flight = self.problem.flights[start]
-        idle_in = self.free[flight.link] - lane_free
+        idle_in = self.lanes.free[flight.link] - lane_free
         return idle_in <= 0 or idle_in < SAFETY * flight.travel
 
     def _first(self, waiting: list[tuple[float, int]]) -> int | None:
@@ -337,15 +353,14 @@ class Placing:
         A launch held back is a bet on when the link falls idle: not worth a small gain.
         """
         flight = self.problem.flights[start]
-        through = self._progress[place] + max(0.0, self.free[flight.link] - self.now) + flight.travel
+        through = self._done_when_free(flight.link, place) + flight.travel
         coming = self._becoming_ready(self._coming[flight.link], place, through)
         return any(self._gain(other, start) > SAFETY * flight.travel for other in coming)
 
     def _queues_before_its_turn(self, gather: int, place: int) -> bool:
         """Whether a gather that is needed sooner becomes ready while this one would only stand in the queue."""
         link = self.problem.flights[gather].link
-        begins = self._progress[place] + max(0.0, self.free[link] - self.now)
-        coming = self._becoming_ready(self._coming_held[link], place, begins)
+        coming = self._becoming_ready(self._coming_held[link], place, self._done_when_free(link, place))
         return any(self._latest[other] < self._latest[gather] for other in coming)
 
     def _becoming_ready(self, coming: Sequence[tuple[int, int]], place: int, until: float) -> Iterator[int]:
@@ -363,18 +378,10 @@ class Placing:
         return max(tails[second], flights[second].travel + tails[first]) - in_turn
 
     def _take_what_arrived(self) -> None:
-        while self._arriving and self._arriving[0][0] <= self.now:
+        while self._arriving and self._arriving[0][0] <= self.lanes.now:
             self._wait_for(heapq.heappop(self._arriving)[1])
 
     def _wait_for(self, start: int) -> None:
         for wait in self.problem.flights[start].waits:
-            if all(self._emitted[one] for one in self.problem.before[wait]):
+            if all(self._emitted[source] for source in self.problem.before[wait]):
                 self._emit(wait)
-
-
-def _running_sum(values: object) -> list[float]:
-    total, result = 0.0, [0.0]
-    for value in values:  # type: ignore[attr-defined]
-        total += value
-        result.append(total)
-    return result

@@ -13,8 +13,8 @@ from crossfade.schedule.headroom import Headroom
 from crossfade.schedule.lean import lean_order
 from crossfade.schedule.list_schedule import schedule_backward, schedule_forward
 from crossfade.schedule.place import Placing, lane_of
-from crossfade.schedule.predict import Prediction, Travel, live_bytes, predict
-from crossfade.schedule.problem import Problem, problem_of
+from crossfade.schedule.predict import PredictedTravel, Prediction, live_bytes, predict
+from crossfade.schedule.problem import SchedulingProblem, scheduling_problem
 
 HIDDEN = "it travels under computation"
 AT_ONCE = "its result is needed at once"
@@ -32,7 +32,7 @@ _WORTH_MEMORY = 0.01
 
 
 @dataclass(frozen=True, slots=True)
-class Outlook:
+class CollectiveOutlook:
     """What is predicted for one collective: the seconds it travels, those that computation stands still for it or for
     what it queues behind, and why."""
 
@@ -60,12 +60,12 @@ class Schedule:
     seconds: float
     peak_before: int
     peak: int
-    collectives: tuple[Outlook, ...]
+    collectives: tuple[CollectiveOutlook, ...]
 
     @property
     def exposed(self) -> float:
         """Seconds in which computation is predicted to stand still for communication."""
-        return sum(one.exposed for one in self.collectives)
+        return sum(outlook.exposed for outlook in self.collectives)
 
     def __str__(self) -> str:
         lines = [
@@ -99,7 +99,7 @@ def plan_schedule(program: Program, costs: Costs, memory_limit: int | None = Non
         x start b done a output
     """
     with paused_garbage_collection():
-        return _plan(problem_of(program, costs), memory_limit)
+        return _plan(scheduling_problem(program, costs), memory_limit)
 
 
 def apply_schedule(program: Program, schedule: Schedule) -> bool:
@@ -108,10 +108,10 @@ def apply_schedule(program: Program, schedule: Schedule) -> bool:
     unknown = [name for name in schedule.order if name not in by_name]
     if unknown or len(schedule.order) != len(by_name):
         raise RewriteError(
-            f"a schedule of {len(schedule.order)} nodes for a program of {len(by_name)}"
-            + (f", which has no {unknown[0]}" if unknown else ""),
+            f"the schedule has {len(schedule.order)} nodes, the program {len(by_name)}"
+            + (f" and no {unknown[0]}" if unknown else ""),
             expected="the schedule of this program",
-            remedy="plan it anew",
+            remedy="plan it again",
         )
     return reorder(program.graph, [by_name[name] for name in schedule.order])
 
@@ -128,30 +128,32 @@ class _Candidate:
     def fits(self, limit: int | None) -> bool:
         return limit is None or self.prediction.peak <= limit
 
-    def is_enough(self, problem: Problem, limit: int | None) -> bool:
+    def is_enough(self, problem: SchedulingProblem, limit: int | None) -> bool:
         """Whether nothing better is worth looking for."""
         found, least = self.prediction, problem.least_seconds
         hides_all = found.exposed <= _NEGLIGIBLE * found.seconds
         return self.fits(limit) and (hides_all or found.seconds <= least * (1 + _NEAR_THE_LEAST))
 
 
-def _plan(problem: Problem, memory_limit: int | None) -> Schedule:
+def _plan(problem: SchedulingProblem, memory_limit: int | None) -> Schedule:
     incoming = _Candidate(_AS_IT_STANDS, problem.movable, predict(problem, problem.movable))
     candidates = [incoming]
     for label, lane in _lanes(problem):
         candidates += _placed(problem, label, lane, memory_limit)
-        if _some_fit(candidates, memory_limit) and any(one.is_enough(problem, memory_limit) for one in candidates):
+        if _some_fit(candidates, memory_limit) and any(
+            candidate.is_enough(problem, memory_limit) for candidate in candidates
+        ):
             break
     if not _some_fit(candidates, memory_limit):
         order = lean_order(problem)
         candidates.append(_Candidate("least memory", order, predict(problem, order)))
         _refuse_unless_some_fit(candidates, memory_limit)
     chosen = _best(candidates, memory_limit)
-    bounded = [one.held_back for one in candidates if one is chosen or not one.firm]
+    bounded = [candidate.held_back for candidate in candidates if candidate is chosen or not candidate.firm]
     return _schedule(problem, incoming, chosen, frozenset[int]().union(*bounded))
 
 
-def _lanes(problem: Problem) -> Iterator[tuple[str, Sequence[int]]]:
+def _lanes(problem: SchedulingProblem) -> Iterator[tuple[str, Sequence[int]]]:
     """Orders of computation to try, from the least change to the most."""
     yield "launches and waits moved", problem.movable
     in_order = schedule_forward(problem, range(len(problem.nodes)))
@@ -177,7 +179,7 @@ def _ranks(order: Sequence[int]) -> list[int]:
     return ranks
 
 
-def _placed(problem: Problem, label: str, order: Sequence[int], limit: int | None) -> list[_Candidate]:
+def _placed(problem: SchedulingProblem, label: str, order: Sequence[int], limit: int | None) -> list[_Candidate]:
     """An order of computation with launches and waits put into it: as early as pays, and as memory allows."""
     lane = lane_of(problem, order)
     if limit is None:
@@ -193,17 +195,17 @@ def _placed(problem: Problem, label: str, order: Sequence[int], limit: int | Non
     return found
 
 
-def _candidate(problem: Problem, label: str, placing: Placing) -> _Candidate:
+def _candidate(problem: SchedulingProblem, label: str, placing: Placing) -> _Candidate:
     order = placing.run()
     return _Candidate(label, order, predict(problem, order), frozenset(placing.held_back))
 
 
 def _some_fit(candidates: Sequence[_Candidate], limit: int | None) -> bool:
     """Whether one fits that does not depend on the limit: so that any larger limit is possible too."""
-    return any(one.firm and one.fits(limit) for one in candidates)
+    return any(candidate.firm and candidate.fits(limit) for candidate in candidates)
 
 
-def _live_by_place(problem: Problem, lane: Sequence[int], order: Sequence[int]) -> list[int]:
+def _live_by_place(problem: SchedulingProblem, lane: Sequence[int], order: Sequence[int]) -> list[int]:
     """The most live bytes at each place of a lane, what stands before it in the order included."""
     live = live_bytes(problem, order)
     place, most = 0, [0] * (len(lane) + 1)
@@ -216,21 +218,22 @@ def _live_by_place(problem: Problem, lane: Sequence[int], order: Sequence[int]) 
 
 def _best(candidates: Sequence[_Candidate], limit: int | None) -> _Candidate:
     """The fastest that fits; of those nearly as fast, and no slower than as it stands, the one of least memory."""
-    incoming, fitting = candidates[0], [one for one in candidates if one.fits(limit)]
-    fastest = min(one.prediction.seconds for one in fitting)
+    incoming, fitting = candidates[0], [candidate for candidate in candidates if candidate.fits(limit)]
+    fastest = min(candidate.prediction.seconds for candidate in fitting)
     near = fastest * (1 + _WORTH_MEMORY)
     bound = min(near, incoming.prediction.seconds) if incoming.fits(limit) else near
-    good = [one for one in fitting if one.prediction.seconds <= bound]
-    return min(good, key=lambda one: (one.prediction.peak, one.prediction.seconds))
+    good = [candidate for candidate in fitting if candidate.prediction.seconds <= bound]
+    return min(good, key=lambda candidate: (candidate.prediction.peak, candidate.prediction.seconds))
 
 
 def _refuse_unless_some_fit(candidates: Sequence[_Candidate], limit: int | None) -> None:
-    best = min((one for one in candidates if one.firm), key=lambda one: one.prediction.peak)
+    firm = [candidate for candidate in candidates if candidate.firm]
+    best = min(firm, key=lambda candidate: candidate.prediction.peak)
     if limit is None or best.fits(limit):
         return
     least = best.prediction.peak
     error = MemoryLimitError(
-        f"a program whose live bytes reach {least:,} in the best order found ({best.label})",
+        f"the program's live bytes reach {least:,} in the best order found ({best.label})",
         expected=f"at most {limit:,}, the memory limit, beside inputs and constants",
         remedy=f"raise the limit to at least {least}, shard more (zero3), or use a smaller batch",
     )
@@ -238,20 +241,24 @@ def _refuse_unless_some_fit(candidates: Sequence[_Candidate], limit: int | None)
     raise error
 
 
-def _schedule(problem: Problem, incoming: _Candidate, chosen: _Candidate, held_back: frozenset[int]) -> Schedule:
+def _schedule(
+    problem: SchedulingProblem, incoming: _Candidate, chosen: _Candidate, held_back: frozenset[int]
+) -> Schedule:
     nodes = problem.nodes
     inputs = [node.name for node in nodes if node.op == "placeholder"]
     names = (*inputs, *(nodes[index].name for index in chosen.order), nodes[-1].name)
     found = chosen.prediction
     outlooks = tuple(
-        Outlook(nodes[start].name, travel.finish - travel.start, travel.exposed, _reason(start in held_back, travel))
+        CollectiveOutlook(
+            nodes[start].name, travel.finish - travel.start, travel.exposed, _reason(start in held_back, travel)
+        )
         for start, travel in found.travels.items()
     )
     before = incoming.prediction
     return Schedule(names, chosen.label, before.seconds, found.seconds, before.peak, found.peak, outlooks)
 
 
-def _reason(held_back: bool, travel: Travel) -> str:
+def _reason(held_back: bool, travel: PredictedTravel) -> str:
     """Why a collective is exposed, if it is."""
     alone, queued = travel.finish - travel.start, travel.start - travel.launch
     if travel.exposed <= _NEGLIGIBLE * alone:

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from crossfade.schedule.problem import NONE, Problem
+from crossfade.cost.lanes import Lanes
+from crossfade.schedule.problem import NONE, SchedulingProblem
 
 
 @dataclass(frozen=True, slots=True)
-class Travel:
+class PredictedTravel:
     """When a collective was launched, began to travel, arrived and was first asked for, and what it held up."""
 
     launch: float
@@ -26,66 +27,40 @@ class Prediction:
     seconds: float
     exposed: float
     peak: int
-    travels: dict[int, Travel]
+    travels: dict[int, PredictedTravel]
 
 
-def predict(problem: Problem, order: Sequence[int]) -> Prediction:
+def predict(problem: SchedulingProblem, order: Sequence[int]) -> Prediction:
     """Run an order on one computing lane and one link a group, as `crossfade.cost.timeline.simulate` does."""
-    now, free = 0.0, [0.0] * len(problem.links)
+    lanes = Lanes(problem.slows)
     cost, flight_at, flights = problem.cost, problem.flight_at, problem.flights
-    slowed = any(problem.slows)
     begun: dict[int, tuple[float, float, float]] = {}
     needed: dict[int, float] = {}
     exposed: dict[int, float] = {}
     for node in order:
         start = flight_at[node]
         if start != NONE:
-            arrives = begun[start][2]
-            needed.setdefault(start, now)
-            if arrives > now:
-                exposed[start] = exposed.get(start, 0.0) + arrives - now
-                now = arrives
+            needed.setdefault(start, lanes.now)
+            exposed[start] = exposed.get(start, 0.0) + lanes.wait(begun[start][2])
         if cost[node]:
-            now = _computed_by(now, cost[node], free, problem.slows) if slowed else now + cost[node]
+            lanes.compute(cost[node])
         if node in flights:
             link, travel = flights[node].link, flights[node].travel
-            begins = max(now, free[link])
-            free[link] = begins + travel
-            begun[node] = now, begins, free[link]
-    end = _stand_still_for_the_rest(begun, needed, exposed, now)
-    travels = {start: Travel(*times, needed.get(start, now), exposed.get(start, 0.0)) for start, times in begun.items()}
-    return Prediction(end, sum(exposed.values()), peak_of(problem, order), travels)
-
-
-def _stand_still_for_the_rest(
-    begun: dict[int, tuple[float, float, float]], needed: dict[int, float], exposed: dict[int, float], end: float
-) -> float:
-    """When everything has arrived, also what nobody waited for."""
+            begun[node] = lanes.now, lanes.begins(link), lanes.carry(travel, link)
+    end = lanes.now
     unasked = [start for start in begun if start not in needed]
-    for start in sorted(unasked, key=lambda one: begun[one][2]):
-        exposed[start] = max(0.0, begun[start][2] - end)
-        end = max(end, begun[start][2])
-    return end
+    for start in sorted(unasked, key=lambda start: begun[start][2]):  # the end of the program waits for these
+        exposed[start] = lanes.wait(begun[start][2])
+    travels = {start: PredictedTravel(*times, needed.get(start, end), exposed[start]) for start, times in begun.items()}
+    return Prediction(lanes.now, sum(exposed.values()), peak_of(problem, order), travels)
 
 
-def _computed_by(now: float, left: float, free: Sequence[float], slows: Sequence[float]) -> float:
-    """When work of so many seconds is done that starts now: slower while anything travels, by all that does."""
-    until = sorted((at, share) for at, share in zip(free, slows, strict=True) if at > now and share)
-    slower = 1 + sum(share for _, share in until)
-    for at, share in until:
-        work = (at - now) / slower
-        if work >= left:
-            return now + left * slower
-        now, left, slower = at, left - work, slower - share
-    return now + left
-
-
-def peak_of(problem: Problem, order: Sequence[int]) -> int:
+def peak_of(problem: SchedulingProblem, order: Sequence[int]) -> int:
     """The most live bytes at any time."""
     return max(live_bytes(problem, order), default=0)
 
 
-def live_bytes(problem: Problem, order: Sequence[int]) -> list[int]:
+def live_bytes(problem: SchedulingProblem, order: Sequence[int]) -> list[int]:
     """The live bytes during each node of an order."""
     storages = problem.storages
     size, then, touches = storages.size, storages.then, problem.touches
@@ -111,9 +86,9 @@ def _let_go(cells: tuple[int, ...], size: list[int], then: list[tuple[int, ...]]
     """Release what an ended cell kept; the bytes that end with it."""
     ended, waiting = 0, list(cells)
     while waiting:
-        one = waiting.pop()
-        uses[one] -= 1
-        if not uses[one]:
-            ended += size[one]
-            waiting += then[one]
+        cell = waiting.pop()
+        uses[cell] -= 1
+        if not uses[cell]:
+            ended += size[cell]
+            waiting += then[cell]
     return ended

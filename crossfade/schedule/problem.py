@@ -39,7 +39,7 @@ class Flight:
 
 
 @dataclass
-class Problem:
+class SchedulingProblem:
     """What a schedule is made from. Nodes are known by their position in the program; inputs and output stay put."""
 
     program: Program
@@ -69,7 +69,7 @@ class Problem:
         """For each node the longest way from its start to the end of the program, over computation and travel."""
         tail = [0.0] * len(self.nodes)
         for node in reversed(self.movable):
-            longest = max((tail[one] for one in self.after[node]), default=0.0)
+            longest = max((tail[user] for user in self.after[node]), default=0.0)
             if node in self.flights:
                 flight = self.flights[node]
                 longest = max([longest, *(tail[wait] + flight.travel for wait in flight.waits)])
@@ -81,7 +81,7 @@ class Problem:
         """For each node the longest way from the beginning of the program to its end, over computation and travel."""
         head = [0.0] * len(self.nodes)
         for node in self.movable:
-            longest = max((head[one] for one in self.before[node]), default=0.0)
+            longest = max((head[source] for source in self.before[node]), default=0.0)
             if self.flight_at[node] != NONE:
                 start = self.flight_at[node]
                 longest = max(longest, head[start] + self.flights[start].travel)
@@ -101,7 +101,7 @@ class Problem:
         return max(found)
 
 
-def problem_of(program: Program, costs: Costs) -> Problem:
+def scheduling_problem(program: Program, costs: Costs) -> SchedulingProblem:
     """Read a program and its costs once."""
     order = Order(program.graph)
     nodes, position = order.nodes, order.position
@@ -115,10 +115,10 @@ def problem_of(program: Program, costs: Costs) -> Problem:
     for index, node in enumerate(nodes):
         found = set() if node in fixed else _predecessors(order, node, ordered_groups) - fixed
         found.update(behind.get(node, ()))
-        before.append(tuple(sorted(position[one] for one in found)))
-        for one in before[-1]:
-            after[one].append(index)
-    problem = Problem(
+        before.append(tuple(sorted(position[source] for source in found)))
+        for source in before[-1]:
+            after[source].append(index)
+    problem = SchedulingProblem(
         program, nodes, movable, [costs.compute.get(node, 0.0) for node in nodes], before, after, {},
         [NONE] * len(nodes), [], [], [False] * len(nodes), storages, [storages.touches[node] for node in nodes],
     )  # fmt: skip
@@ -138,16 +138,16 @@ def _predecessors(order: Order, node: fx.Node, ordered_groups: set[str]) -> set[
     return set(order.predecessors(node, within_group=keep))
 
 
-def _add_flights(problem: Problem, costs: Costs, position: dict[fx.Node, int]) -> None:
+def _add_flights(problem: SchedulingProblem, costs: Costs, position: dict[fx.Node, int]) -> None:
     links: dict[str, int] = {}
     for index, node in enumerate(problem.nodes):
-        one = collectives.view(node)
-        if one is None or node not in costs.travel:  # what does not travel is computed
+        collective = collectives.view(node)
+        if collective is None or node not in costs.travel:  # what does not travel is computed
             continue
-        link = links.setdefault(one.group, len(links))
-        waits = tuple(sorted(position[wait] for wait in one.waits))
-        elements = tuple(position[result] for result in one.results if result is not node)
-        problem.flights[index] = _flight(one, index, waits, elements, link, costs.travel[node])
+        link = links.setdefault(collective.group, len(links))
+        waits = tuple(sorted(position[wait] for wait in collective.waits))
+        elements = tuple(position[result] for result in collective.results if result is not node)
+        problem.flights[index] = _flight(collective, index, waits, elements, link, costs.travel[node])
         for wait in waits:
             problem.flight_at[wait] = index
     problem.links = list(links)
@@ -155,24 +155,24 @@ def _add_flights(problem: Problem, costs: Costs, position: dict[fx.Node, int]) -
 
 
 def _flight(
-    one: Collective, index: int, waits: tuple[int, ...], elements: tuple[int, ...], link: int, travel: float
+    collective: Collective, index: int, waits: tuple[int, ...], elements: tuple[int, ...], link: int, travel: float
 ) -> Flight:
-    taken = sum(tensor_bytes(node.meta.get("val")) for node in one.inputs)
-    in_own_memory = one.in_place or one.out is not None
-    made = 0 if in_own_memory else tensor_bytes(one.node.meta.get("val"))
-    keeps_inputs = one.kind not in (Kind.ALL_REDUCE, Kind.BROADCAST)
+    taken = sum(tensor_bytes(node.meta.get("val")) for node in collective.inputs)
+    in_own_memory = collective.in_place or collective.out is not None
+    made = 0 if in_own_memory else tensor_bytes(collective.node.meta.get("val"))
+    keeps_inputs = collective.kind not in (Kind.ALL_REDUCE, Kind.BROADCAST)
     return Flight(index, waits, elements, link, travel, made > taken, keeps_inputs and made < taken, made)
 
 
-def _find_loose(problem: Problem) -> None:
+def _find_loose(problem: SchedulingProblem) -> None:
     """Mark views and elements that need nothing but waits, elements of flights, and one another."""
-    element = {one for flight in problem.flights.values() for one in flight.elements}
+    element = {element for flight in problem.flights.values() for element in flight.elements}
     follows = [wait != NONE for wait in problem.flight_at]
     for index in problem.movable:
         node = problem.nodes[index]
         if follows[index] or index in problem.flights or index in element or not problem.before[index]:
             continue
-        if all(follows[one] for one in problem.before[index]) and _takes_apart(problem.storages, node):
+        if all(follows[source] for source in problem.before[index]) and _takes_apart(problem.storages, node):
             problem.loose[index] = follows[index] = True
 
 

@@ -39,7 +39,9 @@ def reads_before_updates(program: Program) -> dict[fx.Node, list[fx.Node]]:
         return {}
     position, roots = {node: index for index, node in enumerate(nodes)}, alias_roots(nodes)
     last_waits = {
-        one.node: max(one.waits, key=position.__getitem__) for one in collectives.find(program.graph) if one.waits
+        collective.node: max(collective.waits, key=position.__getitem__)
+        for collective in collectives.find(program.graph)
+        if collective.waits
     }
     found = {}
     for new, old in sorted(steps.items(), key=lambda step: position[step[0]]):

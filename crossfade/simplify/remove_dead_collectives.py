@@ -27,6 +27,9 @@ class RemoveDeadCollectives(Pass):
     programs, `optimize` does not. Programs with sends, or with whatever else is no collective known here, may differ
     from rank to rank and keep theirs. A collective called only so that ranks meet goes too.
 
+    Not in a default pipeline: it removes a collective that is there to let ranks meet, and captured steps have no dead
+    ones. For graphs from elsewhere: `optimization().before("merge-duplicate-collectives", RemoveDeadCollectives())`.
+
     Before:
         x: f32[4] = input("x")
         s: f32[4] = c10d.all_reduce(x, "sum", "dp")

@@ -55,6 +55,9 @@ class RemoveRedundantGathers(Pass):
     rank alone; anything over two groups, whose members the graph does not name; whatever stands between the two but a
     wait.
 
+    Not in a default pipeline: what this package writes has no needless collectives. For graphs from elsewhere, add it
+    with `optimization().before("merge-duplicate-collectives", RemoveRedundantGathers())`.
+
     Before:
         x: f32[4] = input("x")
         s: f32[2] = c10d.reduce_scatter_tensor(x, "sum", 2, "dp")

@@ -49,6 +49,9 @@ class ReusePartialReductions(RulePass):
     their order shows in the last bits. So does that of zeros of both signs in a maximum: floats are taken only where
     their value is an absolute value, an exponential or a sigmoid, or a view of one, which has no negative zeros.
 
+    Not in a default pipeline: few graphs take both reductions. Where yours quantizes by rows and by tensors, add it
+    with `optimization().after("simplify-nodes", ReusePartialReductions())`.
+
     Before:
         x: f32[64, 64] = input("x")
         abs_1: f32[64, 64] = aten.abs(x)

@@ -140,9 +140,9 @@ def test_shapes_without_data_and_with_symbolic_sizes() -> None:
     arguments = *arguments, torch.empty(2, 12, 5, dtype=torch.bfloat16)
     shapes = [[2, 12, 5], [6, 5], [2, 12, 6], [2, 3, 6]]
     with FakeTensorMode() as mode:
-        found = fused(*(mode.from_tensor(one) for one in arguments))
-    assert [list(one.shape) for one in found] == shapes
-    assert all(one.dtype == torch.bfloat16 and one.is_contiguous() for one in found)
+        found = fused(*(mode.from_tensor(value) for value in arguments))
+    assert [list(value.shape) for value in found] == shapes
+    assert all(value.dtype == torch.bfloat16 and value.is_contiguous() for value in found)
 
     graph = make_fx(fused, tracing_mode="symbolic")(*arguments).graph
     results = graph.output_node().args[0]
@@ -198,8 +198,10 @@ def test_scatters_that_do_not_fit_are_refused() -> None:
             matmul_scatter(E34, E45, "mk,kn->mn", dim=1, ranks=1, reduce_op="max", group="tp")
         with pytest.raises(RewriteError, match="to scatter along dim 2"):
             matmul_scatter(E34, E45, "mk,kn->mn", dim=2, ranks=1, group="tp")
-        one, other = matmul_scatter_meanwhile(E34, E45, "mk,kn->mn", [(E45.t(), E34.t())], dim=1, ranks=5, group="tp")
-        assert (one.shape, other.shape) == ((3, 1), (5, 3))
+        scattered, other = matmul_scatter_meanwhile(
+            E34, E45, "mk,kn->mn", [(E45.t(), E34.t())], dim=1, ranks=5, group="tp"
+        )
+        assert (scattered.shape, other.shape) == ((3, 1), (5, 3))
         for pair in ((E34, E34), (E34, E45.double()), (E34[0], E45)):
             with pytest.raises(RewriteError, match="to be multiplied meanwhile: expected two matrices of one dtype"):
                 matmul_scatter_meanwhile(E34, E45, "mk,kn->mn", [pair], dim=1, ranks=5, group="tp")

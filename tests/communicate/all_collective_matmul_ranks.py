@@ -32,8 +32,8 @@ def run_ranks(program: Program, inputs: Sequence[Sequence[Any]]) -> list[list[An
             made = _made(node, ranks)
         else:
             continue
-        for values, one in zip(ranks, made, strict=True):
-            values[node] = one
+        for values, rank in zip(ranks, made, strict=True):
+            values[node] = rank
     return [list(fx.map_arg(tuple(program.results), values.__getitem__)) for values in ranks]
 
 
@@ -44,16 +44,16 @@ def _made(node: fx.Node, ranks: Sequence[Values]) -> list[Any]:
     by_hand = _BY_HAND.get(node.target)
     if by_hand is not None:
         return by_hand([args for args, _ in calls])
-    one = collectives.view(node)
-    if one is None:
+    collective = collectives.view(node)
+    if collective is None:
         return [node.target(*args, **kwargs) for args, kwargs in calls]  # type: ignore[operator]
-    sent = [values[one.inputs[0]] for values in ranks]
-    if one.kind is Kind.ALL_GATHER:
+    sent = [values[collective.inputs[0]] for values in ranks]
+    if collective.kind is Kind.ALL_GATHER:
         return [torch.cat(sent) for _ in ranks]
-    total = _reduced(sent, one.reduce_op)
-    if one.kind is Kind.ALL_REDUCE:
+    total = _reduced(sent, collective.reduce_op)
+    if collective.kind is Kind.ALL_REDUCE:
         return [total.clone() for _ in ranks]
-    assert one.kind is Kind.REDUCE_SCATTER
+    assert collective.kind is Kind.REDUCE_SCATTER
     return [part.clone() for part in total.chunk(len(ranks))]
 
 
@@ -82,7 +82,7 @@ def _matmul_scatter(calls: Sequence[Sequence[Any]]) -> list[Tensor]:
 def _matmul_scatter_meanwhile(calls: Sequence[Sequence[Any]]) -> list[list[Tensor]]:
     scattered = _matmul_scatter(calls)
     return [
-        [part, *(one @ other for one, other in zip(call[-1][::2], call[-1][1::2], strict=True))]
+        [part, *(left @ other for left, other in zip(call[-1][::2], call[-1][1::2], strict=True))]
         for part, call in zip(scattered, calls, strict=True)
     ]
 

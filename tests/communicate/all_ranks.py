@@ -30,23 +30,23 @@ def run_all(program: Program, ranks: int, value_of: Callable[[int, str, Any], An
             made = _made(node, values)
         else:
             continue
-        for known, one in zip(values, made, strict=True):
-            known[node] = one
+        for known, rank in zip(values, made, strict=True):
+            known[node] = rank
     return [list(fx.map_arg(tuple(program.results), known.__getitem__)) for known in values]
 
 
 def _made(node: fx.Node, values: list[dict[fx.Node, Any]]) -> list[Any]:
     ranks = len(values)
-    one = collectives.view(node)
+    collective = collectives.view(node)
     if collectives.is_wait(node):
         return [known[collectives.waited_value(node)] for known in values]
-    if one is not None:
-        sent = [known[one.inputs[0]] for known in values]
-        if one.kind is Kind.ALL_GATHER:
+    if collective is not None:
+        sent = [known[collective.inputs[0]] for known in values]
+        if collective.kind is Kind.ALL_GATHER:
             return [torch.cat(sent)] * ranks
         total: Tensor = torch.stack(sent).sum(0)
-        total = total / ranks if one.reduce_op == "avg" else total
-        return [total] * ranks if one.kind is Kind.ALL_REDUCE else list(total.chunk(ranks))
+        total = total / ranks if collective.reduce_op == "avg" else total
+        return [total] * ranks if collective.kind is Kind.ALL_REDUCE else list(total.chunk(ranks))
     calls = [fx.map_arg((node.args, node.kwargs), known.__getitem__) for known in values]
     if node.target is OPERATOR:
         return [args[0].chunk(ranks, args[1])[rank].contiguous() for rank, (args, _) in enumerate(calls)]
@@ -68,8 +68,8 @@ def drawn(alike: Callable[[str], bool], dtype: torch.dtype | None = None) -> Cal
     return value_of
 
 
-def largest_difference(one: list[list[Any]], other: list[list[Any]]) -> float:
+def largest_difference(results: list[list[Any]], other: list[list[Any]]) -> float:
     """Over all ranks and results."""
-    pairs = [pair for ours, theirs in zip(one, other, strict=True) for pair in zip(ours, theirs, strict=True)]
+    pairs = [pair for ours, theirs in zip(results, other, strict=True) for pair in zip(ours, theirs, strict=True)]
     assert all(a.shape == b.shape and a.dtype is b.dtype for a, b in pairs)
     return max(float((a.double() - b.double()).abs().max()) for a, b in pairs)

@@ -14,10 +14,10 @@ from crossfade.graph.text import parse
 from crossfade.graph.verify import verify
 
 
-def differences(text: str, one: Pass, *, whole_numbers: bool) -> list[float]:
+def differences(text: str, pass_: Pass, *, whole_numbers: bool) -> list[float]:
     """How far apart each result is on this rank. Whole numbers have one sum, in whatever order they are added."""
     program = parse(textwrap.dedent(text), groups={"dp": dist.get_world_size()})
-    done = run_passes(program, [one])
+    done = run_passes(program, [pass_])
     assert done.history[0].changed
     verify(done, recompute=True)
     groups = {"dp": dist.group.WORLD.group_name}  # type: ignore[union-attr]
@@ -35,6 +35,6 @@ def _input(like: Any, generator: torch.Generator, whole_numbers: bool) -> Any:
     return torch.randn(tuple(like.shape), generator=generator).to(like.dtype)
 
 
-def _difference(one: torch.Tensor, other: torch.Tensor) -> float:
-    assert one.shape == other.shape and one.dtype is other.dtype
-    return float((one.double() - other.double()).abs().max())
+def _difference(tensor: torch.Tensor, other: torch.Tensor) -> float:
+    assert tensor.shape == other.shape and tensor.dtype is other.dtype
+    return float((tensor.double() - other.double()).abs().max())

@@ -35,11 +35,11 @@ def all_reduces(*members: tuple[str, str, str, int]) -> str:
 def planned(text: str, *, cap: float = 1e6, first: float = 1e6) -> tuple[list[str], dict[str, str]]:
     """Members of each bucket, and the reason of every all-reduce that is left."""
     program = parse(textwrap.dedent(text), groups=GROUPS)
-    one = BucketAllReduces(cap_mb=cap / MB, first_mb=first / MB)
+    pass_ = BucketAllReduces(cap_mb=cap / MB, first_mb=first / MB)
     before = fingerprint(program)
-    plan = one.plan(program)
-    assert fingerprint(program) == before and one.plan(program) == plan, "planning is pure"
-    done = run_passes(program, [one])
+    plan = pass_.plan(program)
+    assert fingerprint(program) == before and pass_.plan(program) == plan, "planning is pure"
+    done = run_passes(program, [pass_])
     verify(done, recompute=True)
     record = done.history[0]
     everything = {c.node.name for c in collectives.find(program.graph) if c.kind is collectives.Kind.ALL_REDUCE}
@@ -58,8 +58,8 @@ def planned(text: str, *, cap: float = 1e6, first: float = 1e6) -> tuple[list[st
     ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_kinds_are_kept_apart(what: str, other: tuple):
-    one = ("f32", "sum", "dp", 2)
-    assert planned(all_reduces(one, other, one, other)) == (["s0 s2", "s1 s3"], {})
+    usual = ("f32", "sum", "dp", 2)
+    assert planned(all_reduces(usual, other, usual, other)) == (["s0 s2", "s1 s3"], {})
 
 
 def test_cap_and_small_first_bucket():
@@ -252,8 +252,8 @@ def test_options_decide_what_shares_a_bucket_and_in_which_order():
 def test_grouping_by_module():
     program = parse(all_reduces(*[("f32", "sum", "dp", 1)] * 4), groups=GROUPS)
     served = ["layers.0.up.weight", "layers.0.down.weight", "layers.1.up.weight", "layers.1.down.weight"]
-    for one, name in zip(collectives.find(program.graph), served, strict=True):
-        one.node.meta[MADE_FOR] = name
+    for collective, name in zip(collectives.find(program.graph), served, strict=True):
+        collective.node.meta[MADE_FOR] = name
     plan = BucketAllReduces(grouping="module").plan(program)
     assert [bucket.members for bucket in plan.buckets] == [("s0", "s1"), ("s2", "s3")]
 
@@ -282,7 +282,7 @@ def test_wrong_options_are_refused(options: dict):
 def test_a_plan_for_another_program_is_refused():
     plan = BucketAllReduces().plan(parse(all_reduces(*[("f32", "sum", "dp", 1)] * 2), groups=GROUPS))
     other = parse(textwrap.dedent(EARLY_USE), groups=GROUPS)
-    with pytest.raises(PassError, match="a plan for s0"):
+    with pytest.raises(PassError, match="the plan names s0"):
         apply_buckets(other, plan, BucketAllReduces())
 
 

@@ -19,9 +19,9 @@ from crossfade.graph.text import parse, render
 from crossfade.graph.verify import verify
 
 
-def starts(text: str, one: Pass) -> list[str]:
+def starts(text: str, pass_: Pass) -> list[str]:
     """The bucketed program's lines that start a collective or compute, in order."""
-    done = run_passes(parse(textwrap.dedent(text), groups={"dp": 2, "tp": 2}), [one])
+    done = run_passes(parse(textwrap.dedent(text), groups={"dp": 2, "tp": 2}), [pass_])
     verify(done, recompute=True)
     return [line.split(":")[0] for line in render(done).splitlines() if "= c10d." in line or "aten.neg" in line]
 

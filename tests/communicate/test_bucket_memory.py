@@ -36,7 +36,7 @@ class Meter(LiveBytes):
         self.after.append((operator, self.live))
 
 
-def live_bytes(call: str, one: BucketPass, ranks: int) -> tuple[int, int]:
+def live_bytes(call: str, pass_: BucketPass, ranks: int) -> tuple[int, int]:
     """Bytes made and alive, in members: the most at any time, and just after the bucket's wait."""
     lines = [f'x{i}: f32[{ELEMENTS}] = input("x{i}")' for i in range(MEMBERS)]
     lines += [f"g{i}: f32[{ELEMENTS}] = aten.neg(x{i})" for i in range(MEMBERS)]
@@ -45,7 +45,7 @@ def live_bytes(call: str, one: BucketPass, ranks: int) -> tuple[int, int]:
     lines += [f"y{i} = aten.sum(w{i})" for i in range(MEMBERS)]
     lines.append("return " + ", ".join(f'output("{i}", y{i})' for i in range(MEMBERS)))
     program = parse(textwrap.dedent("\n".join(lines)), groups={"dp": ranks})
-    done = run_passes(program, [one])
+    done = run_passes(program, [pass_])
     assert done.history[0].counts["buckets"] == 1
     run = Executable(done, {"dp": dist.group.WORLD.group_name})  # type: ignore[union-attr]
     with Meter() as meter:
@@ -73,5 +73,5 @@ CASES = {
 @pytest.mark.ranks
 @pytest.mark.parametrize("case", CASES)
 def test_one_buffer_in_each_direction_freed_at_its_last_use(ranks: Any, case: str) -> None:
-    call, one, expected = CASES[case]
-    assert ranks(2).run(live_bytes, call, one, 2) == [expected] * 2
+    call, pass_, expected = CASES[case]
+    assert ranks(2).run(live_bytes, call, pass_, 2) == [expected] * 2

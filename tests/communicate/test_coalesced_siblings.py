@@ -88,12 +88,12 @@ def given_to(rank: int) -> list[Tensor]:
 def what_differs(kind: str) -> list[str]:
     """On each rank: the orders of waits and the passes after which a result is not what plain torch makes."""
     rank, group = dist.get_rank(), dist.group.WORLD.group_name  # type: ignore[union-attr]
-    right = expected(kind, rank, [given_to(one) for one in range(2)])
+    right = expected(kind, rank, [given_to(rank) for rank in range(2)])
     wrong = []
     for waits, (name, passes) in itertools.product(WAITS, PASSES.items()):
         program = parse(program_of(kind, waits, group), groups={group: 2})
         found = optimize(program.module(), passes=passes, groups={group: 2}).module(*given_to(rank))
-        if not all(torch.equal(one, other) for one, other in zip(found, right, strict=True)):
+        if not all(torch.equal(value, wanted) for value, wanted in zip(found, right, strict=True)):
             wrong.append(f"{name} with waits {waits}")
     return wrong
 

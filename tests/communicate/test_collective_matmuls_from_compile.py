@@ -84,12 +84,12 @@ def sharded() -> Program:
     inputs = [node.meta["val"] for node in local.graph.find_nodes(op="placeholder")]
 
     def step(tangent: Tensor, *given: Tensor) -> tuple[Tensor, ...]:
-        values = [one.detach().requires_grad_() if one.is_floating_point() else one for one in given]
+        values = [value.detach().requires_grad_() if value.is_floating_point() else value for value in given]
         (result,) = local.graph_module(*values)
-        wanted = [one for one in values if one.requires_grad]
+        wanted = [value for value in values if value.requires_grad]
         return result.detach(), *torch.autograd.grad(result, wanted, tangent)
 
-    zeros = [torch.zeros([int(size) for size in one.shape], dtype=one.dtype) for one in inputs]
+    zeros = [torch.zeros([int(size) for size in value.shape], dtype=value.dtype) for value in inputs]
     return traced(step, torch.zeros(4, 6, 8), *zeros)
 
 
@@ -98,7 +98,7 @@ def fused(program: Program) -> Program:
     done = run_passes(program, TOLD)
     verify(done, recompute=True)
     given = random_inputs(program.graph, RANKS)
-    before, after = (run_ranks(one, [_copied(own) for own in given]) for one in (program, done))
+    before, after = (run_ranks(program, [_copied(own) for own in given]) for program in (program, done))
     for own, other in zip(before, after, strict=True):
         for expected, found in zip(own, other, strict=True):
             if isinstance(expected, Tensor):
@@ -109,7 +109,7 @@ def fused(program: Program) -> Program:
 
 
 def _copied(values: list[Any]) -> list[Any]:
-    return [one.clone() if isinstance(one, Tensor) else one for one in values]
+    return [value.clone() if isinstance(value, Tensor) else value for value in values]
 
 
 def counted(done: Program) -> list[dict[str, int]]:
@@ -117,7 +117,7 @@ def counted(done: Program) -> list[dict[str, int]]:
 
 
 def remaining(done: Program) -> list[str]:
-    return [str(one.kind) for one in collectives.find(done.graph)]
+    return [str(collective.kind) for collective in collectives.find(done.graph)]
 
 
 def test_the_forward_of_dtensors(compiled: tuple[Program, Program]) -> None:
@@ -138,7 +138,7 @@ def test_the_backward_of_dtensors(compiled: tuple[Program, Program]) -> None:
 def test_a_step_of_our_shard_stage() -> None:
     done = fused(sharded())
     assert counted(done) == [{"collective matmuls": 3, "matmuls": 5, "left": 3}, {"collective matmuls": 3, "left": 0}]
-    left = [one.reason for one in done.history[0].verdicts if one.outcome is Outcome.LEFT]
+    left = [verdict.reason for verdict in done.history[0].verdicts if verdict.outcome is Outcome.LEFT]
     assert sorted(left) == sorted(
         [collective_matmul.CYCLE, fuse_gathers_into_matmuls.NO_MATMUL, fuse_gathers_into_matmuls.NO_MATMUL]
     )

@@ -87,7 +87,8 @@ def test_bit_for_bit(text: str) -> None:
     done = moved(text)
     assert done.history[0].changed
     before, after = (
-        run_all(one, 2, drawn(lambda _: False)) for one in (parse(textwrap.dedent(text), groups={"dp": 2}), done)
+        run_all(program, 2, drawn(lambda _: False))
+        for program in (parse(textwrap.dedent(text), groups={"dp": 2}), done)
     )
     assert all(torch.equal(a, b) for a, b in zip(before[0] + before[1], after[0] + after[1], strict=True))
 

@@ -32,8 +32,8 @@ PRODUCT = """
 LEFT = PRODUCT.format(op="sum")
 
 
-def after(text: str, one: ExchangeFactors) -> tuple[list[str], Program]:
-    done = run_passes(parse(textwrap.dedent(text), groups={"dp": 2}), [one])
+def after(text: str, pass_: ExchangeFactors) -> tuple[list[str], Program]:
+    done = run_passes(parse(textwrap.dedent(text), groups={"dp": 2}), [pass_])
     verify(done, recompute=True)
     return [line for line in render(done).splitlines() if "input(" not in line], done
 

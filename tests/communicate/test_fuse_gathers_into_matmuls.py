@@ -28,26 +28,26 @@ def program_of(text: str) -> Program:
     return parse(textwrap.dedent(text), groups={"tp": 2})
 
 
-def fused(text: str, one: FuseGathersIntoMatmuls = TOLD) -> Program:
-    done = run_passes(program_of(text), [one])
+def fused(text: str, pass_: FuseGathersIntoMatmuls = TOLD) -> Program:
+    done = run_passes(program_of(text), [pass_])
     verify(done, recompute=True)
     return done
 
 
-def becomes(before: str, after: str, one: FuseGathersIntoMatmuls = TOLD) -> Program:
-    done = fused(before, one)
+def becomes(before: str, after: str, pass_: FuseGathersIntoMatmuls = TOLD) -> Program:
+    done = fused(before, pass_)
     assert render(done) == textwrap.dedent(after).strip()
     return done
 
 
 def said(done: Program) -> dict[str, tuple[Outcome, str]]:
     """The last that was said of each subject."""
-    return {one.subject: (one.outcome, one.reason) for one in done.history[0].verdicts}
+    return {verdict.subject: (verdict.outcome, verdict.reason) for verdict in done.history[0].verdicts}
 
 
-def left_alone(text: str, subject: str, reason: str, one: FuseGathersIntoMatmuls = TOLD) -> str:
+def left_alone(text: str, subject: str, reason: str, pass_: FuseGathersIntoMatmuls = TOLD) -> str:
     """Assert that a pass says so and changes nothing; the detail that it gives."""
-    done = fused(text, one)
+    done = fused(text, pass_)
     assert render(done) == render(program_of(text))
     found = [verdict for verdict in done.history[0].verdicts if verdict.subject == subject]
     assert [(verdict.outcome, verdict.reason) for verdict in found] == [(Outcome.LEFT, reason)]

@@ -21,14 +21,14 @@ def program_of(text: str) -> Program:
     return parse(textwrap.dedent(text), groups={"tp": 2})
 
 
-def fused(text: str, one: FuseScattersIntoMatmuls = TOLD) -> Program:
-    done = run_passes(program_of(text), [one])
+def fused(text: str, pass_: FuseScattersIntoMatmuls = TOLD) -> Program:
+    done = run_passes(program_of(text), [pass_])
     verify(done, recompute=True)
     return done
 
 
-def left_alone(text: str, reason: str, one: FuseScattersIntoMatmuls = TOLD) -> str:
-    done = fused(text, one)
+def left_alone(text: str, reason: str, pass_: FuseScattersIntoMatmuls = TOLD) -> str:
+    done = fused(text, pass_)
     assert render(done) == render(program_of(text))
     found = [verdict for verdict in done.history[0].verdicts if verdict.subject == "s"]
     assert [(verdict.outcome, verdict.reason) for verdict in found] == [(Outcome.LEFT, reason)]
@@ -69,7 +69,7 @@ def test_the_dim_is_followed_through_reshapes_and_the_bias_goes_along() -> None:
         return output("n", n), output("saved", matmul_scatter)
         """).strip()  # noqa: E501
     )
-    said = {one.subject: (one.outcome, one.reason) for one in done.history[0].verdicts}
+    said = {verdict.subject: (verdict.outcome, verdict.reason) for verdict in done.history[0].verdicts}
     assert said == {
         "s": (Outcome.FUSED, collective_matmul.IN_PIECES),
         "mm": (Outcome.FUSED, collective_matmul.IN_PIECES),

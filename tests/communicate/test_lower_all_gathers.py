@@ -112,7 +112,9 @@ def test_complex_numbers_keep_theirs() -> None:
 def test_a_second_time_there_is_nothing_to_do() -> None:
     again = run_passes(lowered(SINGLE), [LowerAllGathers()])
     assert not again.history[-1].changed
-    assert [str(one) for one in again.history[-1].verdicts] == ["g: left alone: it is told where to gather already"]
+    assert [str(verdict) for verdict in again.history[-1].verdicts] == [
+        "g: left alone: it is given memory to gather into already"
+    ]
 
 
 def test_complex_numbers_among_others_are_named() -> None:
@@ -122,7 +124,7 @@ def test_complex_numbers_among_others_are_named() -> None:
     done = lowered(lines)
     (verdict,) = verdicts(done)
     assert verdict.endswith("2 single ones, 1 of complex numbers still as lists")
-    assert [one.out is not None for one in collectives.find(done.graph)] == [True, False]
+    assert [collective.out is not None for collective in collectives.find(done.graph)] == [True, False]
 
 
 def test_what_is_packed_for_a_gather_keeps_its_memory() -> None:
@@ -147,9 +149,7 @@ def test_what_is_large_travels_in_pieces_and_is_put_together_where_it_is_waited_
 
 
 def test_pieces_say_what_they_cannot_be() -> None:
-    with pytest.raises(
-        PassError, match=r"lower-all-gathers\(piece_mb=0\) for 1 groups: expected numbers larger than 0"
-    ):
+    with pytest.raises(PassError, match=r"lower-all-gathers\(piece_mb=0\) for 1 groups: expected sizes larger than 0"):
         LowerAllGathers(piece_mb=0)
 
 

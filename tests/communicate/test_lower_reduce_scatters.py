@@ -23,8 +23,8 @@ from crossfade.graph.verify import verify
 MB = 2**20
 
 
-def lowered(text: str, one: LowerReduceScatters | None = None) -> Program:
-    done = run_passes(parse(textwrap.dedent(text), groups={"dp": 2, "tp": 2}), [one or LowerReduceScatters()])
+def lowered(text: str, pass_: LowerReduceScatters | None = None) -> Program:
+    done = run_passes(parse(textwrap.dedent(text), groups={"dp": 2, "tp": 2}), [pass_ or LowerReduceScatters()])
     verify(done, recompute=True)
     return done
 
@@ -41,12 +41,12 @@ def test_each_group_has_its_own_pieces() -> None:
         """,
         LowerReduceScatters(("dp", "tp"), piece_mb=(8 / MB, 16 / MB)),
     )
-    assert Counter(one.group for one in collectives.find(done.graph)) == {"dp": 4, "tp": 2}
+    assert Counter(collective.group for collective in collectives.find(done.graph)) == {"dp": 4, "tp": 2}
 
 
 @pytest.mark.parametrize("piece_mb", [0.0, -1.0, (1.0,), (1.0, 0.0)])
 def test_pieces_are_for_all_groups_or_for_each(piece_mb: float | tuple[float, ...]) -> None:
-    with pytest.raises(PassError, match="one for all groups or one for each"):
+    with pytest.raises(PassError, match="a number for all groups, or a tuple with one for each"):
         LowerReduceScatters(("dp", "tp"), piece_mb)
 
 
@@ -119,8 +119,8 @@ def test_pieces_are_of_about_the_size_asked_for(megabytes: float, count: int) ->
         w: f32[{elements // 2}] = c10d.wait_tensor(s)
         return output("w", w)
     """)
-    assert [one.kind.value for one in collectives.find(done.graph)] == ["all_to_all"] * count
-    assert max(one.bytes for one in collectives.find(done.graph)) <= 1.5 * MB
+    assert [collective.kind.value for collective in collectives.find(done.graph)] == ["all_to_all"] * count
+    assert max(collective.bytes for collective in collectives.find(done.graph)) <= 1.5 * MB
 
 
 LEFT = {

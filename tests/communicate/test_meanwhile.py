@@ -41,10 +41,10 @@ def program_of(text: str) -> Program:
     return parse(textwrap.dedent(text), groups={"tp": 2})
 
 
-def fused(text: str, one: FuseScattersIntoMatmuls = TOLD) -> Program:
+def fused(text: str, pass_: FuseScattersIntoMatmuls = TOLD) -> Program:
     """The program after the pass, once it computes what it did."""
     program = program_of(text)
-    done = run_passes(program, [one])
+    done = run_passes(program, [pass_])
     verify(done, recompute=True)
     torch.manual_seed(0)
     given = [[torch.randn(node.meta["val"].shape) for node in program.placeholders] for _ in range(2)]
@@ -71,9 +71,9 @@ def test_a_weights_gradient_joins_and_what_reads_it_goes_below() -> None:
         return output("d", getitem), output("half", half)
         """).strip()  # noqa: E501
     )
-    said = {one.subject: (one.outcome, one.reason, one.detail) for one in done.history[0].verdicts}
+    said = {verdict.subject: (verdict.outcome, verdict.reason, verdict.detail) for verdict in done.history[0].verdicts}
     assert said["of_w"] == (Outcome.FUSED, fuse_scatters_into_matmuls.MEANWHILE, "s")
-    assert said["s"][2] == "ring in 2 pieces, as told, with m, meanwhile of_w"
+    assert said["s"][2] == "ring in 2 pieces, as asked for, with m, meanwhile of_w"
 
 
 def test_a_matmul_further_down_is_raised_with_what_it_needs() -> None:
@@ -172,7 +172,11 @@ def test_what_has_its_place_stays_there_and_says_why(line: str, instead: str, re
     verify(done, recompute=True)
     assert done.graph.find_nodes(op="call_function", target=SCATTER_OPERATOR)
     assert not done.graph.find_nodes(op="call_function", target=MEANWHILE_OPERATOR)
-    said = [one.reason for one in done.history[0].verdicts if one.subject == "of_w" and one.outcome is Outcome.LEFT]
+    said = [
+        verdict.reason
+        for verdict in done.history[0].verdicts
+        if verdict.subject == "of_w" and verdict.outcome is Outcome.LEFT
+    ]
     assert said == ([] if reason is None else [reason])
 
 

@@ -72,7 +72,7 @@ def test_what_is_computed_from_merged_results_is_equal_too() -> None:
         add: f32[8] = aten.add.Tensor(gw, hw)
         return output("add", add)
     """)
-    assert [one.node.name for one in collectives.find(done.graph)] == ["s", "g"]
+    assert [collective.node.name for collective in collectives.find(done.graph)] == ["s", "g"]
 
 
 DIFFERENT = {
@@ -233,3 +233,20 @@ def test_ranks_get_the_same_bits(ranks: Any, count: int, dtype: str) -> None:
     """
     compare = functools.partial(differences, whole_numbers=dtype == "i64")
     assert ranks(count).run(compare, text, MergeDuplicateCollectives()) == [[0.0] * 3] * count
+
+
+def test_a_list_is_another_value_after_a_write_to_an_element() -> None:
+    done = merged("""
+        x: f32[4] = input("x")
+        parts: (f32[2], f32[2]) = aten.split_copy.Tensor(x, 2)
+        first: f32[2] = parts[0]
+        a: f32[4] = aten.cat(parts)
+        s: f32[4] = c10d.all_reduce(a, "sum", "dp")
+        w: f32[4] = c10d.wait_tensor(s)
+        z: f32[2] = aten.zero_(first)
+        b: f32[4] = aten.cat(parts)
+        t: f32[4] = c10d.all_reduce(b, "sum", "dp")
+        v: f32[4] = c10d.wait_tensor(t)
+        return output("w", w), output("v", v)
+    """)
+    assert done.history[0].counts == {"merged": 0, "left": 0}

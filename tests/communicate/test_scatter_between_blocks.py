@@ -25,8 +25,8 @@ from tests.growth import grows_linearly
 ALIKE = ScatterBetweenBlocks(("x*", "n*"))
 
 
-def scattered(text: str, one: ScatterBetweenBlocks = ALIKE, ranks: int = 2) -> Program:
-    done = run_passes(parse(textwrap.dedent(text), groups={"tp": ranks, "dp": 2}), [one])
+def scattered(text: str, pass_: ScatterBetweenBlocks = ALIKE, ranks: int = 2) -> Program:
+    done = run_passes(parse(textwrap.dedent(text), groups={"tp": ranks, "dp": 2}), [pass_])
     verify(done, recompute=True)
     return done
 
@@ -34,7 +34,7 @@ def scattered(text: str, one: ScatterBetweenBlocks = ALIKE, ranks: int = 2) -> P
 def same_on_all_ranks(text: str, done: Program, ranks: int) -> None:
     before = parse(textwrap.dedent(text), groups={"tp": ranks})
     value_of = drawn(lambda name: name[0] in "xn", torch.float64)
-    difference = largest_difference(*(run_all(one, ranks, value_of) for one in (before, done)))
+    difference = largest_difference(*(run_all(program, ranks, value_of) for program in (before, done)))
     assert difference < 1e-12
 
 
@@ -119,8 +119,11 @@ def test_another_dim_where_the_first_does_not_divide() -> None:
         "own_part",
         "y",
     ]
-    assert [(one.dim, one.ranks) for one in find_scatters(done.graph)[0]] == [(1, 3), (1, 3)]
-    assert [(one.part.name, one.dim, one.ranks) for one in find_gathers(done.graph)[0]] == [("g", 1, 3), ("z", 1, 3)]
+    assert [(scatter.dim, scatter.ranks) for scatter in find_scatters(done.graph)[0]] == [(1, 3), (1, 3)]
+    assert [(gather.part.name, gather.dim, gather.ranks) for gather in find_gathers(done.graph)[0]] == [
+        ("g", 1, 3),
+        ("z", 1, 3),
+    ]
     same_on_all_ranks(LAYERS, done, 3)
 
 
@@ -149,7 +152,9 @@ def test_a_view_of_the_result_is_cut_where_the_result_cannot_go_on_in_parts() ->
         return output("z", z)
     """
     done = scattered(text)
-    assert [(one.whole.name, one.dim, one.reduce_op) for one in find_scatters(done.graph)[0]] == [("view", 1, "avg")]
+    assert [(scatter.whole.name, scatter.dim, scatter.reduce_op) for scatter in find_scatters(done.graph)[0]] == [
+        ("view", 1, "avg")
+    ]
     same_on_all_ranks(text, done, 2)
 
 
@@ -180,8 +185,8 @@ BACKWARD = """
 
 
 def test_sums_over_tokens_are_of_own_tokens_or_of_what_is_gathered_anyway() -> None:
-    one = ScatterBetweenBlocks(ALIKE.alike, max_growth=1.0)
-    done = scattered(BACKWARD, one)
+    pass_ = ScatterBetweenBlocks(ALIKE.alike, max_growth=1.0)
+    done = scattered(BACKWARD, pass_)
     found = {(start.kind, start.inputs[0].name) for start in collectives.find(done.graph)}
     assert found == {
         (Kind.REDUCE_SCATTER, "h"),
@@ -310,7 +315,7 @@ def test_sizes_that_are_not_known() -> None:
 def test_one_group_at_a_time_and_only_those_named() -> None:
     both = LAYERS.replace('c10d.all_reduce(u, "sum", "tp")', 'c10d.all_reduce(u, "sum", "dp")')
     done = scattered(both, ScatterBetweenBlocks(ALIKE.alike, max_growth=1.0))
-    kinds = [(one.kind, one.group) for one in collectives.find(done.graph)]
+    kinds = [(collective.kind, collective.group) for collective in collectives.find(done.graph)]
     assert kinds == [
         (Kind.REDUCE_SCATTER, "tp"),
         (Kind.ALL_GATHER, "tp"),
@@ -337,7 +342,9 @@ def test_a_machine_says_whether_two_collectives_pay() -> None:
 
 def test_one_gather_for_several_values_made_of_it() -> None:
     done = scattered(between("q = aten.view(b, [4, 8])\n    r = aten.relu(b)", ', output("r", r)'))
-    gathers = [one.inputs[0].name for one in collectives.find(done.graph) if one.kind is Kind.ALL_GATHER]
+    gathers = [
+        collective.inputs[0].name for collective in collectives.find(done.graph) if collective.kind is Kind.ALL_GATHER
+    ]
     assert gathers == ["wait_tensor"]
     assert done.history[0].counts["gathered"] == 1
 
@@ -367,7 +374,7 @@ def test_dims_are_followed_through_reductions_of_others() -> None:
         return output("z", z)
     """
     done = scattered(text, ranks=4)
-    assert [(one.part.name, one.dim) for one in find_gathers(done.graph)[0]] == [("q", 0)]
+    assert [(gather.part.name, gather.dim) for gather in find_gathers(done.graph)[0]] == [("q", 0)]
     same_on_all_ranks(text, done, 4)
 
 
@@ -463,7 +470,7 @@ def test_what_is_emitted_is_recognised() -> None:
         done = scattered(sampled(seed), ScatterBetweenBlocks(("x*", "n"), max_growth=10.0))
         found = collectives.find(done.graph)
         for kind, find in ((Kind.ALL_GATHER, find_gathers), (Kind.REDUCE_SCATTER, find_scatters)):
-            assert len(find(done.graph)[0]) == sum(one.kind is kind for one in found)
+            assert len(find(done.graph)[0]) == sum(collective.kind is kind for collective in found)
 
 
 def deep(layers: int) -> Program:

@@ -20,8 +20,8 @@ from crossfade.graph.verify import verify
 SECOND = ScatterSlicedReductions((("dp", 1),))
 
 
-def scattered(text: str, one: ScatterSlicedReductions = SECOND, ranks: int = 2) -> Program:
-    done = run_passes(parse(textwrap.dedent(text), groups={"dp": ranks, "tp": 2}), [one])
+def scattered(text: str, pass_: ScatterSlicedReductions = SECOND, ranks: int = 2) -> Program:
+    done = run_passes(parse(textwrap.dedent(text), groups={"dp": ranks, "tp": 2}), [pass_])
     verify(done, recompute=True)
     return done
 
@@ -60,7 +60,7 @@ def test_parts_of_another_dim_are_laid_along_the_first() -> None:
     assert done.history[0].counts == {"scattered": 1, "left": 0}
 
 
-def reduced_and(taken: str, one: ScatterSlicedReductions = SECOND, ranks: int = 2) -> Program:
+def reduced_and(taken: str, pass_: ScatterSlicedReductions = SECOND, ranks: int = 2) -> Program:
     """A program that takes `y` of an all-reduce's result `w`."""
     text = f"""
         x: f32[6, 4] = input("x")
@@ -71,7 +71,7 @@ def reduced_and(taken: str, one: ScatterSlicedReductions = SECOND, ranks: int = 
         n = aten.neg(y)
         return output("n", n)
     """
-    return scattered(text, one, ranks)
+    return scattered(text, pass_, ranks)
 
 
 OWN = {
@@ -91,7 +91,7 @@ OWN = {
 @pytest.mark.parametrize("name", OWN)
 def test_spellings_of_ones_own_part(name: str) -> None:
     done = reduced_and(OWN[name])
-    assert [one.kind.value for one in collectives.find(done.graph)] == ["reduce_scatter"]
+    assert [collective.kind.value for collective in collectives.find(done.graph)] == ["reduce_scatter"]
     assert [str(node.target) for node in done.graph.nodes][-2] == "aten.neg.default"
 
 
@@ -144,8 +144,8 @@ LEFT = {
 
 @pytest.mark.parametrize("name", LEFT)
 def test_left(name: str) -> None:
-    taken, one, ranks, reason = LEFT[name]
-    done = reduced_and(taken, one, ranks)
+    taken, pass_, ranks, reason = LEFT[name]
+    done = reduced_and(taken, pass_, ranks)
     assert not done.history[0].changed
     remedy = "positions=(('dp', ...),) says it" if reason == NO_POSITION else ""
     assert [(v.outcome.value, v.reason, v.remedy) for v in done.history[0].verdicts] == [("left alone", reason, remedy)]
@@ -187,8 +187,8 @@ def compared(dtype: str, op: str, *, whole_numbers: bool) -> list[float]:
     """Slices by the rank that is an input, and by the position that is an option."""
     ranks, rank = dist.get_world_size(), dist.get_rank()
     sizes = {"rows": 8 // ranks, "columns": 12 // ranks, "position": rank}
-    one = ScatterSlicedReductions((("dp", rank),))
-    return differences(EXCHANGE.format(dtype=dtype, op=op, **sizes), one, whole_numbers=whole_numbers)
+    pass_ = ScatterSlicedReductions((("dp", rank),))
+    return differences(EXCHANGE.format(dtype=dtype, op=op, **sizes), pass_, whole_numbers=whole_numbers)
 
 
 @pytest.mark.ranks

@@ -77,13 +77,13 @@ def test_D1_a_collective_moves_as_one_thing() -> None:
         return output("m", m), output("n", n), output("w", w2)
     """)
     nodes = {node.name: node for node in program.graph.nodes}
-    (one,) = collectives.find(program.graph)
-    assert [node.name for node in one.inputs] == ["x", "y"]
-    assert [node.name for node in one.nodes] == ["pair", "first", "second", "w1", "w2"]
-    assert str(move_together(Order(program.graph), one.nodes, before=nodes["output"])) == "m uses w1"
-    assert str(move_together(Order(program.graph), one.nodes, before=nodes["y"])) == "y is an input of pair"
+    (collective,) = collectives.find(program.graph)
+    assert [node.name for node in collective.inputs] == ["x", "y"]
+    assert [node.name for node in collective.nodes] == ["pair", "first", "second", "w1", "w2"]
+    assert str(move_together(Order(program.graph), collective.nodes, before=nodes["output"])) == "m uses w1"
+    assert str(move_together(Order(program.graph), collective.nodes, before=nodes["y"])) == "y is an input of pair"
     assert names(program) == "x y pair first second w1 w2 n m output", "nothing moves unless all can"
-    assert move_together(Order(program.graph), one.nodes, before=nodes["m"]) is None
+    assert move_together(Order(program.graph), collective.nodes, before=nodes["m"]) is None
     assert names(program) == "x y n pair first second w1 w2 m output"
     verify(program)
 
@@ -171,12 +171,15 @@ def test_D6_launches_rise_to_their_inputs_and_waits_sink_to_their_uses() -> None
 
 def test_D7_the_list_of_passes_is_the_users() -> None:
     module = program_of(GRADIENTS).module()
-    mine = [one for one in pipeline.communication() if not isinstance(one, BucketPass)]
+    mine = [pass_ for pass_ in pipeline.communication() if not isinstance(pass_, BucketPass)]
     without = cf.optimize(module, passes=mine, groups={"dp": 2, "tp": 2})
     assert without.report.collectives_after["all_reduce"][0] == 2
     replaced = cf.optimize(module, passes=[BucketAllReduces(mode="coalesced"), *mine], groups={"dp": 2, "tp": 2})
     assert replaced.report.collectives_after["all_reduce"][0] == 1
-    assert [record.name for record in replaced.report.records] == ["bucket-all-reduces", *(one.name for one in mine)]
+    assert [record.name for record in replaced.report.records] == [
+        "bucket-all-reduces",
+        *(pass_.name for pass_ in mine),
+    ]
 
 
 def test_B1_grouped_by_process_group_dtype_and_reduction_also_when_they_alternate() -> None:
@@ -198,8 +201,8 @@ def test_B1_grouped_by_process_group_dtype_and_reduction_also_when_they_alternat
         return output("0", w0), output("1", w1), output("2", w2), output("3", w3), output("4", w4), output("5", w5)
     """
 
-    def members(one: BucketPass) -> list[tuple[str, ...]]:
-        return [bucket.members for bucket in one.plan(program_of(text)).buckets]
+    def members(pass_: BucketPass) -> list[tuple[str, ...]]:
+        return [bucket.members for bucket in pass_.plan(program_of(text)).buckets]
 
     assert members(BucketAllGathers()) == [("g0", "g3"), ("g1", "g4"), ("g2", "g5")]
     assert members(BucketAllGathers(mixed_dtypes=True)) == [("g0", "g1", "g3", "g4"), ("g2", "g5")]
@@ -310,13 +313,13 @@ def test_B4_scatters_and_reductions_merge_in_the_order_asked_for() -> None:
     assert lines_with(backwards, "aten.cat")[1] == "cat_1: f32[8] = aten.cat([b, view_4])"
 
 
-@pytest.mark.parametrize("one", [BucketAllReduces, BucketAllGathers, BucketReduceScatters])
-def test_B5_modes(one: type[BucketPass]) -> None:
+@pytest.mark.parametrize("kind", [BucketAllReduces, BucketAllGathers, BucketReduceScatters])
+def test_B5_modes(kind: type[BucketPass]) -> None:
     call = {
         Kind.ALL_REDUCE: 'c10d.all_reduce({x}, "sum", "dp")',
         Kind.ALL_GATHER: 'c10d.all_gather_into_tensor({x}, 2, "dp")',
         Kind.REDUCE_SCATTER: 'c10d.reduce_scatter_tensor({x}, "sum", 2, "dp")',
-    }[one.kind]
+    }[kind.kind]
     text = f"""
         a: f32[4] = input("a")
         b: f32[6] = input("b")
@@ -328,7 +331,7 @@ def test_B5_modes(one: type[BucketPass]) -> None:
     """
     used = {"concat": "aten.cat", "copy-kernel": "crossfade.pack", "coalesced": "_coalesced("}
     for mode, word in used.items():
-        done = run_passes(program_of(text), [one(mode=mode)])  # type: ignore[arg-type]
+        done = run_passes(program_of(text), [kind(mode=mode)])  # type: ignore[arg-type]
         verify(done, recompute=True)
         assert len(lines_with(render(done), word)) == 1 and len(collectives.find(done.graph)) == 1
         details = [verdict.detail for verdict in done.history[0].verdicts]
@@ -337,8 +340,10 @@ def test_B5_modes(one: type[BucketPass]) -> None:
 
 def test_B6_a_bucket_carries_metadata_and_provenance() -> None:
     program = program_of(GRADIENTS)
-    for one in collectives.find(program.graph):
-        one.node.meta["stack_trace"] = f'File "model.py", line {7 if one.node.name == "sw" else 9}, in loss'
+    for collective in collectives.find(program.graph):
+        collective.node.meta["stack_trace"] = (
+            f'File "model.py", line {7 if collective.node.name == "sw" else 9}, in loss'
+        )
     done = run_passes(program, [BucketAllReduces()])
     verify(done, recompute=True)
     made = [node for node in done.graph.nodes if node.name in ("cat", "all_reduce", "wait_tensor", "getitem", "view_1")]
@@ -369,7 +374,7 @@ def dynamic(ranks: int) -> list[str]:
     traced_with = len(guards)
     problems = []
     for mode in ("concat", "copy-kernel", "coalesced"):
-        passes = [one(mode=mode) for one in (BucketAllGathers, BucketReduceScatters, BucketAllReduces)]
+        passes = [kind(mode=mode) for kind in (BucketAllGathers, BucketReduceScatters, BucketAllReduces)]
         done = cf.optimize(traced, passes=[*passes, LowerAllGathers((group,))], groups={group: ranks})
         counts = {kind: number for kind, (number, _) in done.report.collectives_after.items()}
         if counts != {"all_reduce": 1, "all_gather": 5 if mode == "coalesced" else 1, "reduce_scatter": 1}:

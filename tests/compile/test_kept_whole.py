@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import textwrap
 
-from crossfade.compile.kept_whole import parameters_to_keep_whole
+import pytest
+
+from crossfade.compile.kept_whole import _Parameter, _Step, parameters_to_keep_whole
 from crossfade.cost.machine import Fabric, Link, Machine
 from crossfade.graph.collectives import Kind
 from crossfade.graph.program import Program
@@ -60,3 +62,39 @@ def test_what_is_never_updated_costs_nothing_to_keep_whole():
     """Where one alone would be kept of those that are."""
     assert parameters_to_keep_whole(layers(), machine(bandwidth=8)) == ["w0"]
     assert parameters_to_keep_whole(layers(trained=4), machine(bandwidth=8)) == ["w0", "w1", "w2", "w3"]
+
+
+def test_a_step_is_read_off_its_program():
+    """Factors travel: no gradient's product, a second each, is among what must be computed in order."""
+    step = _Step.of(layers(), machine(bandwidth=5), {}, "dp", 2)
+    first, last = step.parameters[0], step.parameters[-1]
+    assert [parameter.name for parameter in step.parameters] == [f"w{i}" for i in range(LAYERS)]
+    assert (first.bytes, first.needed, last.needed) == (4 * 64 * 64, 0.0, pytest.approx(7, rel=1e-3))
+    assert last.ready == pytest.approx(8, rel=1e-3) and first.ready == pytest.approx(15, rel=1e-3)
+    assert first.gather == pytest.approx(1.6)
+    assert (step.in_order, step.at_the_end) == (pytest.approx(16, rel=1e-3), pytest.approx(8, rel=1e-3))
+
+
+def test_gradients_that_travel_themselves_are_computed_in_order():
+    step = _Step.of(layers(tokens=512), machine(bandwidth=5 * 8 / 512), {}, "dp", 2)
+    assert step.in_order == pytest.approx(64 * 24, rel=1e-3)
+    assert step.at_the_end == pytest.approx(0, abs=1e-3)
+    assert step.parameters[0].exchange == step.parameters[0].gather
+
+
+def test_the_first_share_counts_a_parameter_that_is_more_than_half_in_it():
+    parameters = [_Parameter(name, 10, 0.0, ready, 1.0, 1.0) for name, ready in (("a", 5.0), ("b", None), ("c", 4.0))]
+    step = _Step(parameters, 9.0, 0.0, 0.0)
+    assert step.first(0) == []
+    assert step.first(2) == []  # 3.75 of 30 bytes
+    assert step.first(3) == ["a", "b"]  # 5.6 bytes; what is never updated counts nothing
+    assert step.first(8) == ["a", "b", "c"]  # 15 bytes
+
+
+def test_the_seconds_of_a_step_are_those_of_its_two_lanes():
+    """Two parameters of 3 seconds each on the link, used at 0 and 2, their gradients ready at 6 and 4."""
+    parameters = [_Parameter("a", 10, 0.0, 6.0, 3.0, 1.0), _Parameter("b", 10, 2.0, 4.0, 3.0, 1.0)]
+    step = _Step(parameters, in_order=6.0, at_the_end=0.0, slows_compute=0.0)
+    assert step.seconds([]) == 3 + (2 + 1) + 4 + 1  # a is waited for, then b for a second; a's gradient travels last
+    assert step.seconds(["a"]) == 2 + 1 + 4 + 1 + 3  # b is waited for; a's gradient and a itself travel last
+    assert step.seconds(["a", "b"]) == 4 + (1 + 3) + 1 + 3  # nothing is waited for but the link at the end

@@ -34,9 +34,9 @@ def one_all_reduce() -> float:
     pieces = torch.ones(4 * MB).chunk(16)
     dist.barrier()
     start = time.perf_counter()
-    started = [collectives.all_reduce(one, "sum", dist.group.WORLD.group_name) for one in pieces]  # type: ignore[union-attr]
-    for one in started:
-        collectives.wait(one)
+    started = [collectives.all_reduce(value, "sum", dist.group.WORLD.group_name) for value in pieces]  # type: ignore[union-attr]
+    for value in started:
+        collectives.wait(value)
     return time.perf_counter() - start
 
 
@@ -62,7 +62,7 @@ def pieces_of_a_slow_gather() -> list[int | None]:
 
     def once(_: object, kind: Kind, inputs: list[torch.Tensor]) -> float:
         slower = 2 if kind is Kind.ALL_GATHER and len(inputs) < 4 else 1
-        return sum(one.nbytes for one in inputs) * slower * 1e-9
+        return sum(value.nbytes for value in inputs) * slower * 1e-9
 
     with unittest.mock.patch("crossfade.cost.calibrate._Axis._once", once):
         links = calibrate("here", {"dp": dist.group.WORLD}, seconds=0.1).fabric("dp").links
@@ -80,7 +80,7 @@ def told_of_a_link_that_stalls() -> tuple[str, list[str]]:
 
     def once(_: object, kind: Kind, inputs: list[torch.Tensor]) -> float:
         stalls = kind is Kind.ALL_GATHER and len(inputs) > 1 and next(rounds) % 2
-        return sum(one.nbytes for one in inputs) * (2 if stalls else 1) * 1e-9
+        return sum(value.nbytes for value in inputs) * (2 if stalls else 1) * 1e-9
 
     def warn(text: str, *values: object) -> None:
         said.append(text % values)
@@ -98,7 +98,7 @@ def test_a_link_that_does_not_keep_its_pace_is_told_of(ranks: Callable[[int], Ra
     assert source == same
     assert source.endswith("; times varied: all_gather on dp by 2.0x")
     assert unsaid == []
-    assert [one.partition(";")[0] for one in said] == [
+    assert [line.partition(";")[0] for line in said] == [
         "times of the same collective that vary while calibrating: all_gather on dp by 2.0x"
     ]
 
@@ -149,8 +149,8 @@ def refused() -> list[str]:
 
 def test_what_cannot_be_measured_is_refused_before_anything_travels(ranks: Callable[[int], Ranks]) -> None:
     (alone, cuda, sizes), _ = ranks(2).run(refused)
-    assert alone.startswith("axis 'tp' of one rank: expected at least 2")
-    assert cuda.startswith("gloo for cuda tensors on axis 'dp': expected nccl (gloo's all-gather")
+    assert alone.startswith("axis 'tp' has one rank: expected at least 2")
+    assert cuda.startswith("axis 'dp' would carry cuda tensors over gloo: expected nccl (gloo's all-gather")
     assert sizes.startswith(f"sizes [{MB}, {MB}]: expected at least two different ones")
 
 

@@ -149,9 +149,9 @@ def test_small_pieces_compute_slower() -> None:
 def test_pieces_have_enough_rows() -> None:
     for device, least in LEAST_ROWS.items():
         found = forecast_gather(machine(device=device), "tp", 2, 2000, 2.0, rows=4 * least)
-        assert {one.chunks for one in found.considered} == {1, 2, 4}
+        assert {forecast.chunks for forecast in found.considered} == {1, 2, 4}
     few = forecast_scatter(machine(), "tp", 2, 2000, 2.0, rows=3)
-    assert {one.chunks for one in few.considered} == {1}
+    assert {forecast.chunks for forecast in few.considered} == {1}
 
 
 def test_collectives_are_no_larger_than_the_pieces_that_were_measured() -> None:
@@ -160,7 +160,8 @@ def test_collectives_are_no_larger_than_the_pieces_that_were_measured() -> None:
         fabric = Fabric({**links, cut: dataclasses.replace(links[cut], piece=1000)})
         found = either(machine(fabrics={"*": fabric}), "tp", 2, 4000, 1.0, rows=1000, chunks=chunks)
         return {
-            form: sorted(one.chunks for one in found.considered if one.form == form) for form in ("chunked", "ring")
+            form: sorted(forecast.chunks for forecast in found.considered if forecast.form == form)
+            for form in ("chunked", "ring")
         }
 
     small, every = {"chunked": [4, 8], "ring": [1, 2, 4, 8]}, {"chunked": [1, 2, 4, 8], "ring": [1, 2, 4, 8]}
@@ -174,11 +175,11 @@ def test_collectives_are_no_larger_than_the_pieces_that_were_measured() -> None:
 
 def test_considered_are_all_asked_for_the_fastest_first() -> None:
     found = forecast_gather(machine(), "tp", 4, 4000, 4.0, MANY, ("chunked", "ring", "symmetric"), (1, 3))
-    assert {(one.form, one.chunks) for one in found.considered} == {
+    assert {(forecast.form, forecast.chunks) for forecast in found.considered} == {
         *itertools.product(("chunked", "ring"), (1, 3)),
         ("symmetric", 1),
     }
-    seconds = [one.seconds for one in found.considered]
+    seconds = [forecast.seconds for forecast in found.considered]
     assert seconds == sorted(seconds)
     assert found.best == found.considered[0]
 
@@ -200,10 +201,10 @@ def test_never_faster_than_the_link_or_the_matmul(name: str) -> None:
                 size * (ranks - 1) / ranks / link.bandwidth
                 for link in (link, PRESETS[name].fabric("tp").links[Kind.ALL_GATHER])
             )
-            for one in found.considered:
-                assert one.seconds >= max(matmul, carried)
-                assert one.seconds == pytest.approx(one.plain - one.saved)
-                assert 0 <= one.exposed <= one.seconds
+            for considered in found.considered:
+                assert considered.seconds >= max(matmul, carried)
+                assert considered.seconds == pytest.approx(considered.plain - considered.saved)
+                assert 0 <= considered.exposed <= considered.seconds
             assert found.best is None or found.best.seconds < found.plain
 
 
@@ -232,12 +233,12 @@ def test_a_link_stands_still_for_a_launch_between_two_hops_on_a_cpu() -> None:
 
 
 def test_what_a_scatter_computes_meanwhile_hides_what_its_own_matmul_cannot() -> None:
-    one = Exchange(machine(), "tp", 2, 2000, 0.5, rows=64)
-    more = dataclasses.replace(one, meanwhile_seconds=0.25)
+    exchange = Exchange(machine(), "tp", 2, 2000, 0.5, rows=64)
+    more = dataclasses.replace(exchange, meanwhile_seconds=0.25)
     for form in ("chunked", "ring"):
-        alone, both = (forecast(work, Kind.REDUCE_SCATTER, form, 4) for work in (one, more))
+        alone, both = (forecast(work, Kind.REDUCE_SCATTER, form, 4) for work in (exchange, more))
         assert both.plain == pytest.approx(alone.plain + 0.25)
         assert both.seconds == pytest.approx(alone.seconds), form  # there was as much to be hidden
         assert both.exposed == pytest.approx(alone.exposed - 0.25)
-    alone, both = (forecast(work, Kind.REDUCE_SCATTER, "symmetric", 1) for work in (one, more))
+    alone, both = (forecast(work, Kind.REDUCE_SCATTER, "symmetric", 1) for work in (exchange, more))
     assert both.seconds == pytest.approx(alone.seconds + 0.25)

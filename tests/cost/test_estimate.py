@@ -200,7 +200,7 @@ def test_collectives_launch_and_travel() -> None:
 
 def test_a_group_of_unknown_size_is_named() -> None:
     program = program_of('x: f32[4] = input("x")\nr = c10d.all_reduce(x, "sum", "dp")\nreturn output("r", r)')
-    with pytest.raises(MachineError, match="no size of group 'dp': expected the number of its ranks"):
+    with pytest.raises(MachineError, match="the size of group 'dp' is not known: expected the number of its ranks"):
         estimate(program, toy_machine())
 
 
@@ -211,7 +211,7 @@ def test_symbolic_sizes_count_by_their_hint() -> None:
         make_fx(lambda x, w: (x @ w).relu(), tracing_mode="fake")(torch.ones(6, 8), torch.ones(8, 5))
     )
     slow = toy_machine(flops={"float32": 1e3})
-    by_name = [{n.target: s for n, s in estimate(one, slow).compute.items()} for one in (program, plain)]
+    by_name = [{n.target: s for n, s in estimate(program, slow).compute.items()} for program in (program, plain)]
     assert by_name[0] == by_name[1]
     assert by_name[0][torch.ops.aten.mm.default] == pytest.approx(2 * 6 * 8 * 5 / 1e3 + 1e-3)
 

@@ -121,9 +121,9 @@ def test_measured_seconds_of_the_plain_calls_count() -> None:
         return output("y", y)
         """)
     known = {key_of(list(linear.graph.nodes)[2]): 4.0}
-    analytic, measured = (estimate(gathers("ring", 1), machine, one) for one in ({}, known))
+    analytic, measured = (estimate(gathers("ring", 1), machine, table) for table in ({}, known))
     second = (4096 + 192 + 3072) / 1e6
-    gained = [sum(one.compute.values()) for one in (analytic, measured)]
+    gained = [sum(costs.compute.values()) for costs in (analytic, measured)]
     assert gained[1] - gained[0] == pytest.approx((4.0 - second) * 1.25)
 
 
@@ -163,5 +163,5 @@ def test_timelines_of_collectives_within_and_beside_are_in_order() -> None:
         return output("z", done)
         """)
     timeline = simulate(program, estimate(program, slow_link()))
-    assert [one.name for one in timeline.communication] == ["y", "start"]
+    assert [span.name for span in timeline.communication] == ["y", "start"]
     assert timeline.communication[1].launch == pytest.approx(3.75)

@@ -20,10 +20,10 @@ def find(
     lines: str, compute: dict[str, float], travel: dict[str, float], within: dict[str, Within] | None = None
 ) -> dict[str, float]:
     program = parse(textwrap.dedent(lines), groups={"dp": 2})
-    node = {one.name: one for one in program.graph.nodes}
-    inside = {node[name]: one for name, one in (within or {}).items()}
+    node = {node.name: node for node in program.graph.nodes}
+    inside = {node[name]: inside for name, inside in (within or {}).items()}
     costs = Costs({node[k]: v for k, v in compute.items()}, {node[k]: v for k, v in travel.items()}, {}, inside)
-    return {one.name: seconds for one, seconds in hidden_by_overlap(program, costs).items()}
+    return {node.name: seconds for node, seconds in hidden_by_overlap(program, costs).items()}
 
 
 ONE = """
@@ -69,7 +69,7 @@ def test_the_nearest_computation_is_taken_first() -> None:
 
 def test_what_is_taken_covers_nothing_and_what_it_was_taken_for_needs_no_cover() -> None:
     program = parse(textwrap.dedent(TWO), groups={"dp": 2})
-    node = {one.name: one for one in program.graph.nodes}
+    node = {node.name: node for node in program.graph.nodes}
     costs = Costs({node["far"]: 5.0, node["near"]: 3.0}, {node["a"]: 2.0, node["b"]: 2.5}, {})
     for taken, expected in (((), 2.5), (("far",), 2.5), (("near",), 0.0)):
         overlap = Overlap(program, costs)
@@ -121,12 +121,15 @@ def test_no_collectives_no_answer() -> None:
 def chains(collectives: int, length: int) -> tuple[Program, Costs]:
     """As many collectives as chains of computation, each followed by its chain."""
     lines = ['x: f32[4] = input("x")']
-    for one in range(collectives):
-        lines += [f's{one}: f32[4] = c10d.all_reduce(x, "sum", "dp")', f"w{one}: f32[4] = c10d.wait_tensor(s{one})"]
+    for index in range(collectives):
+        lines += [
+            f's{index}: f32[4] = c10d.all_reduce(x, "sum", "dp")',
+            f"w{index}: f32[4] = c10d.wait_tensor(s{index})",
+        ]
         for step in range(length):
-            source = f"w{one}" if step == 0 else f"c{one}_{step - 1}"
-            lines.append(f"c{one}_{step}: f32[4] = aten.neg({source})")
-    last = [f'output("o{one}", c{one}_{length - 1})' for one in range(collectives)]
+            source = f"w{index}" if step == 0 else f"c{index}_{step - 1}"
+            lines.append(f"c{index}_{step}: f32[4] = aten.neg({source})")
+    last = [f'output("o{index}", c{index}_{length - 1})' for index in range(collectives)]
     program = parse("\n".join([*lines, f"return {', '.join(last)}"]), groups={"dp": 2})
     computing = [node for node in program.graph.nodes if node.name.startswith("c")]
     starts = [node for node in program.graph.nodes if node.name.startswith("s")]
@@ -143,16 +146,16 @@ def plainly(program: Program, costs: Costs) -> dict[fx.Node, float]:
         related = {start}
         for nodes_in_order, links in (
             (nodes, fx.Node.all_input_nodes.fget),
-            (nodes[::-1], lambda one: list(one.users)),
+            (nodes[::-1], lambda node: list(node.users)),
         ):
             reached = {start}
             for node in nodes_in_order:
                 if reached & set(links(node)):
                     reached.add(node)
             related |= reached
-        away = {one: position[one] - position[start] for one in left}
+        away = {node: position[node] - position[start] for node in left}
         wanted = costs.travel[start]
-        for node in sorted(left, key=lambda one: (abs(away[one]), away[one] < 0)):
+        for node in sorted(left, key=lambda node: (abs(away[node]), away[node] < 0)):
             if node not in related:
                 taken = min(wanted, left[node])
                 left[node] -= taken

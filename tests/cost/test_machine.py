@@ -47,7 +47,7 @@ def test_an_unknown_axis_is_named() -> None:
     with pytest.raises(MachineError) as caught:
         machine.collective_seconds(Kind.ALL_REDUCE, 8, 2, axis="dp")
     assert str(caught.value) == (
-        "no fabric for axis 'dp' in toy: expected one of tp, or one for every axis. "
+        "toy has no fabric for axis 'dp': expected one of tp, or one for every axis. "
         'Remedy: add it under fabrics, or add one under "*".'
     )
 
@@ -74,14 +74,14 @@ def changed(change: Callable[[dict[str, Any]], Any]) -> str:
 
 LINK = "fabrics.*.links.all_reduce"
 REFUSED: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
-    "missing field": (lambda m: m.pop("flops"), "no machine.flops: expected every field"),
+    "missing field": (lambda m: m.pop("flops"), "machine.flops is missing: expected every field"),
     "missing kind": (
         lambda m: m["fabrics"]["*"]["links"].pop("broadcast"),
-        "no fabrics.*.links.broadcast: expected every kind of collective",
+        "fabrics.*.links.broadcast is missing: expected every kind of collective",
     ),
     "missing number": (
         lambda m: m["fabrics"]["*"]["links"]["all_reduce"].pop("latency"),
-        f"no {LINK}.latency: expected every field",
+        f"{LINK}.latency is missing: expected every field",
     ),
     "unknown field": (
         lambda m: m.update(speed=1),
@@ -89,7 +89,7 @@ REFUSED: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
     ),
     "a piece of all kinds": (
         lambda m: m["fabrics"]["*"].update(piece=None),
-        "fabrics.*.piece: expected only links, launch, slows_compute. Remedy: correct it, or calibrate anew.",
+        "fabrics.*.piece: expected only links, launch, slows_compute. Remedy: correct it, or calibrate again.",
     ),
     "unknown kind": (
         lambda m: m["fabrics"]["*"]["links"].update(scan={}),
@@ -114,7 +114,7 @@ REFUSED: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
     "number for text": (lambda m: m.update(name=5), "name = 5: expected text"),
     "list for fabrics": (lambda m: m.update(fabrics=[]), "fabrics = []: expected an object"),
     "list for flops": (lambda m: m.update(flops=[1]), "flops = [1]: expected an object"),
-    "no float32": (lambda m: m["flops"].pop("float32"), "no flops.float32: expected at least that dtype"),
+    "no float32": (lambda m: m["flops"].pop("float32"), "flops.float32 is missing: expected that dtype at least"),
 }
 
 

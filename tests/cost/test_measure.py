@@ -14,7 +14,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from crossfade.cost.estimate import computes
 from crossfade.cost.keys import key_of
 from crossfade.cost.measure import Measurements, measure, measured_as_run
-from crossfade.cost.sample import Memory
+from crossfade.cost.sample import SampleMemory
 from crossfade.errors import MachineError
 from crossfade.finish.update_in_place import UpdateInPlace
 from crossfade.graph.program import Program, from_graph_module
@@ -230,7 +230,7 @@ def test_the_given_binding_is_called() -> None:
     called = []
 
     def binding(target: Any) -> Any:
-        return lambda *args: called.append([tuple(one.shape) for one in args])
+        return lambda *args: called.append([tuple(value.shape) for value in args])
 
     measure(program_of(LAYERS), threads=1, binding=binding)
     assert [(16, 8), (8, 8)] in called
@@ -239,7 +239,7 @@ def test_the_given_binding_is_called() -> None:
 @pytest.mark.parametrize("strides", [(8, 1), (1, 4), (16, 2), (0, 1)])
 def test_made_up_tensors_have_sizes_strides_and_normal_numbers(strides: tuple[int, int]) -> None:
     like = torch.empty_strided((4, 8), strides, dtype=torch.bfloat16)
-    memory = Memory(2**12)
+    memory = SampleMemory(2**12)
     for _ in range(50):
         made = memory.value(like)
         assert (made.shape, made.stride(), made.dtype) == (like.shape, like.stride(), like.dtype)
@@ -248,7 +248,7 @@ def test_made_up_tensors_have_sizes_strides_and_normal_numbers(strides: tuple[in
 
 
 def test_arguments_lie_elsewhere_each_time_and_larger_ones_than_the_memory_work() -> None:
-    memory = Memory(2**12)
+    memory = SampleMemory(2**12)
     places = {memory.value(torch.empty(16)).data_ptr() for _ in range(16)}
     assert len(places) == 16
     large, again = memory.value(torch.empty(5000)), memory.value(torch.empty(5000))

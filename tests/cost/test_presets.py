@@ -36,8 +36,8 @@ def test_a_gigabit_is_as_slow_as_measured(kind: Kind, milliseconds: float) -> No
 
 def test_many_small_all_reduces_in_flight_are_as_slow_as_measured() -> None:
     """389 parameters of 10.7 MB together took 214 ms."""
-    one = preset("ethernet-1gbit").collective_seconds(Kind.ALL_REDUCE, 10_700_000 // 389, ranks=2)
-    assert 389 * one == pytest.approx(0.214, rel=0.15)
+    alone = preset("ethernet-1gbit").collective_seconds(Kind.ALL_REDUCE, 10_700_000 // 389, ranks=2)
+    assert 389 * alone == pytest.approx(0.214, rel=0.15)
 
 
 def seconds(name: str, axis: str = "dp") -> float:
@@ -56,7 +56,8 @@ def test_an_unknown_name_is_answered_with_the_nearest() -> None:
     with pytest.raises(MachineError) as caught:
         preset("ethernet-1gb")
     assert str(caught.value) == (
-        f"the machine 'ethernet-1gb': expected one of {', '.join(NAMES)}. Remedy: did you mean ethernet-1gbit."
+        f"there is no machine named 'ethernet-1gb': expected one of {', '.join(NAMES)}. "
+        "Remedy: did you mean ethernet-1gbit."
     )
     with pytest.raises(MachineError, match="measure your own: crossfade calibrate"):
         preset("?")

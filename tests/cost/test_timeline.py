@@ -26,13 +26,13 @@ def run(
     text: str, compute: dict[str, float], travel: dict[str, float], slows: dict[str, float] | None = None
 ) -> Timeline:
     program = parse(textwrap.dedent(text), groups={"dp": 2, "tp": 2})
-    node = {one.name: one for one in program.graph.nodes}
+    node = {node.name: node for node in program.graph.nodes}
     costs = Costs({node[k]: v for k, v in compute.items()}, {node[k]: v for k, v in travel.items()}, slows or {})
     return simulate(program, costs)
 
 
 def spans(timeline: Timeline) -> dict[str, tuple[float, float, float]]:
-    return {one.name: (one.start, one.finish, one.exposed) for one in timeline.communication}
+    return {span.name: (span.start, span.finish, span.exposed) for span in timeline.communication}
 
 
 def test_groups_travel_side_by_side_and_a_group_in_turn() -> None:
@@ -44,7 +44,7 @@ def test_groups_travel_side_by_side_and_a_group_in_turn() -> None:
 def test_launching_keeps_computation_busy_before_it_travels() -> None:
     found = run(TWO_GROUPS, {"a": 0.5, "b": 0.25, "y": 1.0}, {"a": 1.0, "b": 1.0, "c": 1.0})
     assert spans(found) == {"a": (0.5, 1.5, 0.0), "b": (0.75, 1.75, 0.0), "c": (1.5, 2.5, 0.75)}
-    assert [(one.name, one.start, one.finish) for one in found.computation] == [
+    assert [(span.name, span.start, span.finish) for span in found.computation] == [
         ("a", 0.0, 0.5),
         ("b", 0.5, 0.75),
         ("y", 0.75, 1.75),
@@ -80,7 +80,7 @@ def test_the_end_stands_still_for_what_nobody_waited_for_once() -> None:
     )
     assert spans(found) == {"a": (0.0, 3.0, 2.0), "b": (0.0, 5.0, 2.0)}
     assert (found.seconds, found.busy + found.exposed) == (5.0, 5.0)
-    assert [one.needed for one in found.communication] == [None, None]
+    assert [span.needed for span in found.communication] == [None, None]
 
 
 def test_elements_of_a_coalesced_collective_wait_for_all_of_it_once() -> None:

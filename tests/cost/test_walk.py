@@ -13,8 +13,8 @@ from torch import Tensor, fx
 
 import crossfade.cost.walk as walk_module
 from crossfade.cost.estimate import computes
-from crossfade.cost.sample import Memory
-from crossfade.cost.walk import Walk
+from crossfade.cost.sample import SampleMemory
+from crossfade.cost.walk import TimedWalk
 from crossfade.graph.program import Program
 from crossfade.graph.text import parse
 from tests.growth import grows_linearly
@@ -45,7 +45,7 @@ class Watched:
 
     def _watched(self, node: fx.Node) -> Any:
         def call(*args: Any, **kwargs: Any) -> Any:
-            self.given[node.name] = tuple(one.data_ptr() if isinstance(one, Tensor) else one for one in args)
+            self.given[node.name] = tuple(value.data_ptr() if isinstance(value, Tensor) else value for value in args)
             result = node.target(*args, **kwargs)  # type: ignore[operator]
             self.gave[node.name] = weakref.ref(result)
             return result
@@ -68,7 +68,7 @@ def test_each_operator_gets_what_the_one_before_it_made_and_frees_it() -> None:
         assert value is watched.gave["b"]()
         return relu(value)
 
-    walk = Walk(program, {**watched.functions, named(program, "c"): watching}, Memory(2**10))
+    walk = TimedWalk(program, {**watched.functions, named(program, "c"): watching}, SampleMemory(2**10))
     assert walk.round(EVER)
     assert alive_at_relu == [False, True]
     assert watched.gave["b"]() is None
@@ -84,7 +84,7 @@ def test_inputs_last_from_round_to_round_and_what_is_written_stays_there() -> No
         """
     )
     watched = Watched(program)
-    walk = Walk(program, watched.functions, Memory(2**10))
+    walk = TimedWalk(program, watched.functions, SampleMemory(2**10))
     places = set()
     for _ in range(3):
         walk.round(EVER)
@@ -114,7 +114,7 @@ def test_what_travels_arrives_where_it_should() -> None:
         return result
 
     watched = Watched(program)
-    walk = Walk(program, {**watched.functions, named(program, "a"): made_at}, Memory(2**10))
+    walk = TimedWalk(program, {**watched.functions, named(program, "a"): made_at}, SampleMemory(2**10))
     assert walk.round(EVER)
     assert watched.given["y"] == (made[0],)  # reduced in place
     assert watched.given["z"] != (made[0],)
@@ -135,7 +135,7 @@ def test_what_arrives_in_memory_that_was_given_is_written_there() -> None:
     memory = torch.full((8,), float("nan"))
     given: list[Tensor] = []
     functions = {named(program, "m"): lambda *_: memory, named(program, "y"): given.append}
-    assert Walk(program, functions, Memory(2**10)).round(EVER)
+    assert TimedWalk(program, functions, SampleMemory(2**10)).round(EVER)
     assert given[0] is memory
     assert given[0].tolist() == [0.75] * 8
 
@@ -153,7 +153,7 @@ def test_elements_and_untimed_operators_have_values() -> None:
     )
     watched = Watched(program)
     timed = {node: function for node, function in watched.functions.items() if node.name != "n"}
-    walk = Walk(program, timed, Memory(2**10))
+    walk = TimedWalk(program, timed, SampleMemory(2**10))
     assert walk.round(EVER)
     assert set(watched.given) == {"s", "y"}
 
@@ -168,7 +168,7 @@ def test_what_raises_is_noted_and_not_called_again() -> None:
         raise ValueError("no")
 
     b = named(program, "b")
-    walk = Walk(program, {**watched.functions, b: fails}, Memory(2**10))
+    walk = TimedWalk(program, {**watched.functions, b: fails}, SampleMemory(2**10))
     walk.rounds(EVER)
     assert len(calls) == 1
     assert str(walk.failed[b]) == "no"
@@ -192,14 +192,14 @@ def test_what_now_and_then_takes_longer_counts(monkeypatch: pytest.MonkeyPatch) 
         return call
 
     nodes = [named(program, name) for name in "abc"]
-    walk = Walk(program, {node: slow_in(index) for index, node in enumerate(nodes)}, Memory(2**10))
+    walk = TimedWalk(program, {node: slow_in(index) for index, node in enumerate(nodes)}, SampleMemory(2**10))
     walk.rounds(EVER)
     assert walk.seconds(nodes) == 4.0  # a third of each round's 12
 
 
 def test_no_time_is_told() -> None:
     program = program_of(CHAIN)
-    walk = Walk(program, Watched(program).functions, Memory(2**10))
+    walk = TimedWalk(program, Watched(program).functions, SampleMemory(2**10))
     assert not walk.round(deadline=0.0)
     assert walk.seconds(list(walk.functions)) is None
 
@@ -219,7 +219,7 @@ def test_arithmetic_that_made_up_numbers_cannot_do_is_made_up_too() -> None:
     zero.meta["val"], nothing.meta["val"] = 0.0, 1.0
     y.target, y.args = torch.ops.aten.mul.Tensor, (x, nothing)
     given = []
-    walk = Walk(program, {y: lambda one, other: given.append(other)}, Memory(2**10))
+    walk = TimedWalk(program, {y: lambda value, other: given.append(other)}, SampleMemory(2**10))
     assert walk.round(EVER)
     assert given == [0.5]
 
@@ -252,7 +252,7 @@ def places(most_own: int, monkeypatch: pytest.MonkeyPatch) -> tuple[Watched, dic
         return call
 
     functions = {node: noting(node, function) for node, function in watched.functions.items()}
-    assert Walk(program, functions, Memory(2**10)).round(EVER)
+    assert TimedWalk(program, functions, SampleMemory(2**10)).round(EVER)
     return watched, made
 
 
@@ -285,6 +285,6 @@ def test_what_to_leave_out_is_found_in_linear_work(monkeypatch: pytest.MonkeyPat
         lines += [f"e{i}: f32[4] = aten.exp(e{i - 1})" for i in range(1, count)]
         lines.append(f"c: f32[{4 * count}] = aten.cat([{', '.join(f'e{i}' for i in range(count))}])")
         program = parse("\n".join([*lines, 'return output("c", c)']))
-        return lambda: Walk(program, {}, Memory(2**10))
+        return lambda: TimedWalk(program, {}, SampleMemory(2**10))
 
     grows_linearly(work, 200)

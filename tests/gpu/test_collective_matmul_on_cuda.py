@@ -180,5 +180,5 @@ def test_what_cannot_be_done_is_said(world: cf.Ranks) -> None:
     for said in world.run(refusals):
         assert said[0].startswith("the product km,kn->mn in a product fused through symmetric memory")
         assert said[1].startswith("a tensor of shape [64, 64] and strides [1, 64]")
-        assert said[2] == "a product of CUDA tensors fused in the form chunked over gloo"
-        assert said[3] == "a product of CUDA tensors fused in the form ring over gloo"
+        assert said[2] == "a product of CUDA tensors is exchanged in the form chunked over gloo"
+        assert said[3] == "a product of CUDA tensors is exchanged in the form ring over gloo"

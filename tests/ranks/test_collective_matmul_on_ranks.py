@@ -218,7 +218,10 @@ def in_too_small_a_group(form: str) -> str:
 @pytest.mark.parametrize("form", ["chunked", "ring"])
 def test_a_group_of_another_size_is_refused(ranks: Any, form: str) -> None:
     for message in ranks(2).run(in_too_small_a_group, form):
-        assert "of 2 ranks for a product over 4: expected 4 ranks. Remedy: run the program on a mesh" in message
+        assert (
+            "has 2 ranks, and a product is exchanged between 4: expected 4 ranks. Remedy: run the program on a mesh"
+            in message
+        )
 
 
 def without_rank_1(forms: list[str]) -> list[str]:

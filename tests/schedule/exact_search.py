@@ -22,10 +22,10 @@ def least_seconds(program: Program, costs: Costs) -> float:
     nodes = [node for node in order.nodes if node.op == "call_function"]
     number = {node: index for index, node in enumerate(nodes)}
     needs = [
-        sum(1 << number[one] for one in set(order.predecessors(node, within_group=False)) if one in number)
+        sum(1 << number[source] for source in set(order.predecessors(node, within_group=False)) if source in number)
         for node in nodes
     ]
-    links = sorted({one.group for one in collectives.find(program.graph)})
+    links = sorted({collective.group for collective in collectives.find(program.graph)})
     waits_for = [number[start] if (start := _start(node)) is not None else None for node in nodes]
     everything = (1 << len(nodes)) - 1
     states = {0: {(0.0, (0.0,) * len(links), ())}}
@@ -60,9 +60,9 @@ def _undominated(found: set) -> set:
     return set(kept)
 
 
-def _is_no_later(one, other) -> bool:
-    pairs = [(one[0], other[0]), *zip(one[1], other[1], strict=True)]
-    pairs += [(a, b) for (_, a), (_, b) in zip(one[2], other[2], strict=True)]
+def _is_no_later(state, other) -> bool:
+    pairs = [(state[0], other[0]), *zip(state[1], other[1], strict=True)]
+    pairs += [(a, b) for (_, a), (_, b) in zip(state[2], other[2], strict=True)]
     return all(a <= b for a, b in pairs)
 
 
@@ -73,15 +73,15 @@ def small_program(random: Random, operations: int = 5, exchanges: int = 3) -> tu
     random.shuffle(steps)
     seconds: dict[str, float] = {}
     for count, step in enumerate(steps):
-        one, two = random.choice(values[-3:]), random.choice(values)
+        left, two = random.choice(values[-3:]), random.choice(values)
         if step == "compute":
-            call = f"aten.add.Tensor({one}, {two})" if random.random() < 0.6 else f"aten.neg({one})"
+            call = f"aten.add.Tensor({left}, {two})" if random.random() < 0.6 else f"aten.neg({left})"
             lines.append(f"c{count}: f32[4] = {call}")
             values.append(f"c{count}")
             seconds[f"c{count}"] = random.randint(1, 6)
         else:
             group = random.choice(["dp", "dp", "tp"])
-            lines.append(f'c10d{count}: f32[4] = c10d.all_reduce({one}, "sum", "{group}")')
+            lines.append(f'c10d{count}: f32[4] = c10d.all_reduce({left}, "sum", "{group}")')
             lines.append(f"w{count}: f32[4] = c10d.wait_tensor(c10d{count})")
             values.append(f"w{count}")
             seconds[f"c10d{count}"] = random.randint(1, 6)

@@ -37,9 +37,9 @@ def backward() -> Program:
     return program_of("\n".join(lines))
 
 
-def builder(one: Machine) -> Callable[[Program, float], Program]:
+def builder(toy: Machine) -> Callable[[Program, float], Program]:
     def build(program: Program, cap: float) -> Program:
-        passes = [BucketAllReduces(cap_mb=cap, first_mb=None), OverlapCommunication(one)]
+        passes = [BucketAllReduces(cap_mb=cap, first_mb=None), OverlapCommunication(toy)]
         return run_passes(program, passes, keep_text=False)
 
     return build
@@ -63,8 +63,8 @@ def test_B8_exposed_is_what_a_walk_through_the_buckets_gives(hides: float, laten
 
 
 def test_B8_loads_are_read_off_the_program() -> None:
-    program, one = backward(), machine(1e-3, 1e9)
-    (load,) = loads_of(program, one, estimate(program, one))
+    program, toy = backward(), machine(1e-3, 1e9)
+    (load,) = loads_of(program, toy, estimate(program, toy))
     bytes_each = 4 * SIZE
     product = 2 * 256**3 / 1e9
     assert (load.kind, load.group, load.number, load.bytes) == (Kind.ALL_REDUCE, "dp", LAYERS, LAYERS * bytes_each)
@@ -93,7 +93,20 @@ def test_what_is_large_enough_and_not_worth_copying_shares_no_bucket(
     plain = machine(latency, 1e9)
     fabric = replace(plain.fabric("dp"), launch=1e-3)
     size = choose_sizes(backward(), replace(plain, fabrics={"*": fabric}, memory_bandwidth=bandwidth))[Kind.ALL_REDUCE]
-    assert [one.alone_mb * MB for one in (size, size.scaled(2))] == pytest.approx([alone, alone])
+    assert [either.alone_mb * MB for either in (size, size.scaled(2))] == pytest.approx([alone, alone])
+
+
+@pytest.mark.parametrize(("number", "longest"), [(1, "tp"), (4, "dp")])
+def test_sizes_are_those_of_the_group_that_travels_longest(number: int, longest: str) -> None:
+    """Latency and bytes both count: a second each of the first group's, 1 + 3 of the second's."""
+    lines = ['x: f32[65536] = input("x")', 'y: f32[786432] = input("y")']
+    lines += [f'c{i} = c10d.all_reduce(x, "sum", "dp")\nw{i} = c10d.wait_tensor(c{i})' for i in range(number)]
+    lines += ['t = c10d.all_reduce(y, "sum", "tp")', "v = c10d.wait_tensor(t)", "a = aten.exp(y)"]
+    lines.append("return " + ", ".join(f'output("{i}", w{i})' for i in range(number)) + ', output("v", v)')
+    program, toy = program_of("\n".join(lines)), machine(latency=1.0, bandwidth=MB)
+    loads = {load.group: load for load in loads_of(program, toy, estimate(program, toy))}
+    assert loads["dp"].best_cap() != loads["tp"].best_cap()
+    assert choose_sizes(program, toy)[Kind.ALL_REDUCE].cap_mb == loads[longest].best_cap() / MB
 
 
 CASES = [(1e-4, 1e9, 1e9), (1e-3, 1e8, 1e9), (1e-3, 1e9, 1e11), (1e-4, 1e9, 1e11), (1e-3, 1e8, 1e11), (5e-3, 1e9, 1e12)]
@@ -101,8 +114,8 @@ CASES = [(1e-4, 1e9, 1e9), (1e-3, 1e8, 1e9), (1e-3, 1e9, 1e11), (1e-4, 1e9, 1e11
 
 @pytest.mark.parametrize(("latency", "bandwidth", "flops"), CASES)
 def test_B8_the_chosen_cap_is_near_the_best_of_many(latency: float, bandwidth: float, flops: float) -> None:
-    program, one = backward(), machine(latency, bandwidth, flops)
-    chosen = choose_sizes(program, one)[Kind.ALL_REDUCE].cap_mb
-    built = {cap: builder(one)(program, cap) for cap in (0.25, 0.5, 1, 2, 4, 8, 16, chosen)}
-    seconds = {cap: simulate(done, estimate(done, one)).seconds for cap, done in built.items()}
+    program, toy = backward(), machine(latency, bandwidth, flops)
+    chosen = choose_sizes(program, toy)[Kind.ALL_REDUCE].cap_mb
+    built = {cap: builder(toy)(program, cap) for cap in (0.25, 0.5, 1, 2, 4, 8, 16, chosen)}
+    seconds = {cap: simulate(done, estimate(done, toy)).seconds for cap, done in built.items()}
     assert seconds[chosen] <= 1.1 * min(seconds.values()), seconds

@@ -15,7 +15,7 @@ def test_takes_what_a_plain_list_would() -> None:
         for _ in range(30):
             first, end = sorted(random.randint(0, len(live)) for _ in range(2))
             size = random.randint(1, 30)
-            fits = all(one + size <= 100 for one in live[first:end])
+            fits = all(held + size <= 100 for held in live[first:end])
             assert room.take(first, end, size) == fits
             if fits:
-                live[first:end] = [one + size for one in live[first:end]]
+                live[first:end] = [held + size for held in live[first:end]]

@@ -8,7 +8,7 @@ from exact_search import least_seconds, small_program
 from toy_costs import costs_of, program_of
 
 from crossfade.schedule.plan import plan_schedule
-from crossfade.schedule.problem import problem_of
+from crossfade.schedule.problem import scheduling_problem
 
 PROGRAMS = 300
 
@@ -46,4 +46,4 @@ def test_O1_schedules_are_near_the_best() -> None:
 def test_no_order_is_faster_than_the_bound_that_ends_the_search() -> None:
     for seed in range(PROGRAMS):
         program, costs = small_program(Random(seed), operations=5 + seed % 2)
-        assert problem_of(program, costs).least_seconds <= least_seconds(program, costs) + 1e-9
+        assert scheduling_problem(program, costs).least_seconds <= least_seconds(program, costs) + 1e-9

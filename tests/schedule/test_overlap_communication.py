@@ -60,13 +60,13 @@ def test_verdicts_say_what_is_hidden_and_why_the_rest_is_not() -> None:
 
 def test_O2_a_memory_limit_is_told_as_the_reason() -> None:
     free, bound = (run_passes(program_of(GATHERS), [OverlapCommunication(TOY, limit)]) for limit in (None, 900))
-    assert [one.reason for one in free.history[0].verdicts] == [AT_ONCE, HIDDEN]
+    assert [verdict.reason for verdict in free.history[0].verdicts] == [AT_ONCE, HIDDEN]
     held = bound.history[0].verdicts[1]
     assert (held.reason, held.remedy) == (MEMORY, "raise memory_limit")
 
 
 def test_O2_a_limit_that_no_order_keeps_is_refused() -> None:
-    with pytest.raises(MemoryLimitError, match=r"a program whose live bytes reach 520.*at least 520"):
+    with pytest.raises(MemoryLimitError, match=r"the program's live bytes reach 520.*at least 520"):
         run_passes(program_of(GATHERS), [OverlapCommunication(TOY, memory_limit=519)])
 
 
@@ -76,7 +76,7 @@ def test_O4_measured_seconds_decide() -> None:
     summing = next(node for node in program.graph.nodes if node.name == "a")
     half = OverlapCommunication(replace(TOY, overhead=0.5))
     whole = replace(half, measured=((key_of(summing), 2.0),))
-    first, second = (run_passes(program, [one]).history[0].verdicts[1] for one in (half, whole))
+    first, second = (run_passes(program, [pass_]).history[0].verdicts[1] for pass_ in (half, whole))
     assert (first.reason, first.detail) == (BUSY, "travels 1000.000 ms, exposed 500.000 ms")
     assert second.reason == HIDDEN
 

@@ -40,13 +40,13 @@ from crossfade.schedule.plan import (
     plan_schedule,
 )
 from crossfade.schedule.predict import Prediction, peak_of
-from crossfade.schedule.problem import problem_of
+from crossfade.schedule.problem import scheduling_problem
 
 GATHERS = ["g1", "g2", "g3", "h2", "h1"]
 
 
 def reasons(schedule: Schedule) -> dict[str, str]:
-    return {one.name: one.reason for one in schedule.collectives}
+    return {outlook.name: outlook.reason for outlook in schedule.collectives}
 
 
 def seconds(schedule: Schedule) -> tuple[float, float]:
@@ -229,7 +229,7 @@ def test_O1_what_queues_for_a_link_lets_the_urgent_pass() -> None:
 
 def test_O2_the_order_of_least_memory_gathers_late_waits_at_once_and_frees_first() -> None:
     program = program_of(WASTEFUL)
-    problem = problem_of(program, costs_of(program, {"g": 1, "r": 1}))
+    problem = scheduling_problem(program, costs_of(program, {"g": 1, "r": 1}))
     order = lean_order(problem)
     assert [problem.nodes[index].name for index in order] == ["a", "r", "d", "b", "z", "g", "w", "y"]
     assert (peak_of(problem, problem.movable), peak_of(problem, order)) == (1152, 648)
@@ -306,7 +306,7 @@ def test_the_peak_is_what_the_memory_curve_says() -> None:
 def test_a_schedule_of_another_program_is_refused() -> None:
     program, other = program_of(DDP), program_of(TP)
     schedule = plan_schedule(program, costs_of(program, DDP_SECONDS))
-    with pytest.raises(RewriteError, match="15 nodes for a program of 12, which has no a1"):
+    with pytest.raises(RewriteError, match="the schedule has 15 nodes, the program 12 and no a1"):
         apply_schedule(other, schedule)
 
 

@@ -42,7 +42,7 @@ def test_a_decay_is_no_filling_for_communication_while_its_parameter_is_read() -
     costs = Costs({node[name]: 1e-3 for name in ("a", "decayed", "free", "new")}, {node["start"]: 5e-3}, {})
     schedule = plan_schedule(program, costs)
     assert apply_schedule(program, schedule)
-    order = [one.name for one in program.graph.nodes]
+    order = [node.name for node in program.graph.nodes]
     assert order.index("free") < order.index("done") < order.index("a") < order.index("decayed")
     lowered = named(run_passes(program, [UpdateInPlace()]))
     assert [str(lowered[name].target) for name in ("decayed", "new")] == ["aten.mul_.Tensor", "aten.add_.Tensor"]
@@ -100,4 +100,4 @@ def test_a_decay_is_no_filling_for_communication_while_its_parameter_is_read() -
 )
 def test_what_an_update_stays_behind(lines: str, expected: dict[str, list[str]]) -> None:
     found = reads_before_updates(program_of(lines))
-    assert {node.name: [one.name for one in before] for node, before in found.items()} == expected
+    assert {node.name: [reader.name for reader in before] for node, before in found.items()} == expected

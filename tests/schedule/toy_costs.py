@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import textwrap
+from collections.abc import Sequence
 
 from crossfade.cost.timeline import Costs, simulate
 from crossfade.graph.program import Program
 from crossfade.graph.text import parse, render
 from crossfade.graph.verify import verify
 from crossfade.schedule.plan import Schedule, apply_schedule, plan_schedule
+from crossfade.schedule.problem import SchedulingProblem, scheduling_problem
 
 GROUPS = {"dp": 2, "tp": 2}
 
@@ -34,8 +36,18 @@ def scheduled(text: str, seconds: dict[str, float], memory_limit: int | None = N
     verify(program)
     timeline = simulate(program, costs)
     assert abs(timeline.seconds - schedule.seconds) < 1e-9
-    assert {one.name: one.exposed for one in timeline.communication} == {
-        one.name: one.exposed for one in schedule.collectives
+    assert {span.name: span.exposed for span in timeline.communication} == {
+        outlook.name: outlook.exposed for outlook in schedule.collectives
     }
     body = render(program).splitlines()[len(program.inputs) : -1]
     return schedule, " ".join(line.partition(":")[0] for line in body)
+
+
+def problem_of_text(text: str, seconds: dict[str, float]) -> SchedulingProblem:
+    program = program_of(text)
+    return scheduling_problem(program, costs_of(program, seconds))
+
+
+def spelled(problem: SchedulingProblem, order: Sequence[int]) -> str:
+    """The names of an order's nodes."""
+    return " ".join(problem.nodes[node].name for node in order)

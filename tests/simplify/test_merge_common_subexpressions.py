@@ -151,12 +151,12 @@ UNEQUAL = {
 
 @pytest.mark.parametrize("name", UNEQUAL)
 def test_unequal(name: str) -> None:
-    one, other = UNEQUAL[name]
+    first, second = UNEQUAL[name]
     program = program_of(f"""
         x: f32[4] = input("x")
         y: f32[4] = input("y")
-        a: f32[4] = {one}
-        b: f32[4] = {other}
+        a: f32[4] = {first}
+        b: f32[4] = {second}
         c: f32[4] = aten.add.Tensor(a, b)
         return output("c", c)
     """)
@@ -295,7 +295,7 @@ COMMUNICATING = """
 
 
 def test_collectives_are_left_alone() -> None:
-    declines(MergeCommonSubexpressions(), COMMUNICATING.format(one=2), "its numbers may be others", dp=2)
+    declines(MergeCommonSubexpressions(), COMMUNICATING.format(one=2), "its numbers may differ", dp=2)
     done = run_passes(program_of(COMMUNICATING.format(one="x"), dp=2), [MergeCommonSubexpressions()])
     assert [str(verdict) for verdict in done.history[0].verdicts] == [
         "t: left alone: collectives are left to merge-duplicate-collectives: equal to s"
@@ -370,9 +370,9 @@ def computed_twice(times: int) -> Program:
         x.meta["val"] = torch.empty(4)
     last = x
     for _ in range(times):
-        one, other = (graph.call_function(torch.ops.aten.mul.Tensor, (last, 2.0)) for _ in range(2))
-        last = graph.call_function(torch.ops.aten.add.Tensor, (one, other))
-        for node in (one, other, last):
+        first, other = (graph.call_function(torch.ops.aten.mul.Tensor, (last, 2.0)) for _ in range(2))
+        last = graph.call_function(torch.ops.aten.add.Tensor, (first, other))
+        for node in (first, other, last):
             node.meta["val"] = x.meta["val"]
     graph.output((last,))
     return Program(graph, (Input(InputKind.INPUT, "x"),), (Output(OutputKind.OUTPUT, "y"),))
