@@ -34,7 +34,7 @@ class Like:
         if isinstance(given, Like):
             return given
         if isinstance(given, Mapping):
-            _check_names(given, [one.name for one in fields(cls)])
+            _check_names(given, [field.name for field in fields(cls)])
             return cls(**given)
         parts = given.split("/")
         if len(parts) > 4 or not all(parts):
@@ -92,7 +92,7 @@ class Expect:
         left: Any = [self.no_left] if isinstance(self.no_left, str) else self.no_left
         given: Any = [self.no] if isinstance(self.no, (str, Mapping, Like)) else self.no
         object.__setattr__(self, "no_left", tuple(left))
-        object.__setattr__(self, "no", tuple(Like.of(one) for one in given))
+        object.__setattr__(self, "no", tuple(Like.of(verdicts) for verdicts in given))
         for name in ("exposed_ms", "collectives", "megabytes"):
             value = getattr(self, name)
             if value is not None and (isinstance(value, bool) or not isinstance(value, (int, float)) or value < 0):
@@ -108,7 +108,7 @@ class Expect:
         if isinstance(given, Expect):
             return given
         if isinstance(given, Mapping):
-            _check_names(given, [one.name for one in fields(cls)])
+            _check_names(given, [field.name for field in fields(cls)])
             return cls(**given)
         if isinstance(given, str):
             return cls(**_read(given))
