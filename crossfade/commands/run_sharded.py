@@ -69,7 +69,7 @@ def _run(folder: str, inputs: str, output: str, trusted: bool) -> Ran:
     described = [
         f"{value.dtype} {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value) for value in wholes
     ]
-    return Ran(sharded.ranks, [one.removeprefix("torch.") for one in described], ended - loaded, loaded - began)
+    return Ran(sharded.ranks, [dtype.removeprefix("torch.") for dtype in described], ended - loaded, loaded - began)
 
 
 def read_inputs(path: Path, sharded: Sharded, *, trusted: bool = False) -> tuple[tuple[Any, ...], dict[str, Any]]:

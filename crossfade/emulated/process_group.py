@@ -166,7 +166,7 @@ class EmulatedGroup(dist.ProcessGroup):
         """Gather each input into a list of tensors."""
         inputs = _listed(inputs)
         lists = output_lists if isinstance(output_lists[0], (list, tuple)) else [output_lists]
-        writes = [values_of.repeated(outputs, one) for outputs, one in zip(lists, inputs, strict=True)]
+        writes = [values_of.repeated(outputs, tensor) for outputs, tensor in zip(lists, inputs, strict=True)]
         outputs = [output for outputs in lists for output in outputs]
         return self._launch(Kind.ALL_GATHER, inputs, outputs, _all(writes))
 
@@ -426,8 +426,8 @@ def _op(opts: Any) -> Any:
 
 def _all(writes: Sequence[Write]) -> Write:
     def write() -> None:
-        for one in writes:
-            one()
+        for write in writes:
+            write()
 
     return write
 

@@ -59,7 +59,7 @@ class Bound:
     def look_up(self) -> None:
         """Find all that lasts."""
         found = {place: find() for place, find in self._lasting.items()}
-        relied_on = {(id(one[0]), one[1]): one for value in found.values() for one in value.watches}
+        relied_on = {(id(watched[0]), watched[1]): watched for value in found.values() for watched in value.watches}
         self._watches = list(relied_on.values())
         count = len(found) + len(self._fresh)
         self._values = [found[place].value if place in found else None for place in range(count)]

@@ -108,11 +108,11 @@ class _Held:
             return False
         if not hasattr(node.target, "_schema") or collectives.is_collective(node) or collectives.is_wait(node):
             return True  # of the output, and of what has no schema, it is not known what is read or written
-        if any(isinstance(one.meta.get("val"), (list, tuple)) for one in node.all_input_nodes):
+        if any(isinstance(source.meta.get("val"), (list, tuple)) for source in node.all_input_nodes):
             return True  # it reads memory of many
         read, written = self.memory.touched(node)
         return self._overlap(read | written, self._written) or self._overlap(written, self._read)
 
     @staticmethod
     def _overlap(regions: Iterable[Region], known: dict[fx.Node, set[Region]]) -> bool:
-        return any(one.overlaps(other) for one in regions for other in known.get(one.root, ()))
+        return any(region.overlaps(other) for region in regions for other in known.get(region.root, ()))

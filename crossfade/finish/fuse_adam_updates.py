@@ -79,7 +79,7 @@ class FuseAdamUpdates(Pass):
                 continue
             verdicts.append(Verdict.of(last, Outcome.FUSED, _WHY))
             _fuse(program, update)
-        fused = sum(one.outcome is Outcome.FUSED for one in verdicts)
+        fused = sum(verdict.outcome is Outcome.FUSED for verdict in verdicts)
         return PassResult(bool(fused), {"fused": fused, "left": len(verdicts) - fused}, tuple(verdicts))
 
 
@@ -106,7 +106,7 @@ class _Update:
     def reason_against(self, memory: Memory) -> str | None:
         """Why all steps may not be done where the last one stands."""
         tensors = [self.parameter, self.gradient, self.mean, self.square]
-        if not all(_is_plain(one.meta["val"], self.last.meta["val"]) for one in tensors):
+        if not all(_is_plain(tensor.meta["val"], self.last.meta["val"]) for tensor in tensors):
             return _LAYOUT
         steps = set(self.steps)
         for moment in (self.mean, self.square):
@@ -124,7 +124,8 @@ class _Update:
         if end - first > _FARTHEST:
             return _FAR
         between = (node for node in memory.nodes[first:end] if node not in steps)
-        return _WRITTEN if any(one.overlaps(held) for node in between for one in memory.touched(node)[1]) else None
+        written = (region for node in between for region in memory.touched(node)[1])
+        return _WRITTEN if any(region.overlaps(held) for region in written) else None
 
 
 def _read(last: fx.Node) -> _Update | None:
@@ -143,7 +144,7 @@ def _read(last: fx.Node) -> _Update | None:
     weight, share, beta2, eps = mean["weight"], square["value"], decayed["other"], added["other"]
     if not (square["tensor1"] is square["tensor2"] is gradient) or added["alpha"] != 1:
         return None
-    if not all(isinstance(one, float) for one in (weight, share, beta2, eps)) or abs(1 - beta2 - share) > 1e-12:
+    if not all(isinstance(number, float) for number in (weight, share, beta2, eps)) or abs(1 - beta2 - share) > 1e-12:
         return None
     if not (is_number(correction) and is_number(end["value"])):
         return None

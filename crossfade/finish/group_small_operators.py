@@ -140,7 +140,7 @@ def small_call(node: fx.Node) -> _Call | None:
     if not value.is_floating_point() or any(isinstance(size, torch.SymInt) for size in value.shape):
         return None
     call = _read(node)
-    if call is None or not all(_is_like(one, value) for one in call.tensors):
+    if call is None or not all(_is_like(tensor, value) for tensor in call.tensors):
         return None
     return call
 
@@ -160,8 +160,8 @@ def _read(node: fx.Node) -> _Call | None:
     return None
 
 
-def _is_like(one: Any, value: Tensor) -> bool:
-    if not isinstance(one, fx.Node) or not isinstance(other := one.meta.get("val"), Tensor):
+def _is_like(given: Any, value: Tensor) -> bool:
+    if not isinstance(given, fx.Node) or not isinstance(other := given.meta.get("val"), Tensor):
         return False
     return other.shape == value.shape and other.dtype == value.dtype and other.device == value.device
 
@@ -206,7 +206,7 @@ def _levels(window: Sequence[fx.Node], memory: Memory) -> dict[fx.Node, int]:
     touched: dict[fx.Node, list[tuple[Region, bool, int]]] = {}
     for node in window:
         read, written = memory.touched(node)
-        above = [levels[one] for one in node.all_input_nodes if one in levels]
+        above = [levels[source] for source in node.all_input_nodes if source in levels]
         for region in (*written, *read):
             above += [
                 level
@@ -238,16 +238,16 @@ def _call_once(program: Program, nodes: Sequence[fx.Node]) -> None:
         overload, number = ("Scalar", numbers[:1]) if one_number else ("ScalarList", [numbers])
     target = getattr(first.several, overload)
     together = insert_call(program, target, *lists, *number, before=first.node, like=first.node)
-    for index, one in enumerate(group):
-        in_place = bool(written_inputs(one.node))
-        result = one.tensors[0] if in_place else _element(program, together, index, one.node)
-        one.node.replace_all_uses_with(result)
-        program.graph.erase_node(one.node)
+    for index, call in enumerate(group):
+        in_place = bool(written_inputs(call.node))
+        result = call.tensors[0] if in_place else _element(program, together, index, call.node)
+        call.node.replace_all_uses_with(result)
+        program.graph.erase_node(call.node)
 
 
-def _equal(one: Any, other: Any) -> bool:
+def _equal(number: Any, other: Any) -> bool:
     plain = (int, float)
-    return isinstance(one, plain) and isinstance(other, plain) and type(one) is type(other) and one == other
+    return isinstance(number, plain) and isinstance(other, plain) and type(number) is type(other) and number == other
 
 
 def _element(program: Program, together: fx.Node, index: int, like: fx.Node) -> fx.Node:

@@ -87,12 +87,12 @@ class Comparison:
         if step % self.every:
             return torch.zeros(self.numbers, device=self.device)
         digests = self._digests = [thing.digest(batch, step) for thing in self.things]
-        if all(isinstance(one, int) for one in digests) and self.device == "cpu":
+        if all(isinstance(digest, int) for digest in digests) and self.device == "cpu":
             chunks = [
-                one >> (self._bits * place) & (1 << self._bits) - 1 for one in digests for place in range(_CHUNKS)
+                digest >> (self._bits * place) & (1 << self._bits) - 1 for digest in digests for place in range(_CHUNKS)
             ]
-            return torch.tensor([float(one**power) for one in chunks for power in (1, 2)])
-        whole = torch.stack([torch.as_tensor(one, device=self.device) for one in digests])
+            return torch.tensor([float(chunk**power) for chunk in chunks for power in (1, 2)])
+        whole = torch.stack([torch.as_tensor(digest, device=self.device) for digest in digests])
         shifts = torch.arange(_CHUNKS, device=self.device) * self._bits
         found = ((whole[:, None] >> shifts) & (1 << self._bits) - 1).float()
         return torch.stack([found, found.square()], dim=-1).flatten()

@@ -194,7 +194,7 @@ def _check_loaded(state: Mapping[str, Any], folder: Path) -> None:
 def _refuse_other_files(folder: Path) -> None:
     """A checkpoint replaces the folder it is saved to: only an earlier one may be lost that way."""
     files = list(folder.iterdir()) if folder.exists() else []
-    strangers = [one.name for one in files if one.name != ".metadata" and one.suffix != ".distcp"]
+    strangers = [file.name for file in files if file.name != ".metadata" and file.suffix != ".distcp"]
     if strangers:
         raise CrossfadeError(
             f"{strangers[0]} in {folder}",

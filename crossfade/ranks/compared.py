@@ -175,7 +175,7 @@ def comparisons(
     owner, who hands it out), the random generator where all draw from `one_stream`.
     """
     draws = one_stream and any(is_random(node) for node in program.graph.nodes)
-    device = next((one.device.type for one in model.parameters()), "cpu")
+    device = next((parameter.device.type for parameter in model.parameters()), "cpu")
     found = []
     for group, members, by_plan in among:
         if members is None or members.alone or not every:
@@ -193,7 +193,7 @@ def cost_of_comparing(comparisons: Sequence[Comparison], batch: Batch) -> dict[s
     """What comparing costs a step, for its report."""
     if not comparisons:
         return {}
-    micros = 1e6 * sum(min(one.seconds(batch) for _ in range(3)) for one in comparisons)
-    size, every = sum(4 * one.numbers for one in comparisons), comparisons[0].every
+    micros = 1e6 * sum(min(comparison.seconds(batch) for _ in range(3)) for comparison in comparisons)
+    size, every = sum(4 * comparison.numbers for comparison in comparisons), comparisons[0].every
     often = "every step" if every == 1 else f"every {every} steps"
     return {"ranks compared": f"{often}: {size} bytes beside the loss, {micros:.0f} us to sum up"}

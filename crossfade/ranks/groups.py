@@ -54,7 +54,7 @@ class _Groups:
         """Destroy the groups that nobody uses any more, by default of all backends."""
         with self.lock:
             idle = [group for group in list(self.groups.values()) if not group.users]
-            for group in [one for one in idle if backends is None or one.kind.backend in backends]:
+            for group in [group for group in idle if backends is None or group.kind.backend in backends]:
                 del self.groups[group.name]
                 if dist.is_initialized() and backend_of_group(group.name) is not None:
                     dist.destroy_process_group(group_named(group.name))

@@ -45,7 +45,7 @@ class Ranks:
         backend: str = "gloo",
         start: Literal["spawn", "forkserver"] = "spawn",
     ) -> None:
-        possible = [one for one in multiprocessing.get_all_start_methods() if one != "fork"]
+        possible = [method for method in multiprocessing.get_all_start_methods() if method != "fork"]
         if start not in possible:
             raise RankFailedError(
                 f"start={start!r}", expected=f"one of {', '.join(possible)} on this system", remedy="take one of them"
