@@ -151,11 +151,11 @@ def simulate(
 
     from crossfade.commands import whatif
 
-    found = [whatif.outlook(program, preset, group_size, memory_limit) for preset in machine or list(whatif.PRESETS)]
+    found = [whatif.forecast(program, preset, group_size, memory_limit) for preset in machine or list(whatif.PRESETS)]
     columns = ("machine", "as it stands", "planned", "exposed", "peak bytes", "buckets up to")
     table = Table(*columns, title=f"{program.name}, groups of {group_size}")
-    for prediction in found:
-        table.add_row(*prediction.row())
+    for forecast in found:
+        table.add_row(*forecast.row())
     console.print(table)
     if html is not None:
         console.print(f"HTML report: {found[-1].report.to_html(html)}", soft_wrap=True)

@@ -38,7 +38,7 @@ def read_mesh(spelling: str) -> tuple[str, int]:
     """
     axis, found, size = spelling.partition("=")
     if not found or not axis or not size.isdecimal() or int(size) < 1:
-        raise MeshError(f"the mesh {spelling!r}", expected="AXIS=RANKS", remedy="write tp=4, say")
+        raise MeshError(f"the mesh {spelling!r}", expected="AXIS=RANKS", remedy="write tp=4, for example")
     return axis, int(size)
 
 

@@ -70,7 +70,7 @@ from crossfade.graph.events import events_of
 from crossfade.graph.memory import live_by_name
 from crossfade.graph.passes import Pass, run_passes
 from crossfade.graph.program import OutputKind, Program
-from crossfade.ranks.alike import Comparison
+from crossfade.ranks.alike import RankComparison
 from crossfade.ranks.checkpoint import checksum, checksums, random_state
 from crossfade.ranks.compared import comparisons, cost_of_comparing
 from crossfade.ranks.groups import Lease
@@ -342,7 +342,7 @@ class _StepCompiler:
         exchanges, short = tuple(events_of(before).launches), self._shortfalls(report, before, program)
         return Built(program, layout, report, self.state_keys(stepped), compared, exchanges, short)
 
-    def _comparisons(self, program: Program, parts: LossParts, members: Members | None) -> list[Comparison]:
+    def _comparisons(self, program: Program, parts: LossParts, members: Members | None) -> list[RankComparison]:
         """What ranks compare at every step: those that train parts of a batch, and those that hold parts of a model."""
         among = [(self.axes.whole.name, members, False)] if self.axes else []
         among += [(self.tensor.axis.name, self.tensor.members, True)] if self.tensor else []

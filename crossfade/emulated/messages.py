@@ -18,9 +18,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from crossfade.emulated.clock import DeviceTravel, Travel
+from crossfade.emulated.clock import DeviceTravel, HostTravel
 
-Sent = Travel | DeviceTravel
+Sent = HostTravel | DeviceTravel
 Arrive = Callable[[Sent, Sequence[Tensor], Sequence[Tensor]], Sent]
 
 _KEPT = 16

@@ -253,7 +253,7 @@ class _Watch:
             self.stamps.clear()  # half a run has no timeline
             raise
         finally:
-            # After an error a watcher may be stuck until the group's timeout: it is told to go, and not waited for.
+            # After an error a watcher may be stuck until the group's timeout: it is asked to end, and not waited for.
             for queue in self._queues.values():
                 for _ in range(self.clock.watchers):
                     queue.put(None)

@@ -19,12 +19,12 @@ from crossfade.graph.splice import insert_call
 _aten = torch.ops.aten
 _PRECISE = {torch.float32, torch.float64}
 _FARTHEST = 256
-"""How many nodes apart the steps of one update may stand."""
+"""How many nodes apart the steps of one update may be."""
 
 _WHY = "one walk through memory instead of seven"
 _OTHER = "what it divides by is not Adam's"
 _USED = "something else uses a step of the update"
-_FAR = "its steps stand far apart"
+_FAR = "its steps are far apart"
 _WRITTEN = "its gradient is overwritten before the update ends"
 _LAYOUT = "it is not contiguous, or not in single or double precision, on the CPU"
 
@@ -36,6 +36,8 @@ class FuseAdamUpdates(Pass):
     What an update costs is memory: seven operators read and write moments, denominator and parameter in turns. Torch's
     fused kernel (`crossfade.graph.adam`) does it in one walk, rounding a little differently. Decay of the weight stays
     what it is. Up to `smallest_kb` updates are left to `group-small-operators`.
+
+    Also known as: Adam(fused=True) (torch), FusedAdam (Apex, Megatron), CPUAdam (DeepSpeed).
 
     Before:
         p: f32[70000] = parameter("p")
@@ -104,7 +106,7 @@ class _Update:
         return self.steps[-1]
 
     def reason_against(self, memory: Memory) -> str | None:
-        """Why all steps may not be done where the last one stands."""
+        """Why not all steps may be done where the last one is."""
         tensors = [self.parameter, self.gradient, self.mean, self.square]
         if not all(_is_plain(tensor.meta["val"], self.last.meta["val"]) for tensor in tensors):
             return _LAYOUT
@@ -118,7 +120,7 @@ class _Update:
         return self._reason_against_reading_late(memory, steps)
 
     def _reason_against_reading_late(self, memory: Memory, steps: set[fx.Node]) -> str | None:
-        """Why the gradient may not be read where the last step stands."""
+        """Why the gradient may not be read where the last step is."""
         first = min(memory.position[step] for step in self.steps if self.gradient in step.all_input_nodes)
         end, held = memory.position[self.last], memory.region[self.gradient]
         if end - first > _FARTHEST:

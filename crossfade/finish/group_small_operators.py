@@ -52,6 +52,8 @@ class GroupSmallOperators(Pass):
     `largest_kb`, on a GPU up to 16 MB. Quotients by a number stay single on a GPU: alone it multiplies by the
     reciprocal, for several it divides.
 
+    Also known as: foreach optimizers (torch), multi-tensor apply (Apex), horizontal loop fusion (XLA).
+
     Before:
         a: f32[2] = parameter("a")
         b: f32[3] = parameter("b")
@@ -222,8 +224,8 @@ def _levels(window: Sequence[fx.Node], memory: Memory) -> dict[fx.Node, int]:
 def _in_places_of(program: Program, windows: Sequence[Sequence[fx.Node]], order: Sequence[fx.Node]) -> list[fx.Node]:
     """All nodes, those of the windows in another order."""
     moved = {node for window in windows for node in window}
-    next_one = iter(order)
-    return [next(next_one) if node in moved else node for node in program.graph.nodes]
+    following = iter(order)
+    return [next(following) if node in moved else node for node in program.graph.nodes]
 
 
 def _call_once(program: Program, nodes: Sequence[fx.Node]) -> None:
@@ -234,8 +236,8 @@ def _call_once(program: Program, nodes: Sequence[fx.Node]) -> None:
     numbers = [call.number for call in group]
     overload, number = "default", []
     if first.number is not None:
-        one_number = all(other is numbers[0] or _equal(other, numbers[0]) for other in numbers)
-        overload, number = ("Scalar", numbers[:1]) if one_number else ("ScalarList", [numbers])
+        same_number = all(other is numbers[0] or _equal(other, numbers[0]) for other in numbers)
+        overload, number = ("Scalar", numbers[:1]) if same_number else ("ScalarList", [numbers])
     target = getattr(first.several, overload)
     together = insert_call(program, target, *lists, *number, before=first.node, like=first.node)
     for index, call in enumerate(group):

@@ -39,6 +39,8 @@ class PackInPlace(Pass):
     memory costs a page fault for every 4 KB at each step, which on a CPU is as much as the copy itself: there also what
     is sent alone, from `alone_kb` on, is computed into such memory.
 
+    Also known as: gradient_as_bucket_view (DDP), contiguous_gradients (DeepSpeed), gradient buffers (Megatron).
+
     Before:
         x: f32[2, 2] = input("x")
         mm: f32[2, 2] = aten.mm(x, x)

@@ -197,7 +197,7 @@ def _refuse_other_files(folder: Path) -> None:
     strangers = [file.name for file in files if file.name != ".metadata" and file.suffix != ".distcp"]
     if strangers:
         raise CrossfadeError(
-            f"{strangers[0]} in {folder}",
+            f"{folder} holds {strangers[0]}, which is no part of a checkpoint",
             expected="a folder that is new, or has a checkpoint and nothing else",
             remedy="save into a folder of its own, such as one below it",
         )
@@ -205,7 +205,7 @@ def _refuse_other_files(folder: Path) -> None:
 
 @contextlib.contextmanager
 def _plain_errors(what: str) -> Iterator[None]:
-    """torch's checkpoint errors are no `Exception`s, and carry those of all ranks: raise the first as one of ours."""
+    """torch's checkpoint errors are no `Exception`s, and carry those of all ranks: raise the first as an error of ours."""
     from torch.distributed.checkpoint.api import CheckpointException
 
     try:

@@ -89,9 +89,9 @@ class Shards:
             expected = kept.seen if kept is not None else first.get(name)
             if expected is not None and registry[attribute] is not expected:
                 raise ModelError(
-                    f"another parameter {name} than the one that {'is to be' if self.will_split else 'was'} split",
+                    f"parameter {name} was replaced {'before' if self.will_split else 'after'} it was split",
                     expected="parameters that stay the model's own",
-                    remedy="load values by step.load or step.load_state_dict, outside step.gathered(); or compile anew",
+                    remedy="load by step.load or step.load_state_dict, outside step.gathered(); or compile again",
                 )
 
     def has(self, name: str) -> bool:

@@ -236,7 +236,7 @@ class ReportData:
 
 
 def _counted(program: Program) -> CollectiveCounts:
-    """Number and bytes of a program's collectives by kind; those inside a matmul in pieces are told apart."""
+    """Number and bytes of a program's collectives by kind; those inside a collective matmul count apart."""
     counts = count_by_kind(program.graph)
     keys = Keys()
     for node in program.graph.nodes:

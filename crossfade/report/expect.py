@@ -1,4 +1,4 @@
-"""What a user expects of a compilation, in one small form: a dataclass, a mapping or a line of text, all the same."""
+"""What a user expects of a compilation, in one small form: a dataclass, a mapping or a line of text."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ class Expect:
         for name in ("exposed_ms", "collectives", "megabytes"):
             value = getattr(self, name)
             if value is not None and (isinstance(value, bool) or not isinstance(value, (int, float)) or value < 0):
-                raise CrossfadeError(f"{name}={value!r}", expected="a number, not negative", remedy=_REMEDY)
+                raise CrossfadeError(f"{name}={value!r}", expected="a number that is not negative", remedy=_REMEDY)
 
     @classmethod
     def of(cls, given: Expect | Mapping[str, Any] | str | bool | None) -> Expect | None:
@@ -161,7 +161,7 @@ def _field(word: str) -> tuple[str, Any]:
     if colon and value and name in ("bucketed", "no-gather", "no-left", "no"):
         return name.replace("-", "_"), Like.of(value) if name == "no" else value
     raise CrossfadeError(
-        f"{word!r} in what is expected",
+        f"unknown word {word!r} in strict=",
         expected="exposed<=5ms, collectives<=12, sent<=10MB, bucketed:, no-gather:, no-left:, no:, rules, bitwise or "
         "no-remedies",
         remedy=_REMEDY,
@@ -172,11 +172,11 @@ def _number(word: str, digits: str) -> float | int:
     try:
         return int(digits) if digits.isdecimal() else float(digits)
     except ValueError as error:
-        raise CrossfadeError(f"{word!r} in what is expected", expected="a number", remedy=_REMEDY) from error
+        raise CrossfadeError(f"unknown word {word!r} in strict=", expected="a number", remedy=_REMEDY) from error
 
 
 def _check_names(given: Mapping[str, Any], known: list[str]) -> None:
     if unknown := [name for name in given if name not in known]:
         raise CrossfadeError(
-            f"{', '.join(map(repr, unknown))} in what is expected", expected=", ".join(known), remedy=_REMEDY
+            f"unknown names {', '.join(map(repr, unknown))} in strict=", expected=", ".join(known), remedy=_REMEDY
         )

@@ -20,7 +20,7 @@ from crossfade.report.timeline import hidden, timelines
 from crossfade.report.units import Cell
 
 FORMAT = 1
-Kind = TypeVar("Kind", bound=ReportData)
+AnyReport = TypeVar("AnyReport", bound=ReportData)
 
 
 def dump(report: ReportData) -> str:
@@ -36,7 +36,7 @@ def dump(report: ReportData) -> str:
     return json.dumps(content, indent=2) + "\n"
 
 
-def load(kind: type[Kind], text: str, where: str = "text") -> Kind:
+def load(kind: type[AnyReport], text: str, where: str = "text") -> AnyReport:
     """The report that `dump` wrote; errors name `where` the text is from.
 
     >>> load(ReportData, dump(ReportData("step"))).title
@@ -66,7 +66,7 @@ def _checked(text: str, where: str) -> Found:
     found = content.get("format", "none") if isinstance(content, dict) else "none"
     if found != FORMAT:
         raise CrossfadeError(
-            f"{where}, JSON of report format {str(found)[:80]}", expected=f"format {FORMAT}", remedy=remedy
+            f"{where} is JSON of report format {str(found)[:80]}", expected=f"format {FORMAT}", remedy=remedy
         )
     return Found(content, where, "", CrossfadeError, remedy)
 

@@ -54,7 +54,7 @@ class Report(ReportData):
 
         >>> Report.from_json('{"format": 0}')
         Traceback (most recent call last):
-        crossfade.errors.CrossfadeError: text, JSON of report format 0: expected format 1...
+        crossfade.errors.CrossfadeError: text is JSON of report format 0: expected format 1...
         """
         if isinstance(source, Path):
             return load(cls, read_text(source, CrossfadeError, "give a file that Report.to_json wrote"), str(source))
@@ -77,7 +77,7 @@ class Report(ReportData):
 
         >>> Report("step").to_trace("trace.json")
         Traceback (most recent call last):
-        crossfade.errors.CrossfadeError: a report without a timeline...
+        crossfade.errors.CrossfadeError: the report has no timeline...
         """
         target = Path(path)
         target.write_text(dump_trace(self), encoding="utf-8")

@@ -37,7 +37,7 @@ def dump_trace(report: ReportData) -> str:
     shown = timelines(report)
     if not shown:
         raise CrossfadeError(
-            "a report without a timeline",
+            "the report has no timeline",
             expected="a predicted or a measured one",
             remedy="add one with report.with_timelines(...), then write the trace",
         )

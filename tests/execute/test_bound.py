@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from crossfade import compile_step
-from crossfade.execute.bound import Bound, Found
+from crossfade.execute.bound import Bound, BoundValue
 
 
 def stepped(**options: Any) -> tuple[Any, nn.Module, torch.optim.Optimizer]:
@@ -77,9 +77,9 @@ def test_a_program_that_is_not_called_any_more_does_not_hold_old_state() -> None
 def test_what_was_looked_up_is_not_again_unless_something_was_replaced() -> None:
     model, looked_up = {"w": object()}, []
 
-    def find() -> Found:
+    def find() -> BoundValue:
         looked_up.append(1)
-        return Found(model["w"], ((model, "w", model["w"]),))
+        return BoundValue(model["w"], ((model, "w", model["w"]),))
 
     bound = Bound({0: find, 2: find}, {1: lambda batch: batch.pop("x")})
     bound.look_up()

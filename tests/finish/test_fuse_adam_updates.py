@@ -132,7 +132,7 @@ def test_what_is_small_is_left_for_others_to_group() -> None:
 def test_steps_far_apart_are_not_looked_through() -> None:
     between = "".join(f"    n{i}: f32[4] = aten.neg(x)\n" for i in range(300))
     (verdict,) = fused(program_of(UPDATE.replace("    root:", between + "    root:"))).history[-1].verdicts
-    assert verdict.reason == "its steps stand far apart"
+    assert verdict.reason == "its steps are far apart"
 
 
 def test_time_grows_with_the_number_of_updates() -> None:

@@ -326,11 +326,11 @@ def train_until(last: str) -> str:
 def test_a_rank_that_dies_is_named_with_the_collective() -> None:
     with (
         cf.Ranks(2, timeout=60, start="forkserver") as world,
-        pytest.raises(RankFailedError, match=r"rank 1 dead \(exit code 7\)") as caught,
+        pytest.raises(RankFailedError, match=r"rank 1 died \(exit code 7\)") as caught,
     ):
         world.run(_die_and_report)
     assert "rank 0 also raised" in str(caught.value)
-    assert "a failed collective in step 2: all_reduce" in str(caught.value)
+    assert "a collective failed in step 2: all_reduce" in str(caught.value)
     assert "rank 1 has ended" in str(caught.value)
 
 
@@ -361,7 +361,7 @@ def test_a_rank_that_sleeps_ends_the_others_within_the_timeout() -> None:
 @pytest.mark.ranks
 def test_a_call_that_takes_too_long_ends_all_ranks() -> None:
     with cf.Ranks(2, timeout=60, start="forkserver") as world:
-        with pytest.raises(RankFailedError, match="rank 0 still running after 3 s"):
+        with pytest.raises(RankFailedError, match="rank 0 is still running after 3 s"):
             world.run(time.sleep, 30, timeout=3)
         assert world.run(os.path.basename, "a/b") == ["b", "b"]
 
@@ -387,7 +387,7 @@ def test_a_rank_that_alone_captures_again_says_why(changing: int) -> None:
         said = world.run(_one_changes, changing)
     why = "captures again, since model.1.p changed from 0.0 to 0.5"
     assert f"; this rank {why}: expected every rank to capture again at the same step" in said[changing]
-    assert "a failed collective in step 1" in said[1 - changing] and f"it {why}" in said[1 - changing]
+    assert "a collective failed in step 1" in said[1 - changing] and f"it {why}" in said[1 - changing]
 
 
 def test_errors_survive_the_way_between_processes() -> None:

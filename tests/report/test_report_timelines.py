@@ -243,6 +243,6 @@ def test_neighbours_in_a_trace_touch_and_never_overlap() -> None:
 
 
 def test_a_trace_of_nothing_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(CrossfadeError, match="a report without a timeline: expected a predicted or a measured one"):
+    with pytest.raises(CrossfadeError, match="the report has no timeline: expected a predicted or a measured one"):
         Report("r").to_trace(tmp_path / "trace.json")
     assert list(tmp_path.iterdir()) == []

@@ -382,7 +382,7 @@ def test_a_step_is_held_to_it_before_it_trains() -> None:
     with pytest.raises(StrictError, match="no machine to predict"):
         step(torch.ones(4, 4), torch.ones(4, 2))
     assert all(torch.equal(one, other) for one, other in zip(before, model.parameters(), strict=True))
-    with pytest.raises(CrossfadeError, match="'exposed' in what is expected"):
+    with pytest.raises(CrossfadeError, match="unknown word 'exposed' in strict="):
         cf.compile_step(model, F.mse_loss, optimizer, strict="exposed")
     cf.compile_step(model, F.mse_loss, optimizer, strict=True)(torch.ones(4, 4), torch.ones(4, 2))
 

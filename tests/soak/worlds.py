@@ -25,7 +25,7 @@ from tests.soak.job import MODES, STEPS, Job, train
 KINDS = ("kill", "pause", "short pause", "long pause", "raise")
 STARTERS = ("launch", "torchrun")
 PLACES = ("open", "capture", *(f"step {number}" for number in range(STEPS)), "save 2", "save 4", "save 6", "save 8")
-_DOING = r"failed collective|checkpoint|compare programs|compile a step|open process groups|opening|gather the model"
+_DOING = r"collective failed|checkpoint|compare programs|compile a step|open process groups|opening|gather the model"
 
 
 @dataclass(frozen=True)
