@@ -205,7 +205,7 @@ def _refuse_other_files(folder: Path) -> None:
 
 @contextlib.contextmanager
 def _plain_errors(what: str) -> Iterator[None]:
-    """torch's checkpoint errors are no `Exception`s, and carry those of all ranks: raise the first as an error of ours."""
+    """torch's checkpoint errors are no `Exception`s, and carry those of all ranks: raise the first as ours."""
     from torch.distributed.checkpoint.api import CheckpointException
 
     try:
