@@ -167,7 +167,7 @@ def _steps_come_and_go(count: int) -> tuple[list[tuple[int, int]], bool, bool]:
 
 @pytest.mark.ranks
 def test_steps_that_are_dropped_or_closed_leave_no_files_and_no_threads(ranks: Any) -> None:
-    for (before, after), shared, distinct in ranks(2).run(_steps_come_and_go, 100):
+    for (before, after), shared, distinct in ranks(2).run(_steps_come_and_go, 30):
         assert after[0] <= before[0] and after[1] <= before[1]
         assert shared, "steps of one model share process groups"
         assert distinct, "steps of different models, which threads may call, do not"

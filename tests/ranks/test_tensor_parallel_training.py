@@ -141,7 +141,7 @@ def two_shapes() -> tuple[list[float], list[float]]:
 
 
 @pytest.mark.ranks
-def test_batches_of_another_shape_are_planned_anew(ranks: Any) -> None:
+def test_batches_of_another_shape_are_planned_again(ranks: Any) -> None:
     """Ranks of both axes share what was measured, each time, and meet before they share again."""
     for losses, expected in ranks(4).run(two_shapes):
         assert losses == pytest.approx(expected, rel=1e-5)
