@@ -49,9 +49,9 @@ def train(change: str, at: int, steps: int, options: dict[str, Any]) -> tuple[in
             except RankMismatchError as found:
                 error = str(found)
                 break
-    told = step.report.facts.get("ranks compared", "") if done else ""
-    messages = [str(one.message) for one in said if "Remedy" in str(one.message)]
-    return done, error, messages, told, _number_of_collectives(step) if done else 0
+    cost = step.report.facts.get("ranks compared", "") if done else ""
+    messages = [str(warning.message) for warning in said if "Remedy" in str(warning.message)]
+    return done, error, messages, cost, _number_of_collectives(step) if done else 0
 
 
 def _number_of_collectives(step: cf.Step) -> int:
@@ -109,11 +109,11 @@ def test_three_ranks_see_it_too(ranks: Any) -> None:
 @pytest.mark.ranks
 def test_comparing_now_and_then_or_never(ranks: Any) -> None:
     compared = ranks(2).run(train, "rate", 3, 8, {"check_every": 5})
-    for done, error, _, told, _ in compared:
-        assert done == 5 and "a learning rate" in error and "every 5 steps" in told
+    for done, error, _, cost, _ in compared:
+        assert done == 5 and "a learning rate" in error and "every 5 steps" in cost
     never = ranks(2).run(train, "rate", 3, 8, {"check_every": 0})
-    for done, error, _, told, _ in never:
-        assert done == 7 and not error and not told
+    for done, error, _, cost, _ in never:
+        assert done == 7 and not error and not cost
     assert compared[0][-1] == never[0][-1], "comparing adds no collective"
 
 

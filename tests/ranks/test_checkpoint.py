@@ -75,8 +75,8 @@ def test_training_goes_on_bitwise(ranks: Any, tmp_path: Path, mode: str) -> None
 )
 def test_saved_on_four_ranks_goes_on_on_two(ranks: Any, tmp_path: Path, saved: str, loaded: str) -> None:
     whole = ranks(4).run(train_and_save, 4, saved, str(tmp_path / "saved"))
-    for one in ranks(2).run(load_and_train, 2, loaded, str(tmp_path / "saved"), whole[0].losses[:HALF]):
-        assert differences(train_eager(NAME), one, *PLANNED) == []
+    for resumed in ranks(2).run(load_and_train, 2, loaded, str(tmp_path / "saved"), whole[0].losses[:HALF]):
+        assert differences(train_eager(NAME), resumed, *PLANNED) == []
 
 
 def by_hand(ranks: int, folder: str) -> list[str]:

@@ -107,7 +107,7 @@ def _only_one_saves(who: int, folder: str) -> tuple[str, float]:
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("who", [0, 1])
-def test_one_rank_that_saves_alone_is_told_where_the_other_is(who: int, tmp_path: Path) -> None:
+def test_a_rank_that_saves_alone_hears_where_the_other_is(who: int, tmp_path: Path) -> None:
     with cf.Ranks(2, timeout=100, start="forkserver") as world:  # not the pool: these have lost count of each other
         results = world.run(_only_one_saves, who, str(tmp_path / "c"))
     (saving, soon), (training, late) = results[who], results[1 - who]
@@ -157,9 +157,9 @@ def _steps_come_and_go(count: int) -> tuple[list[tuple[int, int]], bool, bool]:
     del step
     after = _left_behind()
     model = linear()
-    one, other = compiled(model), compiled(model)
-    shared = one._groups == other._groups
-    one.close()
+    first, other = compiled(model), compiled(model)
+    shared = first._groups == other._groups
+    first.close()
     other(*BATCH)
     distinct = compiled(linear())._groups != other._groups
     return [before, after], shared, distinct

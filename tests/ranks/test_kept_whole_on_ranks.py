@@ -29,7 +29,7 @@ def kept_whole(mode: str, keep_whole: Any) -> tuple[Trained, list[str]]:
     with mock.patch.object(training, "parameters_to_keep_whole", lambda *_: CHOSEN):
         losses = [float(step(*batch)) for batch in batches(case, 10)]
     found = trained(losses, model, optimizer, captures=step.captures, said=step.report.facts["kept whole"])
-    return found, [name for name, one in model.named_parameters() if not isinstance(one, DTensor)]
+    return found, [name for name, parameter in model.named_parameters() if not isinstance(parameter, DTensor)]
 
 
 @pytest.mark.ranks
@@ -111,7 +111,7 @@ def turned(keep_whole: Any) -> tuple[list[float], list[str]]:
     step = cf.compile_step(model, nn.functional.mse_loss, optimizer, {"dp": 2}, **options)
     with mock.patch.object(training, "parameters_to_keep_whole", lambda *_: ["inner.bias"]):
         losses = [float(step(torch.ones(4, 16), torch.zeros(4, 16))) for _ in range(3)]
-    return losses, [name for name, one in model.named_parameters() if not isinstance(one, DTensor)]
+    return losses, [name for name, parameter in model.named_parameters() if not isinstance(parameter, DTensor)]
 
 
 @pytest.mark.ranks
@@ -152,7 +152,7 @@ def asked_otherwise() -> str:
 
 
 @pytest.mark.ranks
-def test_ranks_that_ask_for_other_parameters_are_told(ranks: Any) -> None:
+def test_ranks_that_ask_for_other_parameters_hear_of_it(ranks: Any) -> None:
     for message in ranks(2).run(asked_otherwise):
         assert "rank 0 has `keep_whole = ['0.weight']`, rank 1 has `keep_whole = auto`" in message
 

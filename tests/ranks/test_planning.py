@@ -63,7 +63,7 @@ def with_gelu(slow: bool, limit: int | None) -> tuple[bool, torch.Tensor, torch.
         """Each operator takes a microsecond; that gradient a hundred, or as long as the others."""
         keys = Keys()
         found = {keys.of(node): 1e-6 for node in program.graph.nodes if computes(node)}
-        return {key: 1e-4 if slow and "gelu_backward" in key else one for key, one in found.items()}
+        return {key: 1e-4 if slow and "gelu_backward" in key else seconds for key, seconds in found.items()}
 
     def model() -> nn.Sequential:
         torch.manual_seed(0)
@@ -131,7 +131,7 @@ def refusal(limit: int) -> str:
 
 
 def refusals() -> tuple[str, str]:
-    """What a tiny limit is told, and what the least limit is told that it names."""
+    """What is said to a tiny limit, and to the least limit that this names."""
     tiny = refusal(1000)
     return tiny, refusal(int(re.findall(r"at least (\d+)", tiny)[0]))
 
@@ -145,7 +145,12 @@ def test_a_limit_too_small_says_the_least_that_works(ranks: Any) -> None:
 
 def lowered(machine: str) -> list[str]:
     """The kinds of collectives that a planned step starts on gloo, and what they reduce by."""
-    return sorted({f"{one.kind} {one.reduce_op}" for one in collectives.find(plan("zero2", machine).program.graph)})
+    return sorted(
+        {
+            f"{collective.kind} {collective.reduce_op}"
+            for collective in collectives.find(plan("zero2", machine).program.graph)
+        }
+    )
 
 
 @pytest.mark.ranks

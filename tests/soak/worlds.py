@@ -224,7 +224,7 @@ def _judged(event: Event, job: Job, expected: list[list[float]]) -> Result:
         problems += found
         problems += [] if second else ["the second attempt did not end"]
     if last and not all(
-        end["parameters"] == [pytest.approx(one, rel=1e-4, abs=1e-6) for one in expected] for end in last.values()
+        end["parameters"] == [pytest.approx(values, rel=1e-4, abs=1e-6) for values in expected] for end in last.values()
     ):
         problems.append("other numbers than single-device training")
     if event.kind == "short pause" and outcome == "restarted":
