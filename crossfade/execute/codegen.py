@@ -39,7 +39,7 @@ _numbers = itertools.count()
 
 @dataclass(frozen=True)
 class Compiled:
-    """A program's function over its inputs, the node that each line of it stands for, and the views that it keeps."""
+    """A program's function over its inputs, the node of each of its lines, and the views that it keeps."""
 
     function: Callable[[list[Any]], tuple[Any, ...]]
     source: str

@@ -80,10 +80,8 @@ class PackInPlace(Pass):
                 verdicts.append(Verdict.of(cat, Outcome.LEFT, reason, bytes=tensor_bytes(cat.meta["val"])))
                 continue
             direct, copied = _pack(program, cat, rewritten)
-            reason, detail = (
-                "packed into memory kept from step to step",
-                f"{direct} written directly, {copied} copied in",
-            )
+            reason = "packed into memory kept from step to step"
+            detail = f"{direct} written directly, {copied} copied in"
             size = tensor_bytes(cat.meta["val"])
             verdicts.append(Verdict.of(cat, Outcome.REPLACED, reason, detail=detail, bytes=size))
             counts["buffers"] += 1

@@ -180,11 +180,8 @@ def load(state: dict[str, Any], folder: str | Path, group: Any) -> None:
 def _check_loaded(state: Mapping[str, Any], folder: Path) -> None:
     """What is no tensor in a checkpoint is what `state_of` writes there."""
     where, remedy = f"{folder}, 'groups'", "load a checkpoint that step.save() wrote"
-    groups = (
-        decoded_json(state["groups"], where, StateError, remedy, finite=False)
-        if isinstance(state["groups"], str)
-        else None
-    )
+    raw = state["groups"]
+    groups = decoded_json(raw, where, StateError, remedy, finite=False) if isinstance(raw, str) else None
     if not isinstance(groups, list) or not all(isinstance(group, dict) for group in groups):
         raise StateError(where, expected="the optimizer's options as JSON", remedy=remedy)
     if type(state["steps"]) is not int or not 0 <= state["steps"] < 2**62:

@@ -52,7 +52,7 @@ class VerdictGroup:
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """A table that a caller adds to a report; numbers are set flush right, `note` stands below.
+    """A table that a caller adds to a report; numbers are set flush right, `note` goes below.
 
     >>> Table("Step time", ["ranks", "ms"], [[2, 14.5], [4, 9.1]]).rows
     ((2, 14.5), (4, 9.1))

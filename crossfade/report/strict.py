@@ -122,10 +122,8 @@ def _exposed(expect: Expect, judged: Judged) -> Iterator[Shortfall]:
     if timeline.exposed * 1e3 <= expect.exposed_ms:
         return
     said = {verdict.subject: (name, verdict) for name, verdict in judged.verdicts if verdict.outcome is Outcome.EXPOSED}
-    total, nodes = (
-        f"{timeline.exposed * 1e3:.3f} ms exposed in all",
-        {node.name: node for node in judged.after.graph.nodes},
-    )
+    total = f"{timeline.exposed * 1e3:.3f} ms exposed in all"
+    nodes = {node.name: node for node in judged.after.graph.nodes}
     for travelled in sorted(timeline.communication, key=lambda travelled: -travelled.exposed):
         if travelled.exposed > 0:
             name, verdict = said.get(travelled.name, ("", Verdict(travelled.name, Outcome.EXPOSED, "")))
@@ -137,9 +135,8 @@ def _exposed(expect: Expect, judged: Judged) -> Iterator[Shortfall]:
 def _source(start: fx.Node) -> str:
     """Where a collective comes from, or what is packed in it does: the first source, and how many more there are."""
     packed = [source for given in start.all_input_nodes for source in given.all_input_nodes]
-    sources = list(
-        dict.fromkeys(filter(None, [source_line(start)] if source_line(start) else map(source_line, packed)))
-    )
+    found = [source_line(start)] if source_line(start) else map(source_line, packed)
+    sources = list(dict.fromkeys(filter(None, found)))
     return sources[0] + (f" and {len(sources) - 1} more" if len(sources) > 1 else "") if sources else ""
 
 
@@ -171,11 +168,7 @@ def _unbucketed(expect: Expect, judged: Judged) -> Iterator[Shortfall]:
         yield Shortfall(token, "the program", reason=f"{' and '.join(names)} did not run", remedy=remedy)
     carrying = _carrying(judged, wanted) if wanted in _BUCKETS else set()
     for record in ran:
-        about = [
-            verdict
-            for verdict in record.verdicts
-            if verdict.subject in carrying or _is_asked_for(verdict, wanted, weights)
-        ]
+        about = [v for v in record.verdicts if v.subject in carrying or _is_asked_for(v, wanted, weights)]
         if not about and record.verdicts and len(ran) == 1:
             reason = f"no collective that {record.name} saw is known to carry {wanted}"
             yield Shortfall(token, "the program", reason=reason, remedy="write bucketed:all, or a pattern of sources")
