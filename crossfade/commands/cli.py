@@ -151,11 +151,11 @@ def simulate(
 
     from crossfade.commands import whatif
 
-    found = [whatif.forecast(program, preset, group_size, memory_limit) for preset in machine or list(whatif.PRESETS)]
+    found = [whatif.what_if(program, preset, group_size, memory_limit) for preset in machine or list(whatif.PRESETS)]
     columns = ("machine", "as it stands", "planned", "exposed", "peak bytes", "buckets up to")
     table = Table(*columns, title=f"{program.name}, groups of {group_size}")
-    for forecast in found:
-        table.add_row(*forecast.row())
+    for answer in found:
+        table.add_row(*answer.row())
     console.print(table)
     if html is not None:
         console.print(f"HTML report: {found[-1].report.to_html(html)}", soft_wrap=True)
