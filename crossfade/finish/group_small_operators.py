@@ -110,7 +110,7 @@ class GroupSmallOperators(Pass):
 
 
 @dataclass(frozen=True)
-class _Call:
+class _SmallCall:
     """One call of a small operator: what is called for several, the tensors that each has, and its number if any."""
 
     node: fx.Node
@@ -134,7 +134,7 @@ class _Call:
         return self.several, self.number is None, self.node.meta["val"].dtype, self.device
 
 
-def small_call(node: fx.Node) -> _Call | None:
+def small_call(node: fx.Node) -> _SmallCall | None:
     """A node as a call that can be made for several at once, on tensors of one shape and dtype; None of others."""
     value = node.meta.get("val")
     if node.op != "call_function" or not isinstance(value, Tensor) or value.device.type not in _MOST_BYTES:
@@ -147,18 +147,18 @@ def small_call(node: fx.Node) -> _Call | None:
     return call
 
 
-def _read(node: fx.Node) -> _Call | None:
+def _read(node: fx.Node) -> _SmallCall | None:
     args: tuple[Any, ...] = node.args
     if node.target in _WITH_NUMBER and len(args) == 2 and not node.kwargs and is_number(args[1]):
-        return _Call(node, _WITH_NUMBER[node.target], args[:1], args[1])  # type: ignore[index]
+        return _SmallCall(node, _WITH_NUMBER[node.target], args[:1], args[1])  # type: ignore[index]
     if node.target in _WITH_TENSORS:
         several, count, name = _WITH_TENSORS[node.target]  # type: ignore[index]
         number = args[count] if len(args) > count else node.kwargs.get(name, 1)
-        return _Call(node, several, args[:count], number)
+        return _SmallCall(node, several, args[:count], number)
     if node.target is _aten.sqrt.default:
-        return _Call(node, _aten._foreach_sqrt, args)
+        return _SmallCall(node, _aten._foreach_sqrt, args)
     if node.target is _aten.copy_.default and len(args) == 2 and not node.kwargs:
-        return _Call(node, _aten._foreach_copy_, args)
+        return _SmallCall(node, _aten._foreach_copy_, args)
     return None
 
 
