@@ -21,7 +21,7 @@ def in_another_order(x: torch.Tensor) -> list[torch.Tensor]:
 
 
 first, second = (
-    from_graph_module(make_fx(one, tracing_mode="fake")(torch.ones(4))) for one in (backward, in_another_order)
+    from_graph_module(make_fx(order, tracing_mode="fake")(torch.ones(4))) for order in (backward, in_another_order)
 )
 everyone = {"dp": (0, 1), "tp": (0, 1)}
 print(cf.check_compatible([first, first], everyone))

@@ -31,7 +31,7 @@ def ranks() -> Iterator[Callable[[int], Ranks]]:
 # fmt: off
 TIMED = {
     "test_calibrate", "test_estimate", "test_measure", "test_process_group", "test_messages", "test_stopwatch",
-    "test_errors", "test_soak",
+    "test_lost_ranks", "test_soak",
 }
 # fmt: on
 """Files whose tests compare times, or wait for them to run out: they are not run beside others."""

@@ -71,7 +71,7 @@ def explain(
     before = read_program_text(program)
     before.groups = dict.fromkeys(collectives.group_sizes(before.graph), group_size)
     usual = pipeline.optimization(machine=found, groups=before.groups)
-    chosen = [catalogue.pass_from_spelling(one) for one in passes.split()] if passes else usual
+    chosen = [catalogue.pass_from_spelling(spelling) for spelling in passes.split()] if passes else usual
     after = run_passes(before, chosen, context=pipeline.planning_for(found))
     report = Report.of(before, after, title=program.name)
     report = report.with_timelines(predicted=whatif.predicted(after, found)) if found is not None else report
@@ -151,11 +151,11 @@ def simulate(
 
     from crossfade.commands import whatif
 
-    found = [whatif.outlook(program, one, group_size, memory_limit) for one in machine or list(whatif.PRESETS)]
+    found = [whatif.what_if(program, preset, group_size, memory_limit) for preset in machine or list(whatif.PRESETS)]
     columns = ("machine", "as it stands", "planned", "exposed", "peak bytes", "buckets up to")
     table = Table(*columns, title=f"{program.name}, groups of {group_size}")
-    for one in found:
-        table.add_row(*one.row())
+    for answer in found:
+        table.add_row(*answer.row())
     console.print(table)
     if html is not None:
         console.print(f"HTML report: {found[-1].report.to_html(html)}", soft_wrap=True)
@@ -224,8 +224,8 @@ def shard(
     written = []
     with Progress(console=console, transient=True) as progress:
         task = progress.add_task("ranks written", total=prepared.local.ranks)
-        for one in shard_models.write_ranks(prepared, weights, output):
-            written.append(one)
+        for file in shard_models.write_ranks(prepared, weights, output):
+            written.append(file)
             progress.advance(task)
     console.print(shard_models.summary(written))
     console.print(f"sharded model: {output}", soft_wrap=True)

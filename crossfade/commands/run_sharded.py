@@ -69,7 +69,7 @@ def _run(folder: str, inputs: str, output: str, trusted: bool) -> Ran:
     described = [
         f"{value.dtype} {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value) for value in wholes
     ]
-    return Ran(sharded.ranks, [one.removeprefix("torch.") for one in described], ended - loaded, loaded - began)
+    return Ran(sharded.ranks, [text.removeprefix("torch.") for text in described], ended - loaded, loaded - began)
 
 
 def read_inputs(path: Path, sharded: Sharded, *, trusted: bool = False) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -80,7 +80,7 @@ def read_inputs(path: Path, sharded: Sharded, *, trusted: bool = False) -> tuple
     leaves, _ = tree_flatten(given)
     if isinstance(given, Mapping) or len(leaves) != len(sharded.inputs):
         raise BatchError(
-            f"in {path} " + (", ".join(map(str, given)) if isinstance(given, Mapping) else f"{len(leaves)} values"),
+            f"{path} holds " + (", ".join(map(str, given)) if isinstance(given, Mapping) else f"{len(leaves)} values"),
             expected=f"{len(sharded.inputs)} inputs: {', '.join(sharded.inputs)}",
             remedy="torch.save a tuple of the arguments in this order, or a dict by these names",
         )

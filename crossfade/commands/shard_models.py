@@ -38,7 +38,7 @@ def read_mesh(spelling: str) -> tuple[str, int]:
     """
     axis, found, size = spelling.partition("=")
     if not found or not axis or not size.isdecimal() or int(size) < 1:
-        raise MeshError(f"the mesh {spelling!r}", expected="AXIS=RANKS", remedy="write tp=4, say")
+        raise MeshError(f"the mesh {spelling!r}", expected="AXIS=RANKS", remedy="write tp=4, for example")
     return axis, int(size)
 
 
@@ -74,9 +74,9 @@ def summary(written: list[Written]) -> RenderableType:
     """The plan, what a forward communicates, what each rank has to load, and what did not go as a plan hopes."""
     sharded = written[0].sharded
     files = Table("rank", "file", "bytes", title=f"{sharded.axis}={sharded.ranks}")
-    for one in written:
-        files.add_row(str(one.rank), one.path.name, format_bytes(one.bytes))
+    for file in written:
+        files.add_row(str(file.rank), file.path.name, format_bytes(file.bytes))
     found = sharded.collectives()
     said = ", ".join(f"{count} {kind}s ({format_bytes(size)})" for kind, (count, size) in found.items())
-    verdicts = [Text(str(one)) for one in sharded.verdicts if one.reason != "reduced"]
+    verdicts = [Text(str(verdict)) for verdict in sharded.verdicts if verdict.reason != "reduced"]
     return Group(sharded.plan.__rich__(), files, Text(f"a forward has {said or 'no collectives'}"), *verdicts)

@@ -15,11 +15,11 @@ from crossfade.graph import collectives
 from crossfade.graph.memory import live_by_name
 from crossfade.report.report import Report
 
-__all__ = ["PRESETS", "Outlook", "machine_of", "outlook", "predicted"]
+__all__ = ["PRESETS", "WhatIf", "machine_of", "what_if", "predicted"]
 
 
 @dataclass(frozen=True)
-class Outlook:
+class WhatIf:
     """What is predicted of one program on one machine."""
 
     machine: Machine
@@ -46,7 +46,7 @@ def machine_of(name: str) -> Machine:
     return Machine.load(name) if name.endswith(".json") else preset(name)
 
 
-def outlook(program: Path, machine: str, group_size: int, memory_limit: int | None = None) -> Outlook:
+def what_if(program: Path, machine: str, group_size: int, memory_limit: int | None = None) -> WhatIf:
     """Predict a program in text form on a preset, or on a machine kept as a JSON file."""
     before = read_program_text(program)
     before.groups = dict.fromkeys(collectives.group_sizes(before.graph), group_size)
@@ -55,4 +55,4 @@ def outlook(program: Path, machine: str, group_size: int, memory_limit: int | No
     memory = live_by_name(plan.program)
     report = Report.of(before, plan.program, title=program.name).with_timelines(predicted=plan.timeline, memory=memory)
     peak = max(size for _, size in memory)
-    return Outlook(found, simulate(before, estimate(before, found)), plan, peak, report)
+    return WhatIf(found, simulate(before, estimate(before, found)), plan, peak, report)

@@ -9,7 +9,7 @@ from crossfade.capture.batch import BatchLayout
 from crossfade.compile.phases import Ran
 from crossfade.graph.launches import Launch
 from crossfade.graph.program import Program
-from crossfade.ranks.alike import Comparison
+from crossfade.ranks.alike import RankComparison
 from crossfade.report.report import Report
 from crossfade.report.strict import Shortfall
 
@@ -23,7 +23,7 @@ class Built:
     report: Report
     state_keys: Mapping[str, Collection[str]]
     """For each parameter that is stepped, the entries of optimizer state that the program takes."""
-    comparisons: Sequence[Comparison]
+    comparisons: Sequence[RankComparison]
     """What ranks compare at every step."""
     exchanges: Sequence[Launch]
     """What was to be communicated before it was put together, each with what it is for."""

@@ -22,7 +22,7 @@ from crossfade.compile.phases import Ran
 from crossfade.compile.place import Place
 from crossfade.cost.timeline import Timeline
 from crossfade.errors import CrossfadeError, RankFailedError
-from crossfade.execute.bound import Bound, Found, watch
+from crossfade.execute.bound import Bound, BoundValue, watch
 from crossfade.execute.executable import Executable
 from crossfade.execute.stopwatch import Stopwatch
 from crossfade.graph.private import group_named, mark_optimizer_stepped
@@ -347,7 +347,7 @@ class Step:
 
     def _bound(self, program: Program) -> Bound:
         """How to find each input's value: users may load checkpoints or change rates between steps."""
-        lasting: dict[int, Callable[[], Found]] = {}
+        lasting: dict[int, Callable[[], BoundValue]] = {}
         fresh: dict[int, Callable[[dict[str, Any]], Any]] = {}
         for place, (item, node) in enumerate(program.named_inputs()):
             if item.kind in (InputKind.INPUT, InputKind.ALIKE):
@@ -361,20 +361,17 @@ class Step:
     def _rate(self, group: int, batch: dict[str, Any]) -> float:
         return float(self.optimizer.param_groups[group]["lr"])
 
-    def _finder(self, kind: InputKind, name: str, node: fx.Node) -> Callable[[], Found]:
+    def _finder(self, kind: InputKind, name: str, node: fx.Node) -> Callable[[], BoundValue]:
         match kind:
             case InputKind.WORKSPACE:
-                return lambda: Found(self._workspace(name, node))
+                return lambda: BoundValue(self._workspace(name, node))
             case InputKind.OPTIMIZER_STATE:
                 return partial(self._found_state, *name.rsplit(":", 1))
             case InputKind.SCALAR:
                 assert name == "rank" or self._place.shards is not None, f"{name} of a program without parts"
-                rank = (
-                    self._place.part_of_batch
-                    if self._place.shards is None or name == "rank"
-                    else self._place.shards.rank
-                )
-                return lambda: Found(rank)
+                shards = None if name == "rank" else self._place.shards
+                rank = self._place.part_of_batch if shards is None else shards.rank
+                return lambda: BoundValue(rank)
             case InputKind.PARAMETER:
                 registry, attribute = place_of(self.model, name)
             case _:
@@ -382,13 +379,13 @@ class Step:
                 registry = self.model.get_submodule(owner)._buffers
         return partial(self._found_tensor, kind, name, registry, attribute)
 
-    def _found_tensor(self, kind: InputKind, name: str, registry: dict[str, Any], attribute: str) -> Found:
+    def _found_tensor(self, kind: InputKind, name: str, registry: dict[str, Any], attribute: str) -> BoundValue:
         """A parameter, or what this rank keeps of it; or a buffer."""
         seen, shards = registry[attribute], self._place.shards
         split = kind is InputKind.PARAMETER and shards is not None and shards.has(name)
-        return Found(shards.parameter(name) if split and shards else seen, (watch(registry, attribute),))
+        return BoundValue(shards.parameter(name) if split and shards else seen, (watch(registry, attribute),))
 
-    def _found_state(self, name: str, key: str) -> Found:
+    def _found_state(self, name: str, key: str) -> BoundValue:
         """An entry of the optimizer's state, or what this rank keeps of it."""
         registry, attribute = place_of(self.model, name)
         parameter, states = registry[attribute], self.optimizer.state
@@ -402,7 +399,7 @@ class Step:
             watch(states, parameter),
             watch(entries, key),
         )
-        return Found(value, relied_on)
+        return BoundValue(value, relied_on)
 
     def _workspace(self, name: str, node: fx.Node) -> Tensor:
         """Memory that lives as long as the step, shared by its programs, made at the first call."""

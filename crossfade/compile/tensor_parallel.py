@@ -161,7 +161,7 @@ class TensorParallel:
                 raise ModelError(
                     f"another tensor {name} than the one that was split",
                     expected="parameters and split buffers that stay the model's own",
-                    remedy="load values by step.load or step.load_state_dict, outside step.gathered(); or compile anew",
+                    remedy="load by step.load or step.load_state_dict, outside step.gathered(); or compile again",
                 )
 
     def _without_numbers(self) -> nn.Module:

@@ -39,7 +39,7 @@ from crossfade.finish.pack_in_place import PackInPlace
 from crossfade.finish.update_in_place import UpdateInPlace
 from crossfade.graph.passes import Pass, run_passes
 from crossfade.graph.program import Program
-from crossfade.ranks.alike import Comparison
+from crossfade.ranks.alike import RankComparison
 from crossfade.ranks.compared import comparisons
 from crossfade.shard.compare_ranks import CompareRanks
 from crossfade.shard.count_globally import CountGlobally
@@ -57,7 +57,7 @@ class StepCompilation(Compilation):
     """How the batch is divided among ranks and micro-batches."""
     loss_parts: LossParts | None = None
     """How the losses of the parts make up that of the whole batch."""
-    compared: list[Comparison] | None = None
+    compared: list[RankComparison] | None = None
     """What ranks compare at every step."""
     plain: Program | None = None
     """The program before its communication was improved: what the report compares with."""

@@ -83,22 +83,22 @@ def race(
 ) -> list[Measured]:
     """Train all contenders on the same batches, one step of each in turn, so that a busy machine is fair to all."""
     for number, (tokens, targets) in enumerate(batches(size, dist.get_world_size(), warm_up + steps)):
-        for one in contenders:
-            loss, seconds = _timed(one, tokens, targets)
-            one.losses.append(loss)
+        for contender in contenders:
+            loss, seconds = _timed(contender, tokens, targets)
+            contender.losses.append(loss)
             if number >= warm_up:
-                one.seconds.append(seconds)
+                contender.seconds.append(seconds)
             progress()
-    return [Measured(one.name, tuple(one.losses), tuple(one.seconds)) for one in contenders]
+    return [Measured(contender.name, tuple(contender.losses), tuple(contender.seconds)) for contender in contenders]
 
 
-def _timed(one: Contender, tokens: Tensor, targets: Tensor) -> tuple[float, float]:
-    takes_part = not one.first_rank_only or dist.get_rank() == 0
+def _timed(contender: Contender, tokens: Tensor, targets: Tensor) -> tuple[float, float]:
+    takes_part = not contender.first_rank_only or dist.get_rank() == 0
     dist.barrier()
     start = time.perf_counter()
-    loss = float(one.step(tokens, targets)) if takes_part else 0.0
+    loss = float(contender.step(tokens, targets)) if takes_part else 0.0
     seconds = time.perf_counter() - start
-    ranks = 1 if one.first_rank_only else dist.get_world_size()
+    ranks = 1 if contender.first_rank_only else dist.get_world_size()
     return _over_ranks(loss, dist.ReduceOp.SUM) / ranks, _over_ranks(seconds, dist.ReduceOp.MAX)
 
 

@@ -48,9 +48,9 @@ def work(size_name: str, steps: int) -> tuple[list[Measured], Report] | None:
 def times_table(measured: list[Measured]) -> Table:
     """Step times as ratios to DDP's default, from one run."""
     default = measured[1].median
-    best = min(measured[2:-1], key=lambda one: one.median, default=measured[1])
+    best = min(measured[2:-1], key=lambda contender: contender.median, default=measured[1])
     shown = [measured[0], measured[1], replace(best, name=f"{best.name} (best)"), measured[-1]]
-    rows = [[one.name, f"{one.median * 1e3:.1f} ms", f"{default / one.median:.2f}x"] for one in shown]
+    rows = [[entry.name, f"{entry.median * 1e3:.1f} ms", f"{default / entry.median:.2f}x"] for entry in shown]
     note = f"Medians of {len(measured[0].seconds)} steps, taken in turn in one run; times are the slowest rank's."
     return Table("Step time", ["contender", "step", "speed against DDP"], rows, note)
 
@@ -60,10 +60,10 @@ def losses_table(measured: list[Measured]) -> Table:
     last = len(measured[0].losses) - 1
     chosen = [measured[0], measured[1], measured[-1]]
     steps = sorted({0, last // 3, 2 * last // 3, last})
-    rows = [(str(step), *(f"{one.losses[step]:.6f}" for one in chosen)) for step in steps]
+    rows = [(str(step), *(f"{contender.losses[step]:.6f}" for contender in chosen)) for step in steps]
     worst = max(abs(a - b) for a, b in zip(chosen[0].losses, chosen[-1].losses, strict=True))
     note = f"Largest difference between one process and Crossfade over all steps: {worst:.1e}."
-    return Table("Loss", ["step", *(one.name for one in chosen)], rows, note)
+    return Table("Loss", ["step", *(contender.name for contender in chosen)], rows, note)
 
 
 def _report(contender: Contender, size: Size) -> Report:

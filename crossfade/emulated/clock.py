@@ -64,7 +64,7 @@ class Wire:
             return self.lanes[index]
 
 
-class Travel(dist.Work):
+class HostTravel(dist.Work):
     """A collective on CPU tensors under way: it arrives when it is due and its values are written."""
 
     def __init__(self, due: float, results: Sequence[Tensor], write: Write | None, note_late: Callable[[float], None]):
@@ -135,8 +135,8 @@ class Travel(dist.Work):
         left = self.due - time.perf_counter()
         sleep_until(time.perf_counter() + limit)
         raise RankFailedError(
-            f"a collective that takes {left:.3g} s more on the emulated fabric",
-            expected=f"one that takes at most {limit:g} s",
+            f"a collective takes {left:.3g} s more on the emulated fabric",
+            expected=f"at most {limit:g} s",
             remedy="wait longer, or emulate a faster machine",
         )
 
@@ -297,7 +297,7 @@ class _Alarm:
             self._changed.notify()
 
     def close(self) -> None:
-        """Call nobody any more, and end."""
+        """Make no more calls, and end."""
         with self._changed:
             self._open = False
             self._changed.notify()

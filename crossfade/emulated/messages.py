@@ -18,9 +18,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from crossfade.emulated.clock import DeviceTravel, Travel
+from crossfade.emulated.clock import DeviceTravel, HostTravel
 
-Sent = Travel | DeviceTravel
+Sent = HostTravel | DeviceTravel
 Arrive = Callable[[Sent, Sequence[Tensor], Sequence[Tensor]], Sent]
 
 _KEPT = 16
@@ -41,7 +41,7 @@ class Messages:
         """This rank has sent tensors: those expected like that arrive with them."""
         likeness = _likeness(tag, tensors)
         with self._lock:
-            receipt = next((one for one in self._expected if one.likeness == likeness), None)
+            receipt = next((receipt for receipt in self._expected if receipt.likeness == likeness), None)
             if receipt is None:
                 self._sent.append((likeness, work, tensors))
             else:

@@ -1,4 +1,4 @@
-"""The process group of an emulated fabric; what it does is told in `crossfade.emulated`."""
+"""The process group of an emulated fabric; what it does is described in `crossfade.emulated`."""
 
 # torch declares each collective as several overloads; one method here serves them all.
 # mypy: disable-error-code="override,assignment"
@@ -22,8 +22,8 @@ from crossfade.emulated import values as values_of
 from crossfade.emulated.clock import (
     SMALL,
     DeviceTravel,
+    HostTravel,
     Together,
-    Travel,
     Wire,
     arrive_on_device,
     sleep_until,
@@ -166,7 +166,7 @@ class EmulatedGroup(dist.ProcessGroup):
         """Gather each input into a list of tensors."""
         inputs = _listed(inputs)
         lists = output_lists if isinstance(output_lists[0], (list, tuple)) else [output_lists]
-        writes = [values_of.repeated(outputs, one) for outputs, one in zip(lists, inputs, strict=True)]
+        writes = [values_of.repeated(outputs, tensor) for outputs, tensor in zip(lists, inputs, strict=True)]
         outputs = [output for outputs in lists for output in outputs]
         return self._launch(Kind.ALL_GATHER, inputs, outputs, _all(writes))
 
@@ -341,7 +341,7 @@ class EmulatedGroup(dist.ProcessGroup):
         device = device or _device(inputs, outputs)
         if device.type == "cuda":
             return travel_on_device(wire, device, seconds, inputs, outputs, write, blocks=not (inputs or outputs))
-        return Travel(wire.book(ready, seconds), outputs, write, emulation.note_late)
+        return HostTravel(wire.book(ready, seconds), outputs, write, emulation.note_late)
 
     def _arrive_with(self, work: Sent, outputs: Sequence[Tensor], sources: Sequence[Tensor]) -> Sent:
         """The arrival of a message like the one that `work` carries, at the same time."""
@@ -350,7 +350,7 @@ class EmulatedGroup(dist.ProcessGroup):
         write = values_of.delivered(outputs, sources) if written else None
         if isinstance(work, DeviceTravel):
             return arrive_on_device(work, sources, outputs, write)
-        return Travel(work.due, outputs, write, emulation.note_late)
+        return HostTravel(work.due, outputs, write, emulation.note_late)
 
 
 def _create(common: Any, given: Any) -> EmulatedGroup:
@@ -375,7 +375,7 @@ def _emulation_of(given: Any) -> Emulation:
     if _in_use or isinstance(default, EmulatedGroup):
         return _in_use[-1] if _in_use else default.emulation  # type: ignore[union-attr]
     raise MachineError(
-        "an emulated world without a machine",
+        "an emulated world has no machine",
         expected="one that says what its collectives cost",
         remedy="pass pg_options=machine to init_process_group, or call it inside `with emulated.use(machine)`",
     )
@@ -395,8 +395,8 @@ def _let_gathers_reach_python() -> torch.library.Library:
 
 def _gather_into(source: Tensor, group_size: int, group_name: str, *, out: Tensor) -> Tensor:
     work = group_named(group_name)._allgather_base(out, source)
-    # A Work of ours would die with its Python half, while C++ still holds the other.
-    register_work(out, work_of_future(work.get_future()) if isinstance(work, (Travel, DeviceTravel)) else work)
+    # A Work written in Python would die with its Python half while C++ still holds the other.
+    register_work(out, work_of_future(work.get_future()) if isinstance(work, (HostTravel, DeviceTravel)) else work)
     return out
 
 
@@ -425,11 +425,11 @@ def _op(opts: Any) -> Any:
 
 
 def _all(writes: Sequence[Write]) -> Write:
-    def write() -> None:
-        for one in writes:
-            one()
+    def write_all() -> None:
+        for write in writes:
+            write()
 
-    return write
+    return write_all
 
 
 def _bytes(tensors: Sequence[Tensor]) -> int:

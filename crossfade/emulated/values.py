@@ -18,7 +18,7 @@ from crossfade.errors import MeshError, NotYetError
 
 Write = Callable[[], None]
 
-_AS_ONE_HAS_IT = {ReduceOp.AVG, ReduceOp.MIN, ReduceOp.MAX, ReduceOp.BAND, ReduceOp.BOR}
+_KEEPS_EQUAL_VALUES = {ReduceOp.AVG, ReduceOp.MIN, ReduceOp.MAX, ReduceOp.BAND, ReduceOp.BOR}
 
 
 def reduced(tensors: Sequence[Tensor], op: Any, ranks: int) -> Write | None:
@@ -103,7 +103,7 @@ def split(tensor: Tensor, sizes: Sequence[int], ranks: int) -> tuple[Tensor, ...
 def _change(op: Any, ranks: int) -> Callable[[Tensor], Any] | None:
     """What a reduction does to a tensor that is the same on all ranks; None if nothing."""
     kind = getattr(op, "op", op)
-    if kind in _AS_ONE_HAS_IT or ranks == 1 or (kind == ReduceOp.BXOR and ranks % 2):
+    if kind in _KEEPS_EQUAL_VALUES or ranks == 1 or (kind == ReduceOp.BXOR and ranks % 2):
         return None
     if kind == ReduceOp.BXOR:
         return lambda tensor: tensor.zero_()

@@ -6,15 +6,15 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 Watch = tuple[Mapping[Any, Any], Any, Any]
-"""A mapping, a key, and what must still stand there."""
+"""A mapping, a key, and the object that must still be there."""
 
 
 def watch(mapping: Any, key: Any) -> Watch:
-    """Watch what stands in a mapping now; what a scripted module keeps is no dict, and is looked up at every step."""
+    """Watch a mapping's entry; what a scripted module keeps is no dict, and is looked up at every step."""
     return (mapping, key, mapping[key]) if isinstance(mapping, dict) else ({}, key, mapping)
 
 
-class Found(NamedTuple):
+class BoundValue(NamedTuple):
     """An input's value, and what it relies on."""
 
     value: Any
@@ -28,7 +28,7 @@ class Bound:
     replaced takes a fraction of looking everything up.
 
         >>> model = {"w": 1}
-        >>> lasting = {0: lambda: Found(model["w"] + 1, (watch(model, "w"),))}
+        >>> lasting = {0: lambda: BoundValue(model["w"] + 1, (watch(model, "w"),))}
         >>> bound = Bound(lasting, {1: lambda batch: batch["x"]})
         >>> bound.is_current()
         False
@@ -41,7 +41,7 @@ class Bound:
     """
 
     def __init__(
-        self, lasting: Mapping[int, Callable[[], Found]], fresh: Mapping[int, Callable[[dict[str, Any]], Any]]
+        self, lasting: Mapping[int, Callable[[], BoundValue]], fresh: Mapping[int, Callable[[dict[str, Any]], Any]]
     ) -> None:
         self._lasting, self._fresh = lasting, list(fresh.items())
         self._values: list[Any] | None = None
@@ -59,7 +59,7 @@ class Bound:
     def look_up(self) -> None:
         """Find all that lasts."""
         found = {place: find() for place, find in self._lasting.items()}
-        relied_on = {(id(one[0]), one[1]): one for value in found.values() for one in value.watches}
+        relied_on = {(id(watched[0]), watched[1]): watched for value in found.values() for watched in value.watches}
         self._watches = list(relied_on.values())
         count = len(found) + len(self._fresh)
         self._values = [found[place].value if place in found else None for place in range(count)]

@@ -39,7 +39,7 @@ _numbers = itertools.count()
 
 @dataclass(frozen=True)
 class Compiled:
-    """A program's function over its inputs, the node that each line of it stands for, and the views that it keeps."""
+    """A program's function over its inputs, the node of each of its lines, and the views that it keeps."""
 
     function: Callable[[list[Any]], tuple[Any, ...]]
     source: str
@@ -124,7 +124,7 @@ class Views:
 
     def __call__(self, *owners: torch.Tensor) -> tuple[Any, ...]:
         """The views of these tensors."""
-        where = [(one.data_ptr(), one.shape, one.stride()) for one in owners]
+        where = [(owner.data_ptr(), owner.shape, owner.stride()) for owner in owners]
         if where != self._where:
             assert self.make is not None
             self._views, self._where = self.make(*owners), where
@@ -166,7 +166,7 @@ class Writer:
     def _look(self, views: Collection[fx.Node]) -> tuple[list[str], list[str]]:
         """The function that makes views of lasting memory, and the line of `run` that calls it when need be."""
         used = [view.name for view in views if any(user not in views for user in view.users)]
-        owners = dict.fromkeys(one.name for view in views for one in view.all_input_nodes if one not in views)
+        owners = dict.fromkeys(source.name for view in views for source in view.all_input_nodes if source not in views)
         made = [f"    {view.name} = {self._call(view)}" for view in views]
         look = [f"def look({', '.join(owners)}):", *made, f"    return ({''.join(f'{name},' for name in used)})"]
         return look, [f"    [{', '.join(used)}] = {self.bind(self.views, 'views')}({', '.join(owners)})"]
@@ -217,4 +217,4 @@ class Writer:
 
     def _free_name(self, hint: str) -> str:
         candidates = itertools.chain([hint], (f"{hint}_{number}" for number in itertools.count(1)))
-        return next(one for one in candidates if one not in self.names and one not in self._taken)
+        return next(name for name in candidates if name not in self.names and name not in self._taken)

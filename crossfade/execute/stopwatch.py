@@ -50,7 +50,7 @@ def profile(executable: Executable, inputs: list[Any]) -> tuple[tuple[Any, ...],
         ... return output("y", y)
         ... ''')
         >>> results, timeline = profile(Executable(program, {}), [torch.ones(2)])
-        >>> results, [one.name for one in timeline.computation], timeline.source
+        >>> results, [computed.name for computed in timeline.computation], timeline.source
         ((tensor([-1., -1.]),), ['y'], 'measured')
     """
     stopwatch = Stopwatch(executable)
@@ -99,7 +99,7 @@ class _TimedWriter(Writer):
         if collectives.is_wait(node) and (start := collectives.started_by(node)) is not None:
             call = f"{self._arrive}({start.name!r}); {call}"
         elif (found := collectives.view(node)) is not None:
-            sent = "".join(f"{one.name}," for one in found.inputs)
+            sent = "".join(f"{tensor.name}," for tensor in found.inputs)
             call = f"{call}; {self._launched}({node.name!r}, {found.group!r}, {node.name}, ({sent}))"
         return [call, *rest, self._stamp]
 
@@ -203,8 +203,8 @@ class _Flight:
         """Wait for the collective. Torch's books go by memory: of two flights on the same, the later may find nothing
         to wait for because the earlier waits for both, so it waits for the earlier."""
         try:
-            for one in self.before:
-                one.stand_still()
+            for earlier in self.before:
+                earlier.stand_still()
             for result in self.results:
                 collectives.wait(result)
             self.finish = clock.noticed()
@@ -253,7 +253,7 @@ class _Watch:
             self.stamps.clear()  # half a run has no timeline
             raise
         finally:
-            # After an error a watcher may be stuck until the group's timeout: it is told to go, and not waited for.
+            # After an error a watcher may be stuck until the group's timeout: it is asked to end, and not waited for.
             for queue in self._queues.values():
                 for _ in range(self.clock.watchers):
                     queue.put(None)
@@ -261,7 +261,7 @@ class _Watch:
 
     def launched(self, name: str, group: str, result: Tensor | list[Tensor], sent: tuple[Tensor, ...]) -> None:
         results = [result] if isinstance(result, Tensor) else list(result)
-        memory = {one.untyped_storage().data_ptr() for one in results}
+        memory = {tensor.untyped_storage().data_ptr() for tensor in results}
         before = [self._last_on[place] for place in memory if place in self._last_on]
         flight = _Flight(results, sent if self.clock.holds_inputs else (), before)
         self._last_on.update(dict.fromkeys(memory, flight))
@@ -275,7 +275,7 @@ class _Watch:
         return self.clock.seconds(self.stamps, self.stamps[0])
 
     def arrivals(self) -> dict[str, float]:
-        finishes = self.clock.seconds([one.finish for one in self.flights.values()], self.stamps[0])
+        finishes = self.clock.seconds([flight.finish for flight in self.flights.values()], self.stamps[0])
         return dict(zip(self.flights, finishes, strict=True))
 
     def _watched_queue(self) -> SimpleQueue[_Flight | None]:

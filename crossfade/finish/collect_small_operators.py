@@ -1,4 +1,4 @@
-"""Small operators that nothing waits for, put off until there are many: so that one call serves them all."""
+"""Small operators that nothing waits for, postponed until there are many, so that one call serves them all."""
 
 from __future__ import annotations
 
@@ -18,12 +18,14 @@ from crossfade.graph.program import Program, tensor_bytes
 
 @dataclass(frozen=True)
 class CollectSmallOperators(Pass):
-    """Put off small operators that only others of them need, for `group-small-operators` to find them side by side.
+    """Postpone small operators that only others of them need, for `group-small-operators` to find them side by side.
 
-    An optimizer's stand where each gradient is ready, between operators of the backward. They wait until they make or
+    An optimizer's run where each gradient is ready, between operators of the backward. They wait until they make or
     change `most_mb` (with Adam, an eighth of that in gradients lives longer); until something communicates; or until
     memory asks for them, since something reads what they write, or writes what they touch. For devices that are slower
     to call than to compute: on a CPU a gradient would have left the cache.
+
+    Also known as: nothing; torch's foreach optimizers get the same effect by stepping after the backward.
 
     Before:
         p: f32[2] = parameter("p")
@@ -108,11 +110,11 @@ class _Held:
             return False
         if not hasattr(node.target, "_schema") or collectives.is_collective(node) or collectives.is_wait(node):
             return True  # of the output, and of what has no schema, it is not known what is read or written
-        if any(isinstance(one.meta.get("val"), (list, tuple)) for one in node.all_input_nodes):
+        if any(isinstance(source.meta.get("val"), (list, tuple)) for source in node.all_input_nodes):
             return True  # it reads memory of many
         read, written = self.memory.touched(node)
         return self._overlap(read | written, self._written) or self._overlap(written, self._read)
 
     @staticmethod
     def _overlap(regions: Iterable[Region], known: dict[fx.Node, set[Region]]) -> bool:
-        return any(one.overlaps(other) for one in regions for other in known.get(one.root, ()))
+        return any(region.overlaps(other) for region in regions for other in known.get(region.root, ()))

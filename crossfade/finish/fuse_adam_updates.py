@@ -19,12 +19,12 @@ from crossfade.graph.splice import insert_call
 _aten = torch.ops.aten
 _PRECISE = {torch.float32, torch.float64}
 _FARTHEST = 256
-"""How many nodes apart the steps of one update may stand."""
+"""How many nodes apart the steps of one update may be."""
 
 _WHY = "one walk through memory instead of seven"
 _OTHER = "what it divides by is not Adam's"
 _USED = "something else uses a step of the update"
-_FAR = "its steps stand far apart"
+_FAR = "its steps are far apart"
 _WRITTEN = "its gradient is overwritten before the update ends"
 _LAYOUT = "it is not contiguous, or not in single or double precision, on the CPU"
 
@@ -36,6 +36,8 @@ class FuseAdamUpdates(Pass):
     What an update costs is memory: seven operators read and write moments, denominator and parameter in turns. Torch's
     fused kernel (`crossfade.graph.adam`) does it in one walk, rounding a little differently. Decay of the weight stays
     what it is. Up to `smallest_kb` updates are left to `group-small-operators`.
+
+    Also known as: Adam(fused=True) (torch), FusedAdam (Apex, Megatron), CPUAdam (DeepSpeed).
 
     Before:
         p: f32[70000] = parameter("p")
@@ -79,7 +81,7 @@ class FuseAdamUpdates(Pass):
                 continue
             verdicts.append(Verdict.of(last, Outcome.FUSED, _WHY))
             _fuse(program, update)
-        fused = sum(one.outcome is Outcome.FUSED for one in verdicts)
+        fused = sum(verdict.outcome is Outcome.FUSED for verdict in verdicts)
         return PassResult(bool(fused), {"fused": fused, "left": len(verdicts) - fused}, tuple(verdicts))
 
 
@@ -104,9 +106,9 @@ class _Update:
         return self.steps[-1]
 
     def reason_against(self, memory: Memory) -> str | None:
-        """Why all steps may not be done where the last one stands."""
+        """Why not all steps may be done where the last one is."""
         tensors = [self.parameter, self.gradient, self.mean, self.square]
-        if not all(_is_plain(one.meta["val"], self.last.meta["val"]) for one in tensors):
+        if not all(_is_plain(tensor.meta["val"], self.last.meta["val"]) for tensor in tensors):
             return _LAYOUT
         steps = set(self.steps)
         for moment in (self.mean, self.square):
@@ -118,13 +120,14 @@ class _Update:
         return self._reason_against_reading_late(memory, steps)
 
     def _reason_against_reading_late(self, memory: Memory, steps: set[fx.Node]) -> str | None:
-        """Why the gradient may not be read where the last step stands."""
+        """Why the gradient may not be read where the last step is."""
         first = min(memory.position[step] for step in self.steps if self.gradient in step.all_input_nodes)
         end, held = memory.position[self.last], memory.region[self.gradient]
         if end - first > _FARTHEST:
             return _FAR
         between = (node for node in memory.nodes[first:end] if node not in steps)
-        return _WRITTEN if any(one.overlaps(held) for node in between for one in memory.touched(node)[1]) else None
+        written = (region for node in between for region in memory.touched(node)[1])
+        return _WRITTEN if any(region.overlaps(held) for region in written) else None
 
 
 def _read(last: fx.Node) -> _Update | None:
@@ -143,7 +146,7 @@ def _read(last: fx.Node) -> _Update | None:
     weight, share, beta2, eps = mean["weight"], square["value"], decayed["other"], added["other"]
     if not (square["tensor1"] is square["tensor2"] is gradient) or added["alpha"] != 1:
         return None
-    if not all(isinstance(one, float) for one in (weight, share, beta2, eps)) or abs(1 - beta2 - share) > 1e-12:
+    if not all(isinstance(number, float) for number in (weight, share, beta2, eps)) or abs(1 - beta2 - share) > 1e-12:
         return None
     if not (is_number(correction) and is_number(end["value"])):
         return None

@@ -52,6 +52,8 @@ class GroupSmallOperators(Pass):
     `largest_kb`, on a GPU up to 16 MB. Quotients by a number stay single on a GPU: alone it multiplies by the
     reciprocal, for several it divides.
 
+    Also known as: foreach optimizers (torch), multi-tensor apply (Apex), horizontal loop fusion (XLA).
+
     Before:
         a: f32[2] = parameter("a")
         b: f32[3] = parameter("b")
@@ -108,7 +110,7 @@ class GroupSmallOperators(Pass):
 
 
 @dataclass(frozen=True)
-class _Call:
+class _SmallCall:
     """One call of a small operator: what is called for several, the tensors that each has, and its number if any."""
 
     node: fx.Node
@@ -132,7 +134,7 @@ class _Call:
         return self.several, self.number is None, self.node.meta["val"].dtype, self.device
 
 
-def small_call(node: fx.Node) -> _Call | None:
+def small_call(node: fx.Node) -> _SmallCall | None:
     """A node as a call that can be made for several at once, on tensors of one shape and dtype; None of others."""
     value = node.meta.get("val")
     if node.op != "call_function" or not isinstance(value, Tensor) or value.device.type not in _MOST_BYTES:
@@ -140,28 +142,28 @@ def small_call(node: fx.Node) -> _Call | None:
     if not value.is_floating_point() or any(isinstance(size, torch.SymInt) for size in value.shape):
         return None
     call = _read(node)
-    if call is None or not all(_is_like(one, value) for one in call.tensors):
+    if call is None or not all(_is_like(tensor, value) for tensor in call.tensors):
         return None
     return call
 
 
-def _read(node: fx.Node) -> _Call | None:
+def _read(node: fx.Node) -> _SmallCall | None:
     args: tuple[Any, ...] = node.args
     if node.target in _WITH_NUMBER and len(args) == 2 and not node.kwargs and is_number(args[1]):
-        return _Call(node, _WITH_NUMBER[node.target], args[:1], args[1])  # type: ignore[index]
+        return _SmallCall(node, _WITH_NUMBER[node.target], args[:1], args[1])  # type: ignore[index]
     if node.target in _WITH_TENSORS:
         several, count, name = _WITH_TENSORS[node.target]  # type: ignore[index]
         number = args[count] if len(args) > count else node.kwargs.get(name, 1)
-        return _Call(node, several, args[:count], number)
+        return _SmallCall(node, several, args[:count], number)
     if node.target is _aten.sqrt.default:
-        return _Call(node, _aten._foreach_sqrt, args)
+        return _SmallCall(node, _aten._foreach_sqrt, args)
     if node.target is _aten.copy_.default and len(args) == 2 and not node.kwargs:
-        return _Call(node, _aten._foreach_copy_, args)
+        return _SmallCall(node, _aten._foreach_copy_, args)
     return None
 
 
-def _is_like(one: Any, value: Tensor) -> bool:
-    if not isinstance(one, fx.Node) or not isinstance(other := one.meta.get("val"), Tensor):
+def _is_like(given: Any, value: Tensor) -> bool:
+    if not isinstance(given, fx.Node) or not isinstance(other := given.meta.get("val"), Tensor):
         return False
     return other.shape == value.shape and other.dtype == value.dtype and other.device == value.device
 
@@ -206,7 +208,7 @@ def _levels(window: Sequence[fx.Node], memory: Memory) -> dict[fx.Node, int]:
     touched: dict[fx.Node, list[tuple[Region, bool, int]]] = {}
     for node in window:
         read, written = memory.touched(node)
-        above = [levels[one] for one in node.all_input_nodes if one in levels]
+        above = [levels[source] for source in node.all_input_nodes if source in levels]
         for region in (*written, *read):
             above += [
                 level
@@ -222,8 +224,8 @@ def _levels(window: Sequence[fx.Node], memory: Memory) -> dict[fx.Node, int]:
 def _in_places_of(program: Program, windows: Sequence[Sequence[fx.Node]], order: Sequence[fx.Node]) -> list[fx.Node]:
     """All nodes, those of the windows in another order."""
     moved = {node for window in windows for node in window}
-    next_one = iter(order)
-    return [next(next_one) if node in moved else node for node in program.graph.nodes]
+    following = iter(order)
+    return [next(following) if node in moved else node for node in program.graph.nodes]
 
 
 def _call_once(program: Program, nodes: Sequence[fx.Node]) -> None:
@@ -234,20 +236,20 @@ def _call_once(program: Program, nodes: Sequence[fx.Node]) -> None:
     numbers = [call.number for call in group]
     overload, number = "default", []
     if first.number is not None:
-        one_number = all(other is numbers[0] or _equal(other, numbers[0]) for other in numbers)
-        overload, number = ("Scalar", numbers[:1]) if one_number else ("ScalarList", [numbers])
+        same_number = all(other is numbers[0] or _equal(other, numbers[0]) for other in numbers)
+        overload, number = ("Scalar", numbers[:1]) if same_number else ("ScalarList", [numbers])
     target = getattr(first.several, overload)
     together = insert_call(program, target, *lists, *number, before=first.node, like=first.node)
-    for index, one in enumerate(group):
-        in_place = bool(written_inputs(one.node))
-        result = one.tensors[0] if in_place else _element(program, together, index, one.node)
-        one.node.replace_all_uses_with(result)
-        program.graph.erase_node(one.node)
+    for index, call in enumerate(group):
+        in_place = bool(written_inputs(call.node))
+        result = call.tensors[0] if in_place else _element(program, together, index, call.node)
+        call.node.replace_all_uses_with(result)
+        program.graph.erase_node(call.node)
 
 
-def _equal(one: Any, other: Any) -> bool:
+def _equal(number: Any, other: Any) -> bool:
     plain = (int, float)
-    return isinstance(one, plain) and isinstance(other, plain) and type(one) is type(other) and one == other
+    return isinstance(number, plain) and isinstance(other, plain) and type(number) is type(other) and number == other
 
 
 def _element(program: Program, together: fx.Node, index: int, like: fx.Node) -> fx.Node:

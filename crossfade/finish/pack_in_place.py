@@ -39,6 +39,8 @@ class PackInPlace(Pass):
     memory costs a page fault for every 4 KB at each step, which on a CPU is as much as the copy itself: there also what
     is sent alone, from `alone_kb` on, is computed into such memory.
 
+    Also known as: gradient_as_bucket_view (DDP), contiguous_gradients (DeepSpeed), gradient buffers (Megatron).
+
     Before:
         x: f32[2, 2] = input("x")
         mm: f32[2, 2] = aten.mm(x, x)
@@ -78,26 +80,24 @@ class PackInPlace(Pass):
                 verdicts.append(Verdict.of(cat, Outcome.LEFT, reason, bytes=tensor_bytes(cat.meta["val"])))
                 continue
             direct, copied = _pack(program, cat, rewritten)
-            reason, detail = (
-                "packed into memory kept from step to step",
-                f"{direct} written directly, {copied} copied in",
-            )
+            reason = "packed into memory kept from step to step"
+            detail = f"{direct} written directly, {copied} copied in"
             size = tensor_bytes(cat.meta["val"])
             verdicts.append(Verdict.of(cat, Outcome.REPLACED, reason, detail=detail, bytes=size))
             counts["buffers"] += 1
             counts["written_directly"] += direct
             counts["copied_in"] += copied
-        for one in collectives.find(program.graph):
-            if not self._is_large(one):
+        for collective in collectives.find(program.graph):
+            if not self._is_large(collective):
                 continue
-            source = _unflattened(one.inputs[0])
-            if one.in_place or not _can_write_into(source, one.inputs[0], source) or source in rewritten:
+            source = _unflattened(collective.inputs[0])
+            if collective.in_place or not _can_write_into(source, collective.inputs[0], source) or source in rewritten:
                 reason = "its operator takes no memory, or something else uses it: computed into fresh memory"
-                verdicts.append(Verdict.of(source, Outcome.LEFT, reason, bytes=one.bytes))
+                verdicts.append(Verdict.of(source, Outcome.LEFT, reason, bytes=collective.bytes))
                 continue
             _write_alone(program, source)
             reason = "computed into memory kept from step to step"
-            verdicts.append(Verdict.of(source, Outcome.REPLACED, reason, bytes=one.bytes))
+            verdicts.append(Verdict.of(source, Outcome.REPLACED, reason, bytes=collective.bytes))
             counts["buffers"] += 1
             counts["written_directly"] += 1
         for pack in program.graph.find_nodes(op="call_function", target=packing.OPERATOR):
@@ -105,11 +105,11 @@ class PackInPlace(Pass):
             verdicts.append(Verdict.of(pack, Outcome.LEFT, reason, bytes=tensor_bytes(pack.meta["val"])))
         return PassResult(bool(counts["buffers"]), counts, tuple(verdicts))
 
-    def _is_large(self, one: Collective) -> bool:
-        """Whether one sends so much alone, from the CPU's memory, that fresh memory for it would cost page faults."""
-        if one.coalesced or one.kind not in _SENT_WHOLE or one.inputs[0].op == "placeholder":
+    def _is_large(self, collective: Collective) -> bool:
+        """Whether it alone sends so much, from the CPU's memory, that fresh memory for it would cost page faults."""
+        if collective.coalesced or collective.kind not in _SENT_WHOLE or collective.inputs[0].op == "placeholder":
             return False
-        sent = one.inputs[0].meta["val"]
+        sent = collective.inputs[0].meta["val"]
         known = not isinstance(sent.numel(), torch.SymInt)
         return known and sent.device.type == "cpu" and tensor_bytes(sent) >= self.alone_kb * 1024
 

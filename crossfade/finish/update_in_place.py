@@ -23,6 +23,8 @@ class UpdateInPlace(Pass):
     place is copied in as soon as the old value is no longer read. A result that would come to live in memory which
     changes at this run or the next one (an updated input, a workspace) is cloned: what the caller holds stays.
 
+    Also known as: reinplacing (Inductor), buffer donation with input/output aliasing (XLA).
+
     Before:
         p: f32[4] = parameter("p")
         g: f32[4] = input("g")

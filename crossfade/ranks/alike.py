@@ -1,6 +1,6 @@
 """What must be alike on all ranks, compared at every step by numbers that travel with the loss.
 
-Each thing is summed up in a few small whole numbers. Their mean and the mean of their squares over all ranks tell every
+Each is summed up in a few small whole numbers. Their mean and the mean of their squares over all ranks tell every
 rank whether all had the same: all find out in the same step, and all raise the same error. What differs is then said in
 words, through the store.
 """
@@ -37,8 +37,8 @@ _BEHIND = 2
 
 
 @dataclass(frozen=True)
-class Alike:
-    """One thing that must be alike on all ranks: how to sum it up, how to say it, and what to do where it is not.
+class RankInvariant:
+    """What must be alike on all ranks: how to sum it up, how to say it, and what to do where it is not.
 
     With `unless="warn"` a difference is warned of; with `"differ"` the ranks should have different ones, and are warned
     where they do not.
@@ -53,12 +53,12 @@ class Alike:
 
 
 @dataclass
-class Comparison:
+class RankComparison:
     """What the ranks of one group compare, every so many steps; `group` is the program's name for it."""
 
     group: str
     members: Members
-    things: Sequence[Alike]
+    invariants: Sequence[RankInvariant]
     every: int = 1
     device: str = "cpu"
     reduce_op: str = "avg"
@@ -75,7 +75,7 @@ class Comparison:
     @property
     def numbers(self) -> int:
         """How many numbers travel."""
-        return 2 * _CHUNKS * len(self.things)
+        return 2 * _CHUNKS * len(self.invariants)
 
     @property
     def _bits(self) -> int:
@@ -86,13 +86,13 @@ class Comparison:
         """This rank's numbers for a step; zeros where it is not compared."""
         if step % self.every:
             return torch.zeros(self.numbers, device=self.device)
-        digests = self._digests = [thing.digest(batch, step) for thing in self.things]
-        if all(isinstance(one, int) for one in digests) and self.device == "cpu":
+        digests = self._digests = [invariant.digest(batch, step) for invariant in self.invariants]
+        if all(isinstance(digest, int) for digest in digests) and self.device == "cpu":
             chunks = [
-                one >> (self._bits * place) & (1 << self._bits) - 1 for one in digests for place in range(_CHUNKS)
+                digest >> (self._bits * place) & (1 << self._bits) - 1 for digest in digests for place in range(_CHUNKS)
             ]
-            return torch.tensor([float(one**power) for one in chunks for power in (1, 2)])
-        whole = torch.stack([torch.as_tensor(one, device=self.device) for one in digests])
+            return torch.tensor([float(chunk**power) for chunk in chunks for power in (1, 2)])
+        whole = torch.stack([torch.as_tensor(digest, device=self.device) for digest in digests])
         shifts = torch.arange(_CHUNKS, device=self.device) * self._bits
         found = ((whole[:, None] >> shifts) & (1 << self._bits) - 1).float()
         return torch.stack([found, found.square()], dim=-1).flatten()
@@ -126,38 +126,38 @@ class Comparison:
 
     def _judge(self, means: Tensor, step: int) -> None:
         ranks = len(self.members.ranks)
-        pairs = means.double().view(len(self.things), _CHUNKS, 2)
+        pairs = means.double().view(len(self.invariants), _CHUNKS, 2)
         spread = (pairs[..., 1] - pairs[..., 0].square()).amax(1)
-        for thing, found in zip(self.things, spread.tolist(), strict=True):
+        for invariant, found in zip(self.invariants, spread.tolist(), strict=True):
             differs = not found < (ranks - 1) / (2 * ranks**2)
-            if thing.unless == "differ":
-                self._expect_difference(thing, differs)
-            elif differs and thing.unless == "warn":
-                self._warn(thing, f"{thing.name} that differs between ranks in step {step}")
+            if invariant.unless == "differ":
+                self._expect_difference(invariant, differs)
+            elif differs and invariant.unless == "warn":
+                self._warn(invariant, f"{invariant.name} differs between ranks in step {step}")
             elif differs:
-                raise self._mismatch(thing, step)
+                raise self._mismatch(invariant, step)
 
-    def _expect_difference(self, thing: Alike, differs: bool) -> None:
+    def _expect_difference(self, invariant: RankInvariant, differs: bool) -> None:
         self._same = 0 if differs else self._same + 1
         if self._same == _PATIENCE:
-            self._warn(thing, f"the same {thing.name} on every rank in {_PATIENCE} steps")
+            self._warn(invariant, f"the same {invariant.name} on every rank in {_PATIENCE} steps")
 
-    def _warn(self, thing: Alike, found: str) -> None:
-        if thing.name not in self._warned and self.members.rank == 0:
-            warnings.warn(f"{found}: expected {thing.expected}. Remedy: {thing.remedy}.", stacklevel=6)
-        self._warned.add(thing.name)
+    def _warn(self, invariant: RankInvariant, found: str) -> None:
+        if invariant.name not in self._warned and self.members.rank == 0:
+            warnings.warn(f"{found}: expected {invariant.expected}. Remedy: {invariant.remedy}.", stacklevel=6)
+        self._warned.add(invariant.name)
 
-    def _mismatch(self, thing: Alike, step: int) -> RankMismatchError:
-        """The error for a thing that differs, with what each rank has, as the store tells."""
-        key = f"alike/{self.group}/{thing.name}/{step}"
-        digest = self._digests[self.things.index(thing)] if self.device == "cpu" else None
-        self.members.note(key, thing.words(step) + (f" {digest:08x}" if isinstance(digest, int) else ""))
+    def _mismatch(self, invariant: RankInvariant, step: int) -> RankMismatchError:
+        """The error for what differs, with what each rank has, as its mailbox says."""
+        key = f"alike/{self.group}/{invariant.name}/{step}"
+        digest = self._digests[self.invariants.index(invariant)] if self.device == "cpu" else None
+        self.members.note(key, invariant.words(step) + (f" {digest:08x}" if isinstance(digest, int) else ""))
         each = zip(self.members.ranks, self.members.noted(key), strict=True)
         said = "; ".join(f"rank {rank}: {words}" for rank, words in each)
         return RankMismatchError(
-            f"{thing.name} that differs between ranks in step {step} ({said})",
-            expected=thing.expected,
-            remedy=thing.remedy,
+            f"{invariant.name} differs between ranks in step {step} ({said})",
+            expected=invariant.expected,
+            remedy=invariant.remedy,
         )
 
 

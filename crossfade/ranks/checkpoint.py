@@ -180,11 +180,8 @@ def load(state: dict[str, Any], folder: str | Path, group: Any) -> None:
 def _check_loaded(state: Mapping[str, Any], folder: Path) -> None:
     """What is no tensor in a checkpoint is what `state_of` writes there."""
     where, remedy = f"{folder}, 'groups'", "load a checkpoint that step.save() wrote"
-    groups = (
-        decoded_json(state["groups"], where, StateError, remedy, finite=False)
-        if isinstance(state["groups"], str)
-        else None
-    )
+    raw = state["groups"]
+    groups = decoded_json(raw, where, StateError, remedy, finite=False) if isinstance(raw, str) else None
     if not isinstance(groups, list) or not all(isinstance(group, dict) for group in groups):
         raise StateError(where, expected="the optimizer's options as JSON", remedy=remedy)
     if type(state["steps"]) is not int or not 0 <= state["steps"] < 2**62:
@@ -194,10 +191,10 @@ def _check_loaded(state: Mapping[str, Any], folder: Path) -> None:
 def _refuse_other_files(folder: Path) -> None:
     """A checkpoint replaces the folder it is saved to: only an earlier one may be lost that way."""
     files = list(folder.iterdir()) if folder.exists() else []
-    strangers = [one.name for one in files if one.name != ".metadata" and one.suffix != ".distcp"]
+    strangers = [file.name for file in files if file.name != ".metadata" and file.suffix != ".distcp"]
     if strangers:
         raise CrossfadeError(
-            f"{strangers[0]} in {folder}",
+            f"{folder} holds {strangers[0]}, which is no part of a checkpoint",
             expected="a folder that is new, or has a checkpoint and nothing else",
             remedy="save into a folder of its own, such as one below it",
         )
@@ -205,7 +202,7 @@ def _refuse_other_files(folder: Path) -> None:
 
 @contextlib.contextmanager
 def _plain_errors(what: str) -> Iterator[None]:
-    """torch's checkpoint errors are no `Exception`s, and carry those of all ranks: raise the first as one of ours."""
+    """torch's checkpoint errors are no `Exception`s, and carry those of all ranks: raise the first as ours."""
     from torch.distributed.checkpoint.api import CheckpointException
 
     try:

@@ -1,4 +1,4 @@
-"""The things that ranks compare at every step: batches, rates, parameters, random generators."""
+"""What ranks compare at every step: batches, rates, parameters, random generators."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from crossfade.graph.effects import is_random
 from crossfade.graph.passes import fingerprint
 from crossfade.graph.private import tree_flatten, tree_flatten_with_path, tree_keystr
 from crossfade.graph.program import Program
-from crossfade.ranks.alike import Alike, Batch, Comparison, Digest, digest_of
+from crossfade.ranks.alike import Batch, Digest, RankComparison, RankInvariant, digest_of
 from crossfade.ranks.checkpoint import random_state
 from crossfade.ranks.members import Members
 from crossfade.ranks.shards import place_of
@@ -43,9 +43,9 @@ def _tensors(batch: Batch) -> list[Tensor]:
     return [leaf for leaf in tree_flatten(batch)[0] if isinstance(leaf, Tensor)]
 
 
-def same_batch(*, by_plan: bool = False) -> Alike:
+def same_batch(*, by_plan: bool = False) -> RankInvariant:
     """Every rank is given the whole batch; or the same one, as it holds a part of the same model."""
-    return Alike(
+    return RankInvariant(
         "a batch",
         lambda batch, step: digest_of(_tensors(batch), step),
         lambda step: "its batch sums up to",
@@ -54,9 +54,9 @@ def same_batch(*, by_plan: bool = False) -> Alike:
     )
 
 
-def own_batch() -> Alike:
+def own_batch() -> RankInvariant:
     """Every rank is given a part of the batch that no other has."""
-    return Alike(
+    return RankInvariant(
         "batch",
         lambda batch, step: digest_of(_tensors(batch), step),
         lambda step: "its batch sums up to",
@@ -66,14 +66,14 @@ def own_batch() -> Alike:
     )
 
 
-def shared_numbers(names: Sequence[str]) -> Alike:
+def shared_numbers(names: Sequence[str]) -> RankInvariant:
     """Numbers of a batch that the loss depends on, such as how many items all ranks have together."""
 
     def digest(batch: Batch, step: int) -> Digest:
         tensors = tensors_of(batch)
         return digest_of([tensors[name] for name in names], step)
 
-    return Alike(
+    return RankInvariant(
         f"{', '.join(names)}, a number that the loss depends on,",
         digest,
         lambda step: "its number sums up to",
@@ -82,7 +82,7 @@ def shared_numbers(names: Sequence[str]) -> Alike:
     )
 
 
-def rates(optimizer: Optimizer) -> Alike:
+def rates(optimizer: Optimizer) -> RankInvariant:
     """Learning rates, and how many steps were taken."""
 
     def digest(batch: Batch, step: int) -> int:
@@ -91,7 +91,7 @@ def rates(optimizer: Optimizer) -> Alike:
     def words(step: int) -> str:
         return "lr " + ", ".join(f"{float(group['lr']):g}" for group in optimizer.param_groups) + f" in step {step};"
 
-    return Alike(
+    return RankInvariant(
         "a learning rate",
         digest,
         words,
@@ -100,7 +100,7 @@ def rates(optimizer: Optimizer) -> Alike:
     )
 
 
-def replicas(model: nn.Module, optimizer: Optimizer) -> Alike:
+def replicas(model: nn.Module, optimizer: Optimizer) -> RankInvariant:
     """Parameters and optimizer state of which every rank updates its own copy: some of one at each step."""
     names = [name for name, _ in model.named_parameters()]
     places: Mapping[str, tuple[dict[str, Any], str]] = {name: place_of(model, name) for name in names}
@@ -116,7 +116,7 @@ def replicas(model: nn.Module, optimizer: Optimizer) -> Alike:
     def digest(batch: Batch, step: int) -> Digest:
         return digest_of(chosen(step)[1], step // len(names), _PARAMETER_SAMPLE)
 
-    return Alike(
+    return RankInvariant(
         "a parameter, or its optimizer state,",
         digest,
         lambda step: f"{names[step % len(names)]} sums up to",
@@ -126,13 +126,13 @@ def replicas(model: nn.Module, optimizer: Optimizer) -> Alike:
     )
 
 
-def random_stream(model: nn.Module) -> Alike:
+def random_stream(model: nn.Module) -> RankInvariant:
     """The random generator, where all ranks draw from one stream."""
 
     def digest(batch: Batch, step: int) -> Digest:
         return zlib.crc32(b"".join(state.numpy().tobytes() for state in random_state(model).values()))
 
-    return Alike(
+    return RankInvariant(
         "the random generator's state",
         digest,
         lambda step: "its generator",
@@ -143,10 +143,10 @@ def random_stream(model: nn.Module) -> Alike:
     )
 
 
-def same_program(program: Program) -> Alike:
+def same_program(program: Program) -> RankInvariant:
     """The program that runs: a rank that goes back to earlier settings captures nothing, and so agrees on nothing."""
     number = zlib.crc32(fingerprint(program).encode())
-    return Alike(
+    return RankInvariant(
         "the program",
         lambda batch, step: number,
         lambda step: "its program sums up to",
@@ -167,7 +167,7 @@ def comparisons(
     replicated: bool,
     one_stream: bool,
     numbers: Sequence[str] = (),
-) -> list[Comparison]:
+) -> list[RankComparison]:
     """What ranks compare at every step, `among` groups by name: whether each trains parts of one model is the last.
 
     These must have the same batch; so must others if each is given the `whole_batch`, or else the same `numbers` of it
@@ -175,25 +175,25 @@ def comparisons(
     owner, who hands it out), the random generator where all draw from `one_stream`.
     """
     draws = one_stream and any(is_random(node) for node in program.graph.nodes)
-    device = next((one.device.type for one in model.parameters()), "cpu")
+    device = next((parameter.device.type for parameter in model.parameters()), "cpu")
     found = []
     for group, members, by_plan in among:
         if members is None or members.alone or not every:
             continue
         same = by_plan or whole_batch
-        things = [same_program(program), same_batch(by_plan=by_plan) if same else own_batch(), rates(optimizer)]
-        things += [shared_numbers(numbers)] if numbers and not same else []
-        things += [replicas(model, optimizer)] if replicated and not by_plan else []
-        things += [random_stream(model)] if draws else []
-        found.append(Comparison(group, members, things, every, device, reduce_op))
+        invariants = [same_program(program), same_batch(by_plan=by_plan) if same else own_batch(), rates(optimizer)]
+        invariants += [shared_numbers(numbers)] if numbers and not same else []
+        invariants += [replicas(model, optimizer)] if replicated and not by_plan else []
+        invariants += [random_stream(model)] if draws else []
+        found.append(RankComparison(group, members, invariants, every, device, reduce_op))
     return found
 
 
-def cost_of_comparing(comparisons: Sequence[Comparison], batch: Batch) -> dict[str, str]:
+def cost_of_comparing(comparisons: Sequence[RankComparison], batch: Batch) -> dict[str, str]:
     """What comparing costs a step, for its report."""
     if not comparisons:
         return {}
-    micros = 1e6 * sum(min(one.seconds(batch) for _ in range(3)) for one in comparisons)
-    size, every = sum(4 * one.numbers for one in comparisons), comparisons[0].every
+    micros = 1e6 * sum(min(comparison.seconds(batch) for _ in range(3)) for comparison in comparisons)
+    size, every = sum(4 * comparison.numbers for comparison in comparisons), comparisons[0].every
     often = "every step" if every == 1 else f"every {every} steps"
     return {"ranks compared": f"{often}: {size} bytes beside the loss, {micros:.0f} us to sum up"}

@@ -18,7 +18,7 @@ from crossfade.ranks.members import Members
 
 
 @dataclass(frozen=True)
-class Kind:
+class GroupKind:
     """What a group must have in common with one that is asked for to be taken for it."""
 
     description: str
@@ -29,7 +29,7 @@ class Kind:
 
 @dataclass
 class _Group:
-    kind: Kind
+    kind: GroupKind
     name: str
     owner: Any
     """The model that it serves: steps of other models may be called in other threads, so they have their own."""
@@ -39,13 +39,13 @@ class _Group:
 
 
 class _Groups:
-    """All groups of ours in this process, by name."""
+    """All groups that this package has made in this process, by name."""
 
     def __init__(self) -> None:
         self.lock = threading.RLock()
         self.groups: dict[str, _Group] = {}
 
-    def usable(self, kind: Kind, owner: Any) -> list[str]:
+    def usable(self, kind: GroupKind, owner: Any) -> list[str]:
         """The names of those that a step of this model may share."""
         alive = [group for group in list(self.groups.values()) if group.owner() is owner and group.kind == kind]
         return [group.name for group in alive if not group.broken and backend_of_group(group.name) is not None]
@@ -54,7 +54,7 @@ class _Groups:
         """Destroy the groups that nobody uses any more, by default of all backends."""
         with self.lock:
             idle = [group for group in list(self.groups.values()) if not group.users]
-            for group in [one for one in idle if backends is None or one.kind.backend in backends]:
+            for group in [group for group in idle if backends is None or group.kind.backend in backends]:
                 del self.groups[group.name]
                 if dist.is_initialized() and backend_of_group(group.name) is not None:
                     dist.destroy_process_group(group_named(group.name))
@@ -68,7 +68,7 @@ class Lease:
 
     def __init__(self, owner: Any) -> None:
         self._owner = weakref.ref(owner)
-        self._held = _Held()
+        self._held = _Leased()
         self._collected = weakref.finalize(self, self._held.drop)
         self._collected.atexit = False  # torch takes its groups down itself
         _GROUPS.sweep()
@@ -78,7 +78,7 @@ class Lease:
         self._held.members.append(members)
         return members
 
-    def open(self, members: Members, kind: Kind) -> str:
+    def open(self, members: Members, kind: GroupKind) -> str:
         """The name of a process group of the members, whose collectives fail after the timeout: one that all of them
         have for another step of the same model, or a new one. A group of our own keeps the user's collectives and ours
         from mixing."""
@@ -102,7 +102,7 @@ class Lease:
         gone = [name for name in self._held.names if backend_of_group(name) is None]
         if gone:
             raise MeshError(
-                f"the destroyed process group {gone[0]}",
+                f"process group {gone[0]} was destroyed",
                 expected="process groups that live as long as the step",
                 remedy="call torch.distributed.destroy_process_group after the last step, or compile the step again",
             )
@@ -115,7 +115,7 @@ class Lease:
 
 
 @dataclass
-class _Held:
+class _Leased:
     """What a lease holds; it outlives the lease until it is dropped."""
 
     names: list[str] = field(default_factory=list)
@@ -133,7 +133,7 @@ class _Held:
             _GROUPS.sweep(backends=("gloo",))
 
 
-def _made(members: Members, kind: Kind) -> str:
+def _made(members: Members, kind: GroupKind) -> str:
     name, limit = f"{members.scope}/{kind.description}", timedelta(seconds=kind.timeout)
 
     def make() -> Any:

@@ -21,7 +21,7 @@ _POLL_SECONDS = 0.05
 KEEPS_MEMORY = {"MIMALLOC_PURGE_DELAY": "600000"}
 """Variables for processes that train: what a step frees is kept for the next, if that comes within ten minutes.
 
-Where torch allocates by mimalloc (aarch64), memory goes back to the system after 10 ms and is faulted in anew at each
+Where torch allocates by mimalloc (aarch64), memory goes back to the system after 10 ms and is faulted in again at each
 step, 4 KB at a time."""
 
 
@@ -69,8 +69,8 @@ def supervise(start: Callable[[int], Process], ranks: int, grace: float) -> None
             process.wait()
     if failed is not None:
         raise RankFailedError(
-            f"rank {failed} ending with exit code {processes[failed].returncode}",
-            remedy="see its error above, correct it and start again",
+            f"rank {failed} ended with exit code {processes[failed].returncode}",
+            remedy="see its error above, fix it and start again",
         )
 
 
@@ -135,4 +135,4 @@ def free_port() -> int:
         with socket.socket() as probe, contextlib.suppress(OSError):
             probe.bind(("127.0.0.1", port))
             return port
-    raise MeshError("no free port among 100 tried", remedy="set MASTER_PORT, and start ranks by torchrun")
+    raise MeshError("no free port among 100 tried", remedy="set MASTER_PORT and start the ranks with torchrun")

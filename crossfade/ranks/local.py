@@ -45,10 +45,10 @@ class Ranks:
         backend: str = "gloo",
         start: Literal["spawn", "forkserver"] = "spawn",
     ) -> None:
-        possible = [one for one in multiprocessing.get_all_start_methods() if one != "fork"]
+        possible = [method for method in multiprocessing.get_all_start_methods() if method != "fork"]
         if start not in possible:
             raise RankFailedError(
-                f"start={start!r}", expected=f"one of {', '.join(possible)} on this system", remedy="take one of them"
+                f"start={start!r}", expected=f"one of {', '.join(possible)} on this system", remedy="pass one of them"
             )
         self.count, self.threads, self.timeout, self.backend, self.start = count, threads, timeout, backend, start
         self._processes: list[Any] = []
@@ -104,7 +104,7 @@ class Ranks:
             waiting = {self._pipes[rank]: rank for rank in range(self.count) if rank not in results}
             ready = wait(list(waiting), timeout=max(0.0, deadline - time.monotonic()))
             if not ready:
-                raise self._give_up(f"rank {min(waiting.values())} still running after {limit:g} s")
+                raise self._give_up(f"rank {min(waiting.values())} is still running after {limit:g} s")
             for pipe in ready:
                 rank = waiting[pipe]  # type: ignore[index]
                 results[rank] = self._receive(pipe, rank, results)  # type: ignore[arg-type]
@@ -117,7 +117,7 @@ class Ranks:
             self._processes[rank].join(_GRACE_SECONDS)
             code = self._processes[rank].exitcode
             others = self._errors_of_others(rank, results)
-            raise self._give_up(f"rank {rank} dead (exit code {code}){others}") from None
+            raise self._give_up(f"rank {rank} died (exit code {code}){others}") from None
         if kind == "returned":
             return value
         error, trace = value
@@ -126,9 +126,7 @@ class Ranks:
         if isinstance(error, CrossfadeError):
             error.add_note(f"raised on rank {rank}; there:\n{trace}{others}")
             raise error
-        raise RankFailedError(
-            f"{error} on rank {rank}; there:\n{trace}{others}", remedy="correct that, then start again"
-        )
+        raise RankFailedError(f"{error} on rank {rank}; there:\n{trace}{others}", remedy="fix that, then start again")
 
     def _errors_of_others(self, first: int, results: dict[int, Any]) -> str:
         """One line for each other rank that raises soon after: the first to be read is not always the culprit."""

@@ -80,7 +80,7 @@ def _exchange(members: Members, box: Mailbox, store: Any, found: dict[int, Card]
         key = f"{members.scope}/card/{index}"
         while not (here := store.check([key])) and time.monotonic() < deadline:
             time.sleep(_LOOK_SECONDS)
-        if here:  # the others too, once time is up: they are told who was missing
+        if here:  # the others too, once time is up: they hear who was missing
             found[index] = Card.of(store.get(key).decode())
 
 

@@ -28,10 +28,10 @@ _LOOK_SECONDS = 0.5
 """How long to wait for a member at a time where it may have gone elsewhere."""
 _NAMED = 8
 """Ranks that an error names at most."""
-_TELLS_SECONDS = 0.3
-"""How long to wait for it to be confirmed that a letter was read: it is delivered all the same."""
+_CONFIRMS_SECONDS = 0.3
+"""How long to wait for confirmation that a letter was read: it is delivered either way."""
 _READS_SECONDS = 0.3
-"""What a process that was paused may take to read what it was told meanwhile."""
+"""How long a process that was paused may take to read the letters that came meanwhile."""
 
 
 @dataclass
@@ -148,7 +148,7 @@ class Members:
 
     def blame(self, step: int, collective: str, error: BaseException) -> RankFailedError:
         """The error to raise when a collective failed: name the members that failed, or fell behind, or went silent."""
-        return self.blamed(f"a failed collective in step {step}: {collective or 'unknown'}", error, step)
+        return self.blamed(f"a collective failed in step {step}: {collective or 'unknown'}", error, step)
 
     def blamed(self, what: str, error: BaseException | str, step: int | None = None) -> RankFailedError:
         """The error to raise when something that members do together failed, at a step if they were in one."""
@@ -171,7 +171,7 @@ class Members:
         try:
             return within(self.timeout * 1.3, what, function)
         except (RuntimeError, OSError) as error:
-            raise self.blamed(f"a failure while {what}", error) from error
+            raise self.blamed(f"{what} failed", error) from error
 
     @contextlib.contextmanager
     def together(self, what: str) -> Iterator[None]:
@@ -182,13 +182,12 @@ class Members:
         except Exception as error:
             if isinstance(error, RankFailedError):
                 raise
-            own = (
-                isinstance(error, CrossfadeError) and type(error) is not CrossfadeError
-            )  # of this rank's model or state
+            # A named error is about this rank's own model or state.
+            own = isinstance(error, CrossfadeError) and type(error) is not CrossfadeError
             if own or (not is_of_backend(error) and not self._others_failed()):
                 self.leave(f"{type(error).__name__}: {error}")
                 raise
-            raise self.blamed(f"a failure to {what}", error) from error
+            raise self.blamed(f"could not {what}", error) from error
         self.note("doing", "")
 
     def _others_failed(self) -> bool:
@@ -307,8 +306,8 @@ class Members:
                 index, "calls", "step", "doing", "left", patience=None if last else 1.0
             )
         except Unreachable as error:
-            told = self.box.wait(f"{self.scope}/left/{index}", _READS_SECONDS) if self.box is not None else None
-            said = str(error) if told is None else self._sign_of_leaving(told)[0]
+            letter = self.box.wait(f"{self.scope}/left/{index}", _READS_SECONDS) if self.box is not None else None
+            said = str(error) if letter is None else self._sign_of_leaving(letter)[0]
             return f": it {said}", isinstance(error, mailbox.Silent)
         if left is not None:
             return f": it {self._sign_of_leaving(left)[0]}", False
@@ -350,12 +349,12 @@ class Members:
         """Put letters into a member's box; if that has ended, whoever waits for an answer will see."""
         addressed = {f"{self.scope}/{key}": value for key, value in letters.items()}
         with contextlib.suppress(Unreachable):
-            mailbox.tell(self.cards[index], addressed, patience=_TELLS_SECONDS)
+            mailbox.tell(self.cards[index], addressed, patience=_CONFIRMS_SECONDS)
 
     def _send_all(self, letters: Mapping[str, str]) -> None:
         """Put letters into the boxes of all that can be reached."""
         addressed = {f"{self.scope}/{key}": value for key, value in letters.items()}
-        mailbox.ask_all(self.cards, lambda card: mailbox.tell(card, addressed, patience=_TELLS_SECONDS))
+        mailbox.ask_all(self.cards, lambda card: mailbox.tell(card, addressed, patience=_CONFIRMS_SECONDS))
 
 
 def is_of_backend(error: BaseException) -> bool:

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from crossfade.errors import MeshError, NotYetError
-from crossfade.ranks.groups import Kind, Lease
+from crossfade.ranks.groups import GroupKind, Lease
 from crossfade.ranks.meeting import meet
 from crossfade.ranks.members import Members
 
@@ -38,7 +38,7 @@ class Axis:
         Its collectives fail after `timeout` seconds.
         """
         members = lease.hold(meet(self.ranks, self.index, timeout, alone=self.backend == "emulated"))
-        return members, lease.open(members, Kind(self.name, self.ranks, self.backend, timeout))
+        return members, lease.open(members, GroupKind(self.name, self.ranks, self.backend, timeout))
 
 
 SPLIT_AXIS, COPY_AXIS = "dp_shard", "dp_replicate"
@@ -135,7 +135,9 @@ def data_parallel_axes(mesh: MeshLike) -> DataParallel | None:
         return _axes_of_world(mesh)
     names = mesh.mesh_dim_names or ("dp",) * mesh.ndim
     if mesh.get_coordinate() is None:
-        raise MeshError(f"rank {dist.get_rank()} outside the mesh {mesh}", remedy="call compile_step only on its ranks")
+        raise MeshError(
+            f"rank {dist.get_rank()} is outside the mesh {mesh}", remedy="call compile_step only on its ranks"
+        )
     if set(names) == {SPLIT_AXIS, COPY_AXIS}:
         if names != (COPY_AXIS, SPLIT_AXIS):
             raise MeshError(

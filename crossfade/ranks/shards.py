@@ -89,9 +89,9 @@ class Shards:
             expected = kept.seen if kept is not None else first.get(name)
             if expected is not None and registry[attribute] is not expected:
                 raise ModelError(
-                    f"another parameter {name} than the one that {'is to be' if self.will_split else 'was'} split",
+                    f"parameter {name} was replaced {'before' if self.will_split else 'after'} it was split",
                     expected="parameters that stay the model's own",
-                    remedy="load values by step.load or step.load_state_dict, outside step.gathered(); or compile anew",
+                    remedy="load by step.load or step.load_state_dict, outside step.gathered(); or compile again",
                 )
 
     def has(self, name: str) -> bool:
@@ -158,9 +158,9 @@ class Shards:
             new[old] = nn.Parameter(kept.seen, requires_grad=old.requires_grad)
             self._kept[name, ""] = _Kept(kept.rows, new[old])
         for module in self.model.modules():
-            for attribute, one in module._parameters.items():
-                if one in new:
-                    module._parameters[attribute] = new[one]
+            for attribute, parameter in module._parameters.items():
+                if parameter in new:
+                    module._parameters[attribute] = new[parameter]
         for group in self.optimizer.param_groups:
             group["params"] = [new.get(old, old) for old in group["params"]]
         for old in [old for old in self.optimizer.state if old in new]:
@@ -212,8 +212,8 @@ def replaced(model: nn.Module, others: Mapping[Tensor, Tensor]) -> Iterator[None
     torch.Size([1, 2])
     """
     new: dict[Tensor, Tensor] = {
-        old: nn.Parameter(one, requires_grad=old.requires_grad) if isinstance(old, nn.Parameter) else one
-        for old, one in others.items()
+        old: nn.Parameter(new, requires_grad=old.requires_grad) if isinstance(old, nn.Parameter) else new
+        for old, new in others.items()
     }
     registries: list[dict[str, Any]] = [r for m in model.modules() for r in (m._parameters, m._buffers)]
     places = [(r, attribute, old) for r in registries for attribute, old in r.items() if old is not None and old in new]

@@ -1,4 +1,4 @@
-"""What a user expects of a compilation, in one small form: a dataclass, a mapping or a line of text, all the same."""
+"""What a user expects of a compilation, in one small form: a dataclass, a mapping or a line of text."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Like:
         if isinstance(given, Like):
             return given
         if isinstance(given, Mapping):
-            _check_names(given, [one.name for one in fields(cls)])
+            _check_names(given, [field.name for field in fields(cls)])
             return cls(**given)
         parts = given.split("/")
         if len(parts) > 4 or not all(parts):
@@ -92,11 +92,11 @@ class Expect:
         left: Any = [self.no_left] if isinstance(self.no_left, str) else self.no_left
         given: Any = [self.no] if isinstance(self.no, (str, Mapping, Like)) else self.no
         object.__setattr__(self, "no_left", tuple(left))
-        object.__setattr__(self, "no", tuple(Like.of(one) for one in given))
+        object.__setattr__(self, "no", tuple(Like.of(verdicts) for verdicts in given))
         for name in ("exposed_ms", "collectives", "megabytes"):
             value = getattr(self, name)
             if value is not None and (isinstance(value, bool) or not isinstance(value, (int, float)) or value < 0):
-                raise CrossfadeError(f"{name}={value!r}", expected="a number, not negative", remedy=_REMEDY)
+                raise CrossfadeError(f"{name}={value!r}", expected="a number that is not negative", remedy=_REMEDY)
 
     @classmethod
     def of(cls, given: Expect | Mapping[str, Any] | str | bool | None) -> Expect | None:
@@ -108,7 +108,7 @@ class Expect:
         if isinstance(given, Expect):
             return given
         if isinstance(given, Mapping):
-            _check_names(given, [one.name for one in fields(cls)])
+            _check_names(given, [field.name for field in fields(cls)])
             return cls(**given)
         if isinstance(given, str):
             return cls(**_read(given))
@@ -161,7 +161,7 @@ def _field(word: str) -> tuple[str, Any]:
     if colon and value and name in ("bucketed", "no-gather", "no-left", "no"):
         return name.replace("-", "_"), Like.of(value) if name == "no" else value
     raise CrossfadeError(
-        f"{word!r} in what is expected",
+        f"unknown word {word!r} in strict=",
         expected="exposed<=5ms, collectives<=12, sent<=10MB, bucketed:, no-gather:, no-left:, no:, rules, bitwise or "
         "no-remedies",
         remedy=_REMEDY,
@@ -172,11 +172,11 @@ def _number(word: str, digits: str) -> float | int:
     try:
         return int(digits) if digits.isdecimal() else float(digits)
     except ValueError as error:
-        raise CrossfadeError(f"{word!r} in what is expected", expected="a number", remedy=_REMEDY) from error
+        raise CrossfadeError(f"unknown word {word!r} in strict=", expected="a number", remedy=_REMEDY) from error
 
 
 def _check_names(given: Mapping[str, Any], known: list[str]) -> None:
     if unknown := [name for name in given if name not in known]:
         raise CrossfadeError(
-            f"{', '.join(map(repr, unknown))} in what is expected", expected=", ".join(known), remedy=_REMEDY
+            f"unknown names {', '.join(map(repr, unknown))} in strict=", expected=", ".join(known), remedy=_REMEDY
         )

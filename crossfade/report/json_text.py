@@ -8,23 +8,25 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import asdict
+from typing import TypeVar
 
 from crossfade.cost.timeline import Timeline
 from crossfade.errors import CrossfadeError
 from crossfade.files.found import Found
 from crossfade.files.plain import decoded_json
 from crossfade.graph.passes import PassRecord
-from crossfade.report.report import CollectiveCounts, Report, Table
-from crossfade.report.timeline import MemoryPoint, hidden, timelines
+from crossfade.report.data import CollectiveCounts, MemoryPoint, ReportData, Table
+from crossfade.report.timeline import hidden, timelines
 from crossfade.report.units import Cell
 
 FORMAT = 1
+AnyReport = TypeVar("AnyReport", bound=ReportData)
 
 
-def dump(report: Report) -> str:
+def dump(report: ReportData) -> str:
     """The report as indented JSON text.
 
-    >>> print(dump(Report("step"))[:38])
+    >>> print(dump(ReportData("step"))[:38])
     {
       "format": 1,
       "title": "step",
@@ -34,14 +36,14 @@ def dump(report: Report) -> str:
     return json.dumps(content, indent=2) + "\n"
 
 
-def load(text: str, where: str = "text") -> Report:
-    """The report that `dump` wrote; `where` it stands is said in errors.
+def load(kind: type[AnyReport], text: str, where: str = "text") -> AnyReport:
+    """The report that `dump` wrote; errors name `where` the text is from.
 
-    >>> load(dump(Report("step"))).title
+    >>> load(ReportData, dump(ReportData("step"))).title
     'step'
     """
     content = _checked(text, where)
-    return Report(
+    return kind(
         title=content["title"].text(),
         records=content["records"].read_as(tuple[PassRecord, ...]),
         collectives_before=content["collectives_before"].read_as(CollectiveCounts),
@@ -64,7 +66,7 @@ def _checked(text: str, where: str) -> Found:
     found = content.get("format", "none") if isinstance(content, dict) else "none"
     if found != FORMAT:
         raise CrossfadeError(
-            f"{where}, JSON of report format {str(found)[:80]}", expected=f"format {FORMAT}", remedy=remedy
+            f"{where} is JSON of report format {str(found)[:80]}", expected=f"format {FORMAT}", remedy=remedy
         )
     return Found(content, where, "", CrossfadeError, remedy)
 

@@ -8,17 +8,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import groupby
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from crossfade.graph.passes import TEXT_LIMIT, Outcome, PassRecord
+from crossfade.report.data import ReportData, Table
 from crossfade.report.diff import Diff, unified
 from crossfade.report.timeline import COLUMNS, MEMORY_HEIGHT, comparison, draw, stood_still
 from crossfade.report.units import Cell, format_bytes, format_cell, format_change, format_seconds, is_numeric, plural
-
-if TYPE_CHECKING:
-    from crossfade.report.report import Report, Table
 
 PROGRAM_LINE_LIMIT = 20_000
 """The page shows at most this many lines of the final program, and says how many it cut."""
@@ -72,11 +70,10 @@ class ProgramText:
     cut: int
 
 
-def render_page(report: Report) -> str:
+def render_page(report: ReportData) -> str:
     """The page's HTML.
 
-    >>> from crossfade.report.report import Report
-    >>> "<h1>a &lt; b</h1>" in render_page(Report("a < b"))
+    >>> "<h1>a &lt; b</h1>" in render_page(ReportData("a < b"))
     True
     """
     return _environment().get_template("page.html").render(_content(report)).lstrip()
@@ -95,7 +92,7 @@ def _environment() -> Environment:
     return environment
 
 
-def _content(report: Report) -> dict[str, Any]:
+def _content(report: ReportData) -> dict[str, Any]:
     outcomes = [verdict.outcome for _, verdict in report.verdicts]
     return {
         "report": report,
@@ -109,7 +106,7 @@ def _content(report: Report) -> dict[str, Any]:
     }
 
 
-def _timeline(report: Report) -> dict[str, Any]:
+def _timeline(report: ReportData) -> dict[str, Any]:
     columns, rows = comparison(report)
     longest, more = stood_still(report)
     return {
@@ -123,7 +120,7 @@ def _timeline(report: Report) -> dict[str, Any]:
     }
 
 
-def _figures(report: Report) -> list[Figure]:
+def _figures(report: ReportData) -> list[Figure]:
     (number_before, bytes_before), (number_after, bytes_after) = report.total_before, report.total_after
     nodes = report.nodes_before, report.nodes_after
     changed = sum(record.changed for record in report.records)
@@ -138,7 +135,7 @@ def _figures(report: Report) -> list[Figure]:
     ]
 
 
-def _collective_rows(report: Report) -> list[CollectiveRow]:
+def _collective_rows(report: ReportData) -> list[CollectiveRow]:
     before, after = report.collectives_before, report.collectives_after
     kinds = list(dict.fromkeys([*before, *after]))
     pairs = [(before.get(kind, (0, 0)), after.get(kind, (0, 0))) for kind in kinds]

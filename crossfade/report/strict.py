@@ -13,8 +13,8 @@ from crossfade.graph import collectives
 from crossfade.graph.collectives import Collective, Kind
 from crossfade.graph.passes import Numerics, Outcome, Verdict
 from crossfade.graph.program import InputKind, OutputKind, Program, source_line
+from crossfade.report.data import PassVerdict, ReportData
 from crossfade.report.expect import Expect
-from crossfade.report.report import PassVerdict, Report
 
 NO_RULE = "there is no rule for this operator"
 _BUCKETS = {"gradients": ("bucket-all-reduces", "bucket-reduce-scatters"), "weights": ("bucket-all-gathers",)}
@@ -57,7 +57,7 @@ class Judged:
     """What is held against what is expected: a report, the program before communication was put together and after, and
     verdicts that were given before the passes ran."""
 
-    report: Report
+    report: ReportData
     before: Program
     after: Program
     earlier: Sequence[PassVerdict] = ()
@@ -87,7 +87,7 @@ def hold(expect: Expect | None, judged: Judged) -> None:
 def refuse(expect: Expect, found: Sequence[Shortfall]) -> None:
     """Raise the error for these shortfalls, if there are any."""
     if found:
-        lines = "".join(f"\n  {one}" for one in found)
+        lines = "".join(f"\n  {shortfall}" for shortfall in found)
         short = "1 thing short" if len(found) == 1 else f"{len(found)} things short"
         error = StrictError(
             f"{short} of what strict= expects:{lines}\n",
@@ -122,24 +122,21 @@ def _exposed(expect: Expect, judged: Judged) -> Iterator[Shortfall]:
     if timeline.exposed * 1e3 <= expect.exposed_ms:
         return
     said = {verdict.subject: (name, verdict) for name, verdict in judged.verdicts if verdict.outcome is Outcome.EXPOSED}
-    total, nodes = (
-        f"{timeline.exposed * 1e3:.3f} ms exposed in all",
-        {node.name: node for node in judged.after.graph.nodes},
-    )
-    for one in sorted(timeline.communication, key=lambda one: -one.exposed):
-        if one.exposed > 0:
-            name, verdict = said.get(one.name, ("", Verdict(one.name, Outcome.EXPOSED, "")))
-            why = f"{one.exposed * 1e3:.3f} ms of {total}" + (f": {verdict.reason}" if verdict.reason else "")
-            source = verdict.source or (_source(nodes[one.name]) if one.name in nodes else "")
-            yield Shortfall(token, one.name, source, why, verdict.remedy or _HIDE, name)
+    total = f"{timeline.exposed * 1e3:.3f} ms exposed in all"
+    nodes = {node.name: node for node in judged.after.graph.nodes}
+    for travelled in sorted(timeline.communication, key=lambda travelled: -travelled.exposed):
+        if travelled.exposed > 0:
+            name, verdict = said.get(travelled.name, ("", Verdict(travelled.name, Outcome.EXPOSED, "")))
+            why = f"{travelled.exposed * 1e3:.3f} ms of {total}" + (f": {verdict.reason}" if verdict.reason else "")
+            source = verdict.source or (_source(nodes[travelled.name]) if travelled.name in nodes else "")
+            yield Shortfall(token, travelled.name, source, why, verdict.remedy or _HIDE, name)
 
 
 def _source(start: fx.Node) -> str:
     """Where a collective comes from, or what is packed in it does: the first source, and how many more there are."""
     packed = [source for given in start.all_input_nodes for source in given.all_input_nodes]
-    sources = list(
-        dict.fromkeys(filter(None, [source_line(start)] if source_line(start) else map(source_line, packed)))
-    )
+    found = [source_line(start)] if source_line(start) else map(source_line, packed)
+    sources = list(dict.fromkeys(filter(None, found)))
     return sources[0] + (f" and {len(sources) - 1} more" if len(sources) > 1 else "") if sources else ""
 
 
@@ -171,7 +168,7 @@ def _unbucketed(expect: Expect, judged: Judged) -> Iterator[Shortfall]:
         yield Shortfall(token, "the program", reason=f"{' and '.join(names)} did not run", remedy=remedy)
     carrying = _carrying(judged, wanted) if wanted in _BUCKETS else set()
     for record in ran:
-        about = [one for one in record.verdicts if one.subject in carrying or _is_asked_for(one, wanted, weights)]
+        about = [v for v in record.verdicts if v.subject in carrying or _is_asked_for(v, wanted, weights)]
         if not about and record.verdicts and len(ran) == 1:
             reason = f"no collective that {record.name} saw is known to carry {wanted}"
             yield Shortfall(token, "the program", reason=reason, remedy="write bucketed:all, or a pattern of sources")
@@ -190,7 +187,7 @@ def _carrying(judged: Judged, wanted: str) -> set[str]:
     """The collectives of weights, or those whose results are gradients."""
     program = judged.before
     if wanted == "weights":
-        return {one.node.name for one, names in _gathers(judged) if names & judged.weights}
+        return {gather.node.name for gather, names in _gathers(judged) if names & judged.weights}
     kinds = (OutputKind.GRADIENT, OutputKind.SHARD)
     results = [value for item, value in program.named_results() if item.kind in kinds]
     return {name for value in results if isinstance(value, fx.Node) and (name := _reduced_by(value))}
@@ -219,11 +216,11 @@ def _gathered(expect: Expect, judged: Judged) -> Iterator[Shortfall]:
     if wanted == "weights" and not weights:
         yield _unknown_weights(token, "no-gather: with a pattern of their names")
         return
-    for one, names in _gathers(judged):
+    for gather, names in _gathers(judged):
         met = names & weights if wanted == "weights" else {name for name in names if fnmatchcase(name, wanted)}
         if met:
-            reason = f"{', '.join(sorted(met))} is gathered from all ranks of {one.group}"
-            yield Shortfall(token, one.node.name, source_line(one.node), reason, _WHOLE)
+            reason = f"{', '.join(sorted(met))} is gathered from all ranks of {gather.group}"
+            yield Shortfall(token, gather.node.name, source_line(gather.node), reason, _WHOLE)
 
 
 _WHOLE = 'keep it whole on every rank (data_parallel="replicate"), or split what it is multiplied with by a plan'
@@ -239,10 +236,10 @@ def _origin(node: fx.Node) -> fx.Node:
 def _gathers(judged: Judged) -> Iterator[tuple[Collective, set[str]]]:
     """The all-gathers, with the names of what they gather: the inputs, and what they were made for."""
     names = {node: item.name for item, node in judged.before.named_inputs()}
-    for one in collectives.find(judged.before.graph):
-        if one.kind is Kind.ALL_GATHER:
-            inputs = {names.get(_origin(source), "") for source in one.inputs}
-            yield one, {*inputs, source_line(one.node)} - {""}
+    for collective in collectives.find(judged.before.graph):
+        if collective.kind is Kind.ALL_GATHER:
+            inputs = {names.get(_origin(source), "") for source in collective.inputs}
+            yield collective, {*inputs, source_line(collective.node)} - {""}
 
 
 def _left(expect: Expect, judged: Judged) -> Iterator[Shortfall]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING
 
 from rich import box
 from rich.console import Console
@@ -12,10 +11,8 @@ from rich.text import Text
 
 from crossfade.graph.passes import Outcome, PassRecord
 from crossfade.report import timeline as lanes
+from crossfade.report.data import ReportData, Table
 from crossfade.report.units import Cell, format_bytes, format_cell, format_seconds, is_numeric, plural
-
-if TYPE_CHECKING:
-    from crossfade.report.report import Report, Table
 
 GROUP_LIMIT = 20
 """The terminal shows at most this many groups of verdicts, and says how many it cut; JSON and HTML have all."""
@@ -36,11 +33,10 @@ _STYLES = {
 }
 
 
-def show(report: Report, console: Console | None = None) -> None:
+def show(report: ReportData, console: Console | None = None) -> None:
     """Print the report: facts, collectives, why, passes, and the tables that callers added.
 
-    >>> from crossfade.report.report import Report
-    >>> show(Report("step", collectives_before={"all_reduce": (2, 64)}), Console(width=66))
+    >>> show(ReportData("step", collectives_before={"all_reduce": (2, 64)}), Console(width=66))
     ────────────────────────────── step ──────────────────────────────
     2 collectives (64 B) became 0 (0 B), 0 nodes became 0. No passes
     ran. No verdicts were given.
@@ -65,14 +61,14 @@ def show(report: Report, console: Console | None = None) -> None:
         console.print(grid)
 
 
-def _pictures(report: Report) -> Iterator[Text]:
+def _pictures(report: ReportData) -> Iterator[Text]:
     """Two lines a timeline: what computation did, and below it communication. All on one axis."""
     shown = lanes.timelines(report)
     length = max((timeline.seconds for _, timeline in shown), default=0.0)
     for title, timeline in shown if length else ():
-        busy = lanes.coverage(((one.start, one.finish) for one in timeline.computation), length, LANE_CELLS)
-        still = lanes.coverage((lanes.exposed_span(one) for one in timeline.communication), length, LANE_CELLS)
-        travel = lanes.coverage(((one.start, one.finish) for one in timeline.communication), length, LANE_CELLS)
+        busy = lanes.coverage(((node.start, node.finish) for node in timeline.computation), length, LANE_CELLS)
+        still = lanes.coverage(map(lanes.exposed_span, timeline.communication), length, LANE_CELLS)
+        travel = lanes.coverage(((sent.start, sent.finish) for sent in timeline.communication), length, LANE_CELLS)
         yield Text(f"{title:<11}computation    ").append_text(_lane(busy, still, "█", "blue"))
         yield Text(f"{'':<11}communication  ").append_text(_lane(travel, still, "▄", "cyan"))
 
@@ -88,7 +84,7 @@ def _lane(filled: list[float], still: list[float], mark: str, style: str) -> Tex
     return text
 
 
-def _timelines(report: Report) -> Grid:
+def _timelines(report: ReportData) -> Grid:
     columns, rows = lanes.comparison(report)
     grid = _grid("Timeline", columns, right=range(1, len(columns)))
     for row in rows:
@@ -96,7 +92,7 @@ def _timelines(report: Report) -> Grid:
     return grid
 
 
-def _grids(report: Report) -> Iterable[Grid]:
+def _grids(report: ReportData) -> Iterable[Grid]:
     if lanes.timelines(report):
         yield _timelines(report)
     if report.collectives_before or report.collectives_after:
@@ -109,14 +105,14 @@ def _grids(report: Report) -> Iterable[Grid]:
         yield _extra(table)
 
 
-def _facts(report: Report) -> Grid:
+def _facts(report: ReportData) -> Grid:
     grid = Grid.grid(padding=(0, 2, 0, 0))
     for key, value in report.facts.items():
         grid.add_row(Text(key, style="dim"), Text(value))
     return grid
 
 
-def _collectives(report: Report) -> Grid:
+def _collectives(report: ReportData) -> Grid:
     grid = _grid("Collectives", ["kind", "before", "after", "bytes before", "bytes after"], right=(1, 2, 3, 4))
     before, after = report.collectives_before, report.collectives_after
     for kind in dict.fromkeys([*before, *after]):
@@ -130,7 +126,7 @@ def _numbers(before: tuple[int, int], after: tuple[int, int]) -> tuple[str, str,
     return f"{before[0]:,}", f"{after[0]:,}", format_bytes(before[1]), format_bytes(after[1])
 
 
-def _verdicts(report: Report) -> Grid:
+def _verdicts(report: ReportData) -> Grid:
     grid = _grid("What became of them, and why", ["outcome", "number", "bytes", "reason", "remedy"], right=(1, 2))
     groups = report.verdict_groups
     for group in groups[:GROUP_LIMIT]:
@@ -142,7 +138,7 @@ def _verdicts(report: Report) -> Grid:
     return grid
 
 
-def _passes(report: Report) -> Grid:
+def _passes(report: ReportData) -> Grid:
     grid = _grid("Passes", ["pass", "time", "nodes", "numerics", "counts"], right=(1, 2))
     for record in report.records:
         _row(grid, *_pass_row(record), style="" if record.changed else "dim")

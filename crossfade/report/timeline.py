@@ -9,13 +9,10 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from crossfade.cost.timeline import Computed, Timeline, Travelled
+from crossfade.report.data import MemoryPoint, ReportData
 from crossfade.report.units import Cell, format_bytes, format_seconds, plural
-
-if TYPE_CHECKING:
-    from crossfade.report.report import Report
 
 COLUMNS = 1200
 NARROW = 2.0
@@ -25,9 +22,6 @@ GROUP_LANES = 6
 MEMORY_HEIGHT = 56
 STOOD_STILL_LIMIT = 8
 """The page names at most this many collectives that computation stood still for, and counts the rest."""
-
-MemoryPoint = tuple[float | str, int]
-"""Bytes from a time on: seconds from the start, or the name of the node that begins then."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +41,7 @@ class Span:
 
 
 @dataclass(frozen=True, slots=True)
-class Block:
+class DrawnBlock:
     """A drawn rectangle: position and width in columns."""
 
     style: str
@@ -61,7 +55,7 @@ class Lane:
     """One row of a picture."""
 
     label: str
-    blocks: tuple[Block, ...]
+    blocks: tuple[DrawnBlock, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,18 +93,17 @@ class Drawing:
     ticks: tuple[Tick, ...]
 
 
-def timelines(report: Report) -> list[tuple[str, Timeline]]:
+def timelines(report: ReportData) -> list[tuple[str, Timeline]]:
     """The report's timelines, predicted first.
 
-    >>> from crossfade.report.report import Report
-    >>> timelines(Report("step"))
+    >>> timelines(ReportData("step"))
     []
     """
     pairs = ("predicted", report.predicted), ("measured", report.measured)
     return [(title, timeline) for title, timeline in pairs if timeline is not None]
 
 
-def draw(report: Report) -> Drawing | None:
+def draw(report: ReportData) -> Drawing | None:
     """What the page shows of a report's timelines and memory; None if there is nothing to show."""
     shown = timelines(report)
     points = placed(report.memory, shown[0][1] if shown else None)
@@ -122,7 +115,7 @@ def draw(report: Report) -> Drawing | None:
     return Drawing(tuple(pictures), _memory_area(points, length), tuple(ticks(length, unit)))
 
 
-def merged(spans: Iterable[Span], length: float) -> list[Block]:
+def merged(spans: Iterable[Span], length: float) -> list[DrawnBlock]:
     """The blocks of spans that are sorted by their start, on an axis of `length` seconds.
 
     >>> spans = [Span("computed", i * 1e-3, (i + 1) * 1e-3, f"n{i}") for i in range(10)]
@@ -132,7 +125,7 @@ def merged(spans: Iterable[Span], length: float) -> list[Block]:
     ['n0: 1.00 ms', 'n1: 1.00 ms']
     """
     scale = COLUMNS / length
-    blocks: list[Block] = []
+    blocks: list[DrawnBlock] = []
     narrow: list[Span] = []
     for span in spans:
         wide = span.seconds * scale >= NARROW
@@ -146,7 +139,7 @@ def merged(spans: Iterable[Span], length: float) -> list[Block]:
     return [*blocks, _block(narrow, scale)] if narrow else blocks
 
 
-def exposed_span(one: Travelled) -> tuple[float, float]:
+def exposed_span(collective: Travelled) -> tuple[float, float]:
     """When computation stood still for a collective: from when it was needed, or at the end if it never was.
 
     >>> exposed_span(Travelled("r", "all_reduce", "dp", 8, 0.0, 1.0, 4.0, needed=3.0, exposed=1.25))
@@ -154,8 +147,8 @@ def exposed_span(one: Travelled) -> tuple[float, float]:
     >>> exposed_span(Travelled("r", "all_reduce", "dp", 8, 0.0, 1.0, 4.0, needed=None, exposed=0.5))
     (3.5, 4.0)
     """
-    start = one.finish - one.exposed if one.needed is None else one.needed
-    return start, start + one.exposed
+    start = collective.finish - collective.exposed if collective.needed is None else collective.needed
+    return start, start + collective.exposed
 
 
 def hidden(timeline: Timeline) -> float | None:
@@ -168,12 +161,11 @@ def hidden(timeline: Timeline) -> float | None:
     return max(0.0, 1 - timeline.exposed / timeline.travelling) if timeline.travelling else None
 
 
-def comparison(report: Report) -> tuple[list[str], list[list[Cell]]]:
+def comparison(report: ReportData) -> tuple[list[str], list[list[Cell]]]:
     """Columns and rows of the table of sums, with the ratio if a run was both predicted and measured.
 
-    >>> from crossfade.report.report import Report
     >>> reduce = Travelled("r", "all_reduce", "dp", 8, 0.0, 0.0, 0.4, needed=0.3, exposed=0.1)
-    >>> columns, rows = comparison(Report("step", measured=Timeline((Computed("mm", 0.0, 0.3),), (reduce,), 0.4)))
+    >>> columns, rows = comparison(ReportData("step", measured=Timeline((Computed("mm", 0.0, 0.3),), (reduce,), 0.4)))
     >>> columns, rows[0], rows[3], rows[4]
     (['', 'measured'], ['step', '400.0 ms'], ['exposed', '100.0 ms'], ['hidden', '75%'])
     """
@@ -191,11 +183,11 @@ def comparison(report: Report) -> tuple[list[str], list[list[Cell]]]:
     return columns, rows
 
 
-def stood_still(report: Report) -> tuple[list[Travelled], int]:
+def stood_still(report: ReportData) -> tuple[list[Travelled], int]:
     """The collectives that computation stood still for the longest, as measured if it was, and how many more."""
     shown = timelines(report)
-    exposed = [one for one in shown[-1][1].communication if one.exposed > 0] if shown else []
-    exposed.sort(key=lambda one: -one.exposed)
+    exposed = [collective for collective in shown[-1][1].communication if collective.exposed > 0] if shown else []
+    exposed.sort(key=lambda collective: -collective.exposed)
     return exposed[:STOOD_STILL_LIMIT], max(0, len(exposed) - STOOD_STILL_LIMIT)
 
 
@@ -225,7 +217,7 @@ def placed(points: Sequence[MemoryPoint], timeline: Timeline | None) -> list[tup
     """
     if timeline is None and _named(points):
         return [(float(index), size) for index, (_, size) in enumerate(points)]
-    starts = {one.name: one.start for one in timeline.computation} if timeline is not None else {}
+    starts = {node.name: node.start for node in timeline.computation} if timeline is not None else {}
     found: list[tuple[float, int]] = []
     at = 0.0
     for place, size in points:
@@ -258,13 +250,13 @@ def _named(points: Sequence[MemoryPoint]) -> bool:
     return any(isinstance(place, str) for place, _ in points)
 
 
-def _block(spans: list[Span], scale: float) -> Block:
+def _block(spans: list[Span], scale: float) -> DrawnBlock:
     start, finish = spans[0].start, max(span.finish for span in spans)
     # At least a column, or one could not see it; wide ones stand apart by less than one.
     width = max(1.0, (finish - start) * scale)
     gap = 0.7 if width > BLOCK else 0.0
     x = min(start * scale, COLUMNS - width)
-    return Block(spans[0].style, round(x, 1), round(width - gap, 1), _title(spans))
+    return DrawnBlock(spans[0].style, round(x, 1), round(width - gap, 1), _title(spans))
 
 
 def _title(spans: list[Span]) -> str:
@@ -291,7 +283,7 @@ def _picture(title: str, timeline: Timeline, length: float) -> Picture:
 
 def _lanes(timeline: Timeline, length: float) -> Iterator[Lane]:
     still = sorted(_still(timeline.communication), key=lambda span: span.start)
-    computed = [_computed(one) for one in timeline.computation]
+    computed = [_computed(node) for node in timeline.computation]
     yield Lane("computation", tuple(merged(computed, length) + merged(still, length)))
     for label, members in _by_group(timeline.communication).items():
         parts = map(_travelled, members), _still(members)
@@ -301,8 +293,8 @@ def _lanes(timeline: Timeline, length: float) -> Iterator[Lane]:
 
 def _by_group(communication: Iterable[Travelled]) -> dict[str, list[Travelled]]:
     groups: dict[str, list[Travelled]] = {}
-    for one in communication:
-        groups.setdefault(one.group, []).append(one)
+    for collective in communication:
+        groups.setdefault(collective.group, []).append(collective)
     lanes: dict[str, list[Travelled]] = {}
     for index, (group, members) in enumerate(groups.items()):
         label = f"communication {group}" if index < GROUP_LANES else "communication, other groups"
@@ -310,23 +302,25 @@ def _by_group(communication: Iterable[Travelled]) -> dict[str, list[Travelled]]:
     return lanes
 
 
-def _computed(one: Computed) -> Span:
-    return Span("computed", one.start, one.finish, one.name)
+def _computed(node: Computed) -> Span:
+    return Span("computed", node.start, node.finish, node.name)
 
 
-def _travelled(one: Travelled) -> Span:
-    waited = f", {format_seconds(one.start - one.launch)} after its launch" if one.start > one.launch else ""
-    return Span("travelled", one.start, one.finish, one.name, _about(one) + waited)
+def _travelled(collective: Travelled) -> Span:
+    late = collective.start - collective.launch
+    waited = f", {format_seconds(late)} after its launch" if late > 0 else ""
+    return Span("travelled", collective.start, collective.finish, collective.name, _about(collective) + waited)
 
 
 def _still(communication: Iterable[Travelled]) -> Iterator[Span]:
-    for one in communication:
-        if one.exposed > 0:
-            yield Span("exposed", *exposed_span(one), one.name, f"computation stands still for {_about(one)}")
+    for collective in communication:
+        if collective.exposed > 0:
+            why = f"computation stands still for {_about(collective)}"
+            yield Span("exposed", *exposed_span(collective), collective.name, why)
 
 
-def _about(one: Travelled) -> str:
-    return f"{one.kind} of {format_bytes(one.bytes)} on {one.group}"
+def _about(collective: Travelled) -> str:
+    return f"{collective.kind} of {format_bytes(collective.bytes)} on {collective.group}"
 
 
 def _memory_area(points: list[tuple[float, int]], length: float) -> MemoryArea | None:

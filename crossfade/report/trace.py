@@ -9,26 +9,23 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from crossfade.cost.timeline import Timeline, Travelled
 from crossfade.errors import CrossfadeError
+from crossfade.report.data import ReportData
 from crossfade.report.timeline import exposed_span, placed, timelines
-
-if TYPE_CHECKING:
-    from crossfade.report.report import Report
 
 Event = dict[str, Any]
 
 _COMPUTATION = 0
 
 
-def dump_trace(report: Report) -> str:
+def dump_trace(report: ReportData) -> str:
     """The report's timelines as JSON text, one event a line.
 
     >>> from crossfade.cost.timeline import Computed
-    >>> from crossfade.report.report import Report
-    >>> print(dump_trace(Report("step", measured=Timeline((Computed("mm", 0.0, 2e-3),), (), 2e-3))))
+    >>> print(dump_trace(ReportData("step", measured=Timeline((Computed("mm", 0.0, 2e-3),), (), 2e-3))))
     {"displayTimeUnit": "ms", "traceEvents": [
     {"ph": "M", "pid": 1, "tid": 0, "name": "process_name", "args": {"name": "measured"}},
     {"ph": "M", "pid": 1, "tid": 0, "name": "process_sort_index", "args": {"sort_index": 1}},
@@ -40,7 +37,7 @@ def dump_trace(report: Report) -> str:
     shown = timelines(report)
     if not shown:
         raise CrossfadeError(
-            "a report without a timeline",
+            "the report has no timeline",
             expected="a predicted or a measured one",
             remedy="add one with report.with_timelines(...), then write the trace",
         )
@@ -51,7 +48,7 @@ def dump_trace(report: Report) -> str:
 
 
 def _process(pid: int, title: str, timeline: Timeline) -> Iterator[Event]:
-    groups = dict.fromkeys(one.group for one in timeline.communication)
+    groups = dict.fromkeys(collective.group for collective in timeline.communication)
     lanes = {group: tid for tid, group in enumerate(groups, 1)}
     name = title if timeline.source in ("", title) else f"{title}: {timeline.source}"
     yield from _labels("process", name, pid, _COMPUTATION, place=pid)
@@ -61,10 +58,11 @@ def _process(pid: int, title: str, timeline: Timeline) -> Iterator[Event]:
     for node in timeline.computation:
         yield _slice(pid, _COMPUTATION, node.name, "computation", node.start, node.finish)
     launched_at = {node.name: node.start for node in timeline.computation}
-    for number, one in enumerate(timeline.communication):
-        yield from _collective(pid, lanes[one.group], one)
-        if one.name in launched_at:
-            yield from _arrow(f"{pid}.{number}", pid, launched_at[one.name], lanes[one.group], one.start)
+    for number, collective in enumerate(timeline.communication):
+        lane = lanes[collective.group]
+        yield from _collective(pid, lane, collective)
+        if collective.name in launched_at:
+            yield from _arrow(f"{pid}.{number}", pid, launched_at[collective.name], lane, collective.start)
 
 
 def _labels(what: str, name: str, pid: int, tid: int, *, place: int) -> Iterator[Event]:
@@ -73,12 +71,12 @@ def _labels(what: str, name: str, pid: int, tid: int, *, place: int) -> Iterator
     yield {**owner, "name": f"{what}_sort_index", "args": {"sort_index": place}}
 
 
-def _collective(pid: int, tid: int, one: Travelled) -> Iterator[Event]:
-    about = {"kind": one.kind, "group": one.group, "bytes": one.bytes, "launch_us": _micros(one.launch),
-             "exposed_us": _micros(one.exposed)}  # fmt: skip
-    yield {**_slice(pid, tid, one.name, "communication", one.start, one.finish), "args": about}
-    if one.exposed > 0:
-        waiting = _slice(pid, _COMPUTATION, f"exposed: {one.name}", "exposed", *exposed_span(one))
+def _collective(pid: int, tid: int, collective: Travelled) -> Iterator[Event]:
+    about = {name: getattr(collective, name) for name in ("kind", "group", "bytes")}
+    about |= {"launch_us": _micros(collective.launch), "exposed_us": _micros(collective.exposed)}
+    yield {**_slice(pid, tid, collective.name, "communication", collective.start, collective.finish), "args": about}
+    if collective.exposed > 0:
+        waiting = _slice(pid, _COMPUTATION, f"exposed: {collective.name}", "exposed", *exposed_span(collective))
         yield {**waiting, "cname": "terrible", "args": about}
 
 
@@ -94,7 +92,7 @@ def _arrow(number: str, pid: int, launched: float, tid: int, travels: float) -> 
     yield {"ph": "f", **about, "tid": tid, "ts": _micros(travels), "bp": "e"}
 
 
-def _memory(report: Report, timeline: Timeline) -> Iterator[Event]:
+def _memory(report: ReportData, timeline: Timeline) -> Iterator[Event]:
     for at, size in placed(report.memory, timeline):
         yield {"ph": "C", "pid": 1, "tid": 0, "name": "memory", "ts": _micros(at), "args": {"bytes": size}}
 

@@ -142,7 +142,7 @@ def test_launch_names_the_rank_that_failed(tmp_path: Path) -> None:
     script.write_text("import os, sys, time\nif os.environ['RANK'] == '1': sys.exit(3)\ntime.sleep(60)\n")
     result = crossfade_alone("launch", "--ranks", "2", str(script), timeout=240)
     assert result.returncode == 1
-    assert "rank 1 ending with exit code 3" in " ".join(result.stderr.split())
+    assert "rank 1 ended with exit code 3" in " ".join(result.stderr.split())
 
 
 @pytest.mark.ranks

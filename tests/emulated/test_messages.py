@@ -1,4 +1,4 @@
-"""Messages, exchanges and pipelined matmuls on an emulated fabric: what comes, and when, told by when it is due."""
+"""Messages, exchanges and pipelined matmuls on an emulated fabric: what comes, and when it is due."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def test_batches_of_messages_in_either_order(alone: Alone) -> None:
 
 def many_sent() -> int:
     with emulated.world(fast(), 4):
-        works = [dist.isend(torch.full((2,), float(one)), 1) for one in range(100)]
+        works = [dist.isend(torch.full((2,), float(number)), 1) for number in range(100)]
         for work in works:
             work.wait()
         dist.recv(oldest := torch.zeros(2), 1)
@@ -122,7 +122,7 @@ def test_messages_that_nobody_asks_for_are_not_kept_for_ever(alone: Alone) -> No
 
 def exchanges() -> dict[str, Any]:
     ranks, rank = 8, 3
-    nothing_here = [100 * (one != rank) for one in range(ranks)]
+    nothing_here = [100 * (peer != rank) for peer in range(ranks)]
     with emulated.world(machine(), ranks, rank):
         group = dist.group.WORLD.group_name
         received, source = torch.ones(700), torch.ones(700)

@@ -107,7 +107,7 @@ def moves(ranks: int, rank: int) -> dict[str, tuple[Tensor, Tensor]]:
         for work in dist.batch_isend_irecv(both):
             work.wait()
         dist.all_gather_object(objects := [None] * ranks, {"rank": rank})
-        found["objects"] = torch.tensor([one["rank"] for one in objects]), torch.full((ranks,), rank)
+        found["objects"] = torch.tensor([item["rank"] for item in objects]), torch.full((ranks,), rank)
         dist.barrier()
     return found
 
@@ -157,7 +157,7 @@ def large(ranks: int, rank: int) -> dict[str, tuple[Tensor, Tensor]]:
 
 
 @worlds
-@pytest.mark.parametrize("collectives", [reductions, moves, functional, large], ids=lambda one: one.__name__)
+@pytest.mark.parametrize("collectives", [reductions, moves, functional, large], ids=lambda function: function.__name__)
 def test_the_others_hold_what_this_rank_holds(alone: Alone, collectives: Any, ranks: int, rank: int) -> None:
     for name, (found, expected) in alone(collectives, ranks, rank).items():
         torch.testing.assert_close(found, expected, msg=lambda text, name=name: f"{name}: {text}")
@@ -324,7 +324,7 @@ def late_values() -> float:
         return fabric.late
 
 
-def test_values_that_take_longer_than_the_travel_are_told(alone: Alone) -> None:
+def test_values_that_take_longer_than_the_travel_are_counted(alone: Alone) -> None:
     assert alone(late_values) > 1e-3
 
 
@@ -399,7 +399,7 @@ def inductor(ranks: int, rank: int) -> tuple[list[Tensor], list[Tensor]]:
 
 @worlds
 @pytest.mark.parametrize(
-    "code", [ddp, fsdp, tensor_parallel, distributed_tensor, inductor], ids=lambda one: one.__name__
+    "code", [ddp, fsdp, tensor_parallel, distributed_tensor, inductor], ids=lambda function: function.__name__
 )
 def test_code_for_process_groups_runs_unchanged(alone: Alone, code: Any, ranks: int, rank: int) -> None:
     found, expected = alone(code, ranks, rank)
@@ -472,4 +472,4 @@ def test_errors_say_what_to_do(alone: Alone) -> None:
     assert "a size of 7 in a group of 8 ranks: expected a multiple of 8" in parts
     assert "NotYetError: a torch.sparse_coo tensor" in sparse
     assert timeout.startswith("RankFailedError") and "at most 0.001 s" in timeout
-    assert all("Remedy: " in one for one in found)
+    assert all("Remedy: " in message for message in found)

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from crossfade import compile_step
-from crossfade.execute.bound import Bound, Found
+from crossfade.execute.bound import Bound, BoundValue
 
 
 def stepped(**options: Any) -> tuple[Any, nn.Module, torch.optim.Optimizer]:
@@ -57,10 +57,10 @@ def test_what_is_replaced_between_steps_is_what_the_next_one_uses(change: Any) -
         other.zero_grad()
         nn.functional.mse_loss(theirs(X), Y).backward()
         other.step()
-    for (name, one), expected in zip(ours.state_dict().items(), theirs.state_dict().values(), strict=True):
-        assert torch.equal(one, expected), name
-    for one, expected in zip(ours.parameters(), theirs.parameters(), strict=True):
-        assert torch.equal(mine.state[one]["exp_avg"], other.state[expected]["exp_avg"])
+    for (name, value), expected in zip(ours.state_dict().items(), theirs.state_dict().values(), strict=True):
+        assert torch.equal(value, expected), name
+    for parameter, expected in zip(ours.parameters(), theirs.parameters(), strict=True):
+        assert torch.equal(mine.state[parameter]["exp_avg"], other.state[expected]["exp_avg"])
     assert step.captures == 1
 
 
@@ -71,15 +71,15 @@ def test_a_program_that_is_not_called_any_more_does_not_hold_old_state() -> None
     old = [weakref.ref(entries["exp_avg"]) for entries in optimizer.state.values()]
     fresh_state(model, optimizer)
     step(X, Y)
-    assert [one() for one in old] == [None] * len(old)
+    assert [reference() for reference in old] == [None] * len(old)
 
 
 def test_what_was_looked_up_is_not_again_unless_something_was_replaced() -> None:
     model, looked_up = {"w": object()}, []
 
-    def find() -> Found:
+    def find() -> BoundValue:
         looked_up.append(1)
-        return Found(model["w"], ((model, "w", model["w"]),))
+        return BoundValue(model["w"], ((model, "w", model["w"]),))
 
     bound = Bound({0: find, 2: find}, {1: lambda batch: batch.pop("x")})
     bound.look_up()

@@ -99,8 +99,8 @@ def arguments(call: tuple[Any, ...]) -> tuple[list[Any], dict[str, Any]]:
     """Fresh arguments for a call: functions stand for the tensors they make, a last dict for keywords."""
     keywords = call[-1] if isinstance(call[-1], dict) else {}
     positional = call[:-1] if isinstance(call[-1], dict) else call
-    made = [one() if callable(one) else one for one in positional]
-    return made, {name: one() if callable(one) else one for name, one in keywords.items()}
+    made = [argument() if callable(argument) else argument for argument in positional]
+    return made, {name: argument() if callable(argument) else argument for name, argument in keywords.items()}
 
 
 @pytest.mark.parametrize("name", CALLS)
@@ -137,7 +137,7 @@ return output("c", c)
         result = torch.exp(tensor)
         made.append(weakref.ref(result))
         gc.collect()
-        alive.append(sum(one() is not None for one in made))
+        alive.append(sum(reference() is not None for reference in made))
         return result
 
     compiled = compile_program(program)

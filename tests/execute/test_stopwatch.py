@@ -103,7 +103,7 @@ def plain_and_profiled(text: str, shapes: list[int]) -> list[tuple[list[Tensor],
     for seed in range(3):
         generator = torch.Generator().manual_seed(seed + 10 * dist.get_rank())
         inputs = [torch.randn(size, generator=generator) for size in shapes]
-        plain = executable(text)([one.clone() for one in inputs])
+        plain = executable(text)([tensor.clone() for tensor in inputs])
         pairs.append((list(plain), profile_on_rank(text, inputs)[0]))
     return pairs
 
@@ -139,7 +139,7 @@ def test_results_equal_those_of_a_plain_run(ranks: Any) -> None:
     for pairs in ranks(2).run(plain_and_profiled, EVERY_SPELLING, [8, 8, 8]):
         for plain, profiled in pairs:
             assert len(plain) == 6
-            assert all(torch.equal(one, other) for one, other in zip(plain, profiled, strict=True))
+            assert all(torch.equal(result, other) for result, other in zip(plain, profiled, strict=True))
 
 
 @pytest.mark.ranks
@@ -154,7 +154,7 @@ def test_flights_on_the_same_memory_wait_for_each_other(ranks: Any) -> None:
 def test_a_run_is_computation_and_standing_still_without_holes(ranks: Any) -> None:
     for _, timeline in ranks(2).run(profile_on_rank, SMALL, [torch.ones(2)]):
         assert math.isclose(timeline.busy + timeline.exposed, timeline.seconds, rel_tol=1e-9)
-        assert [one.name for one in timeline.computation if one.name != "w"] == ["n", "s", "e", "y"]
+        assert [node.name for node in timeline.computation if node.name != "w"] == ["n", "s", "e", "y"]
         (travel,) = timeline.communication
         assert (travel.name, travel.kind, travel.group, travel.bytes) == ("s", "all_reduce", "dp", 8)
         assert 0 < travel.launch <= travel.start <= travel.finish <= timeline.seconds
@@ -168,7 +168,7 @@ def test_a_late_rank_is_seen_by_the_one_that_waits(ranks: Any) -> None:
     assert punctual.exposed > 0.8 * LATE
     assert late.exposed < 0.5 * LATE
     assert punctual.communication[0].finish > 0.8 * LATE
-    assert "w" not in [one.name for one in punctual.computation]
+    assert "w" not in [node.name for node in punctual.computation]
 
 
 @pytest.mark.ranks
@@ -178,7 +178,7 @@ def test_an_arrival_during_computation_is_seen_when_it_happens(ranks: Any) -> No
         (travel,) = timeline.communication
         assert travel.exposed == timeline.exposed == 0
         assert travel.finish < 0.9 * travel.needed  # type: ignore[operator]
-        assert "w" in [one.name for one in timeline.computation]
+        assert "w" in [node.name for node in timeline.computation]
 
 
 @pytest.mark.ranks
@@ -191,11 +191,11 @@ def test_an_error_while_waiting_is_raised_where_the_program_waits(ranks: Any) ->
 def test_streams_are_timed_by_events() -> None:
     with Ranks(1, backend="nccl", timeout=120) as world:
         [(plain, profiled, timeline)] = world.run(profile_on_cuda)
-    assert all(torch.equal(one, other) for one, other in zip(plain, profiled, strict=True))
+    assert all(torch.equal(result, other) for result, other in zip(plain, profiled, strict=True))
     assert math.isclose(timeline.busy + timeline.exposed, timeline.seconds, rel_tol=1e-3)
     (travel,) = timeline.communication
     assert 0 < travel.launch <= travel.start <= travel.finish < travel.needed  # type: ignore[operator]
-    assert [one.name for one in timeline.computation][:2] == ["s", "m1"]
+    assert [node.name for node in timeline.computation][:2] == ["s", "m1"]
 
 
 def profile_on_cuda() -> tuple[list[Tensor], list[Tensor], Timeline]:
@@ -206,7 +206,7 @@ def profile_on_cuda() -> tuple[list[Tensor], list[Tensor], Timeline]:
     timed = Stopwatch(run)
     for _ in range(3):
         profiled = timed([inputs.clone()])
-    return [one.cpu() for one in plain], [one.cpu() for one in profiled], timed.timeline
+    return [tensor.cpu() for tensor in plain], [tensor.cpu() for tensor in profiled], timed.timeline
 
 
 def read(text: str, times: list[float], finishes: dict[str, float]) -> Timeline:
@@ -241,13 +241,19 @@ def test_a_link_carries_one_at_a_time() -> None:
 
 def test_what_arrives_before_its_predecessor_has_no_time_of_its_own() -> None:
     timeline = read(TWO_IN_A_ROW, [0.0, 1.0, 2.0, 5.0, 5.5, 8.5], {"r": 4.0, "s": 3.0})
-    assert [(one.launch, one.start, one.finish) for one in timeline.communication] == [(1.0, 1.0, 4.0), (2.0, 3.0, 3.0)]
+    assert [(collective.launch, collective.start, collective.finish) for collective in timeline.communication] == [
+        (1.0, 1.0, 4.0),
+        (2.0, 3.0, 3.0),
+    ]
 
 
 def test_the_end_stands_still_for_what_nobody_waited_for() -> None:
     text = "\n".join(line for line in TWO_IN_A_ROW.splitlines() if not line.startswith(("wr", "ws", "return")))
     timeline = read(text + '\nreturn output("e", e)', [0.0, 1.0, 2.0, 5.0], {"r": 9.0, "s": 7.0})
-    assert [(one.needed, one.exposed) for one in timeline.communication] == [(None, 2.0), (None, 2.0)]
+    assert [(collective.needed, collective.exposed) for collective in timeline.communication] == [
+        (None, 2.0),
+        (None, 2.0),
+    ]
     assert timeline.seconds == 9.0 == timeline.busy + timeline.exposed
 
 
@@ -266,4 +272,4 @@ def test_there_is_no_timeline_before_a_run_or_after_half_of_one() -> None:
     with pytest.raises(RuntimeError, match="nothing timed yet"):
         _ = run.timeline
     run([torch.ones(2)])
-    assert [one.name for one in run.timeline.computation] == ["y"]
+    assert [node.name for node in run.timeline.computation] == ["y"]

@@ -133,8 +133,8 @@ def test_with_grouping_every_bit_stays() -> None:
     kept = [list(ours), list(theirs)]
     for program, values in zip((before, after), (ours, theirs), strict=True):
         Executable(program, {})(values)
-    for one, other in zip(*kept, strict=True):
-        assert torch.equal(one, other)
+    for result, other in zip(*kept, strict=True):
+        assert torch.equal(result, other)
 
 
 def test_the_time_grows_with_the_program() -> None:

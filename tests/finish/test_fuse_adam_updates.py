@@ -60,10 +60,10 @@ def test_numbers_are_those_of_the_steps(
     kind = torch.float32 if dtype == "f32" else torch.float64
     given = [torch.randn(elements, dtype=kind), torch.randn(elements, dtype=kind), torch.rand(elements, dtype=kind)]
     given.append(torch.randn(elements, dtype=kind))
-    ours, theirs = ([one.clone() for one in given] for _ in range(2))
-    for tensors, one in ((ours, done), (theirs, plain)):
+    ours, theirs = ([tensor.clone() for tensor in given] for _ in range(2))
+    for tensors, program in ((ours, done), (theirs, plain)):
         for _ in range(3):
-            Executable(one, {})([*tensors, correction, size])
+            Executable(program, {})([*tensors, correction, size])
     for found, expected in zip(ours, theirs, strict=True):
         torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
     assert not torch.equal(ours[0], given[0])
@@ -116,7 +116,7 @@ def test_an_update_is_left_as_it_is(name: str) -> None:
     update, returned, reason = LEFT[name]
     before = program_of(update, returned=returned)
     done = fused(before)
-    assert [str(one) for one in done.history[-1].verdicts] == [f"new: left alone: {reason}"]
+    assert [str(verdict) for verdict in done.history[-1].verdicts] == [f"new: left alone: {reason}"]
     assert str(done) == str(before)
 
 
@@ -132,7 +132,7 @@ def test_what_is_small_is_left_for_others_to_group() -> None:
 def test_steps_far_apart_are_not_looked_through() -> None:
     between = "".join(f"    n{i}: f32[4] = aten.neg(x)\n" for i in range(300))
     (verdict,) = fused(program_of(UPDATE.replace("    root:", between + "    root:"))).history[-1].verdicts
-    assert verdict.reason == "its steps stand far apart"
+    assert verdict.reason == "its steps are far apart"
 
 
 def test_time_grows_with_the_number_of_updates() -> None:

@@ -109,7 +109,7 @@ def test_a_step_of_many_small_parameters_is_eager_torchs_to_the_last_bit(
         return torch.nn.Sequential(*(torch.nn.Linear(6, 6) for _ in range(12)))
 
     ours, theirs = model(), model()
-    mine, other = (optimizer(one.parameters(), lr=0.1) for one in (ours, theirs))  # type: ignore[call-arg]
+    mine, other = (optimizer(model.parameters(), lr=0.1) for model in (ours, theirs))  # type: ignore[call-arg]
     step = compile_step(ours, torch.nn.functional.mse_loss, mine)
     for number in range(4):
         x, y = torch.randn(8, 6), torch.randn(8, 6)
@@ -119,8 +119,8 @@ def test_a_step_of_many_small_parameters_is_eager_torchs_to_the_last_bit(
         torch.nn.functional.mse_loss(theirs(x), y).backward()
         other.step()
     assert "_foreach" in str(step.program)
-    for one, expected in zip(ours.parameters(), theirs.parameters(), strict=True):
-        assert torch.equal(one, expected)
+    for parameter, expected in zip(ours.parameters(), theirs.parameters(), strict=True):
+        assert torch.equal(parameter, expected)
 
 
 def test_it_runs_as_before() -> None:
@@ -140,8 +140,8 @@ def test_it_runs_as_before() -> None:
     after = run_passes(before, [GroupSmallOperators()])
     assert "_foreach_addcdiv_" in str(after)
     values = [torch.rand(2), torch.rand(3), torch.rand(2), torch.rand(3)]
-    for one, other in zip(*(Executable(p, {})([v.clone() for v in values]) for p in (before, after)), strict=True):
-        assert torch.equal(one, other)
+    for result, other in zip(*(Executable(p, {})([v.clone() for v in values]) for p in (before, after)), strict=True):
+        assert torch.equal(result, other)
 
 
 def test_the_time_grows_with_the_program() -> None:

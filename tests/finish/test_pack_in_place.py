@@ -190,7 +190,7 @@ def test_what_is_sent_alone_is_computed_into_kept_memory_too():
         "g: f32[4, 4] = aten.mm.out(x, x, out=view)",
         "f: f32[2, 8] = aten.view(g, [2, 8])",
     ]
-    assert [str(one) for one in done.history[0].verdicts] == [
+    assert [str(verdict) for verdict in done.history[0].verdicts] == [
         "g: replaced: computed into memory kept from step to step"
     ]
 
@@ -215,7 +215,7 @@ def test_what_is_sent_alone_stays_in_fresh_memory(name: str):
     assert not done.history[0].changed
     asked_for = name not in ("it is smaller", "it is gathered")
     reason = "its operator takes no memory, or something else uses it: computed into fresh memory"
-    assert [str(one) for one in done.history[0].verdicts] == [f"g: left alone: {reason}"] * asked_for
+    assert [str(verdict) for verdict in done.history[0].verdicts] == [f"g: left alone: {reason}"] * asked_for
 
 
 def test_symbolic_sizes_are_left():

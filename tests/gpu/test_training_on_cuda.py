@@ -9,7 +9,7 @@ import torch
 
 import crossfade as cf
 from tests.ranks.cases import train_crossfade, train_crossfade_on_ranks, train_eager
-from tests.ranks.test_training import differences
+from tests.ranks.test_training_on_ranks import differences
 
 CASES = ["mlp", "gpt with dropout", "cnn with batch norm", "tied weights", "unused parameter"]
 pytestmark = pytest.mark.gpu

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -82,26 +82,28 @@ CASES: dict[str, tuple[Callable[..., Any], tuple[int, ...]]] = {
 """By row of docs/capabilities.md: a function of this rank's tensor and a weight of [8, 12], and the tensor's shape."""
 
 
-def run_cases(form: str, chunks: int, dtype: torch.dtype) -> dict[str, tuple[int, float]]:
-    """For each case how many collective matmuls it became, and how far its results are from the plain ones'."""
-    return {name: run_one(function, shape, form, chunks, dtype) for name, (function, shape) in CASES.items()}
-
-
-def run_one(
-    function: Callable[..., Any], shape: tuple[int, ...], form: str, chunks: int, dtype: torch.dtype
-) -> tuple[int, float]:
-    """Trace, optimize, run both, compare; shapes and strides too."""
+def run_case(
+    function: Callable[..., Any], shape: tuple[int, ...], dtype: torch.dtype, forms: Iterable[tuple[str, int]]
+) -> Iterator[tuple[int, float]]:
+    """Trace once; for each form optimize, run both, compare: how many collective matmuls it became, and how far its
+    results are from the plain ones'."""
     generator = torch.Generator().manual_seed(dist.get_rank())
     x = torch.randn(shape, generator=generator).to(dtype)
     w = torch.randn(8, 12, generator=torch.Generator().manual_seed(99)).to(dtype)
     module = make_fx(function)(x, w)
-    how = {"form": form, "chunks": chunks}
-    done = cf.optimize(module, passes=[FuseGathersIntoMatmuls(**how), FuseScattersIntoMatmuls(**how)])
-    fused = sum(one.verdict.outcome is Outcome.FUSED and bool(one.verdict.bytes) for one in done.report.verdicts)
-    expected, found = module(x, w), done.module(x, w)
-    pairs = list(zip(*(one if isinstance(one, tuple) else (one,) for one in (expected, found)), strict=True))
-    assert all(a.shape == b.shape and a.dtype is b.dtype and a.stride() == b.stride() for a, b in pairs)
-    return fused, max(_difference(a, b) for a, b in pairs)
+    expected = _as_tuple(module(x, w))
+    for form, chunks in forms:
+        how = {"form": form, "chunks": chunks}
+        done = cf.optimize(module, passes=[FuseGathersIntoMatmuls(**how), FuseScattersIntoMatmuls(**how)])
+        verdicts = [verdict for _, verdict in done.report.verdicts]
+        pairs = list(zip(expected, _as_tuple(done.module(x, w)), strict=True))
+        assert all(a.shape == b.shape and a.dtype is b.dtype and a.stride() == b.stride() for a, b in pairs)
+        fused = sum(verdict.outcome is Outcome.FUSED and bool(verdict.bytes) for verdict in verdicts)
+        yield fused, max(_difference(a, b) for a, b in pairs)
+
+
+def _as_tuple(results: Any) -> tuple[Tensor, ...]:
+    return results if isinstance(results, tuple) else (results,)
 
 
 def _difference(expected: Tensor, found: Tensor) -> float:
@@ -111,5 +113,9 @@ def _difference(expected: Tensor, found: Tensor) -> float:
 
 def run_all_forms(dtype: torch.dtype, pieces: tuple[int, ...]) -> dict[str, dict[str, tuple[int, float]]]:
     """Every case in every form that runs anywhere, in so many pieces; parts of 5 and 6 rows divide by few of them."""
-    run = functools.partial(run_cases, dtype=dtype)
-    return {f"{form} in {chunks}": run(form, chunks) for form in ("chunked", "ring") for chunks in pieces}
+    forms = list(itertools.product(("chunked", "ring"), pieces))
+    cases = {name: list(run_case(*case, dtype, forms)) for name, case in CASES.items()}
+    return {
+        f"{form} in {chunks}": {name: results[index] for name, results in cases.items()}
+        for index, (form, chunks) in enumerate(forms)
+    }

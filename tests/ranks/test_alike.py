@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,6 +13,8 @@ from torch import nn
 
 import crossfade as cf
 from crossfade.errors import RankMismatchError
+from crossfade.ranks.alike import RankComparison, RankInvariant, digest_of
+from crossfade.ranks.members import Members
 
 
 def network(dropout: float = 0.0) -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -46,9 +49,9 @@ def train(change: str, at: int, steps: int, options: dict[str, Any]) -> tuple[in
             except RankMismatchError as found:
                 error = str(found)
                 break
-    told = step.report.facts.get("ranks compared", "") if done else ""
-    messages = [str(one.message) for one in said if "Remedy" in str(one.message)]
-    return done, error, messages, told, _number_of_collectives(step) if done else 0
+    cost = step.report.facts.get("ranks compared", "") if done else ""
+    messages = [str(warning.message) for warning in said if "Remedy" in str(warning.message)]
+    return done, error, messages, cost, _number_of_collectives(step) if done else 0
 
 
 def _number_of_collectives(step: cf.Step) -> int:
@@ -106,11 +109,11 @@ def test_three_ranks_see_it_too(ranks: Any) -> None:
 @pytest.mark.ranks
 def test_comparing_now_and_then_or_never(ranks: Any) -> None:
     compared = ranks(2).run(train, "rate", 3, 8, {"check_every": 5})
-    for done, error, _, told, _ in compared:
-        assert done == 5 and "a learning rate" in error and "every 5 steps" in told
+    for done, error, _, cost, _ in compared:
+        assert done == 5 and "a learning rate" in error and "every 5 steps" in cost
     never = ranks(2).run(train, "rate", 3, 8, {"check_every": 0})
-    for done, error, _, told, _ in never:
-        assert done == 7 and not error and not told
+    for done, error, _, cost, _ in never:
+        assert done == 7 and not error and not cost
     assert compared[0][-1] == never[0][-1], "comparing adds no collective"
 
 
@@ -128,3 +131,57 @@ def test_another_random_stream_on_one_rank_is_warned_of(ranks: Any) -> None:
     (done, error, messages, *_), _ = ranks(2).run(train, "random", 2, 5, {})
     assert done == 4 and not error
     assert len(messages) == 1 and "random generator" in messages[0] and 'semantics="per-rank"' in messages[0]
+
+
+def judged(ranks: int, digests: list[int], **options: Any) -> RankComparison:
+    """A comparison of one number, after what came back for step 0 from so many ranks with these digests."""
+    invariant = RankInvariant(
+        "a number", lambda batch, step: digests[0], lambda step: "it is", "the same", "correct it", **options
+    )
+    mine = RankComparison("dp", Members(tuple(range(ranks)), 0, 1.0), [invariant])
+    numbers = []
+    for digest in digests:
+        theirs = RankComparison("dp", mine.members, [replace(invariant, digest=lambda batch, step, d=digest: d)])
+        numbers.append(theirs.given((), 0))
+    mine.given((), 0)
+    mine.reduced(torch.stack(numbers).mean(0), 0)
+    return mine
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 64])
+def test_one_rank_that_differs_by_one_is_seen_and_equal_ones_are_not(ranks: int) -> None:
+    equal = [2**24 - 1] * ranks
+    judged(ranks, equal)
+    with pytest.warns(UserWarning, match="a number differs between ranks in step 0: expected the same"):
+        judged(ranks, [*equal[:-1], equal[0] - 1], unless="warn")
+
+
+def test_what_should_differ_is_warned_of_after_three_equal_steps_and_once() -> None:
+    comparison = judged(2, [5, 5], unless="differ")
+    means = comparison.given((), 0)
+    comparison.reduced(means, 1)
+    with pytest.warns(UserWarning, match="the same a number on every rank in 3 steps"):
+        comparison.reduced(means, 2)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        comparison.reduced(means, 3)
+
+
+def test_steps_in_between_are_not_compared() -> None:
+    invariant = RankInvariant("a number", lambda batch, step: 7, lambda step: "it is", "the same", "correct it")
+    comparison = RankComparison("dp", Members((0, 1), 0, 1.0), [invariant], every=3)
+    assert comparison.given((), 2).tolist() == [0.0] * comparison.numbers
+    comparison.reduced(torch.tensor([float("nan")] * comparison.numbers), 2)
+    assert comparison.given((), 3)[:2].tolist() == [7.0, 49.0]
+
+
+def test_digests_cover_every_layout_and_sample_large_tensors_in_turn() -> None:
+    large = torch.zeros(8192)
+    before = [digest_of([large], step, most=4096) for step in range(2)]
+    large[1] = 1.0
+    assert [digest_of([large], step, most=4096) != before[step] for step in range(2)] == [False, True]
+    sparse = torch.eye(3).to_sparse()
+    assert digest_of([sparse], 0) != digest_of([sparse * 2], 0)
+    wide = torch.zeros(4, 4).t()
+    wide[2, 1] = 1.0
+    assert digest_of([wide], 0) != digest_of([torch.zeros(4, 4)], 0)

@@ -15,7 +15,7 @@ import crossfade as cf
 from crossfade.errors import CrossfadeError
 from tests.models.choice import some
 from tests.ranks.cases import CASES, PLANNED, Trained, batches, start, train_eager, trained
-from tests.ranks.test_training import differences
+from tests.ranks.test_training_on_ranks import differences
 
 NAME = "lstm with noise"
 HALF = 5
@@ -65,15 +65,18 @@ def test_training_goes_on_bitwise(ranks: Any, tmp_path: Path, mode: str) -> None
 @pytest.mark.ranks
 @pytest.mark.parametrize(
     "saved,loaded",
-    some(
-        [("zero3", "zero3"), ("zero1", "zero3"), ("zero2", "replicate"), (WHOLE, "zero3"), ("zero1", "zero2+auto")],
-        often=["zero2", "zero3", WHOLE, "zero1"],
-    ),
+    [
+        ("zero1", "zero2+auto"),
+        ("zero2", "replicate"),
+        (WHOLE, "zero3"),
+        pytest.param("zero3", "zero3", marks=pytest.mark.models),
+        pytest.param("zero1", "zero3", marks=pytest.mark.models),
+    ],
 )
 def test_saved_on_four_ranks_goes_on_on_two(ranks: Any, tmp_path: Path, saved: str, loaded: str) -> None:
     whole = ranks(4).run(train_and_save, 4, saved, str(tmp_path / "saved"))
-    for one in ranks(2).run(load_and_train, 2, loaded, str(tmp_path / "saved"), whole[0].losses[:HALF]):
-        assert differences(train_eager(NAME), one, *PLANNED) == []
+    for resumed in ranks(2).run(load_and_train, 2, loaded, str(tmp_path / "saved"), whole[0].losses[:HALF]):
+        assert differences(train_eager(NAME), resumed, *PLANNED) == []
 
 
 def by_hand(ranks: int, folder: str) -> list[str]:
@@ -143,7 +146,9 @@ def test_what_is_no_checkpoint_is_refused(tmp_path: Path) -> None:
 def test_other_files_in_the_folder_are_not_lost(tmp_path: Path) -> None:
     (tmp_path / "runs").mkdir()
     (tmp_path / "runs" / "notes.txt").write_text("precious")
-    with pytest.raises(CrossfadeError, match=r"notes.txt in .*runs: expected a folder that is new"):
+    with pytest.raises(
+        CrossfadeError, match=r"runs holds notes.txt, which is no part of a checkpoint: expected a folder that is new"
+    ):
         begin(1, "replicate").save(tmp_path / "runs")
     assert (tmp_path / "runs" / "notes.txt").read_text() == "precious"
 

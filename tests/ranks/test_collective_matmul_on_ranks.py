@@ -74,14 +74,18 @@ def gather_case(number: int, form: str, ranks: int) -> str:
     first = read_product(product).first
     sizes = sizes_of(product, first[dim], ranks, draw)
     parts = [numbers([sizes[letter] for letter in first], dtype, draw) for _ in range(ranks)]
-    alike = [one for one in EQUATIONS if read_product(one).first == first]
+    alike = [equation for equation in EQUATIONS if read_product(equation).first == first]
     products = [product, *draw.choices(alike, k=draw.choice((0, 0, 2)))]
     whole = {**sizes, first[dim]: sizes[first[dim]] * ranks}
-    for one in products:
-        for letter in read_product(one).second:
+    for equation in products:
+        for letter in read_product(equation).second:
             whole.setdefault(letter, draw.randint(1, 4))
-    others = [numbers([whole[letter] for letter in read_product(one).second], dtype, draw) for one in products]
-    biases = [bias_for([whole[letter] for letter in read_product(one).result], dtype, draw) for one in products]
+    others = [
+        numbers([whole[letter] for letter in read_product(equation).second], dtype, draw) for equation in products
+    ]
+    biases = [
+        bias_for([whole[letter] for letter in read_product(equation).result], dtype, draw) for equation in products
+    ]
     keep, chunks = draw.random() < 0.5, draw.choice(CHUNKS)
     gathered = torch.cat(parts, dim)
     expected = [exact(*each).to(dtype) for each in zip(products, [gathered] * 3, others, biases, strict=False)]
@@ -124,7 +128,7 @@ def scatter_case(number: int, form: str, ranks: int) -> str:
     rows = [draw.randint(1, 9) for _ in range(2)]
     pairs = [(numbers([size, 3], dtype, draw), numbers([3, 4], dtype, draw)) for size in rows]
     every = matmul_scatter_meanwhile(*operands[dist.get_rank()], product, pairs, **settings)
-    return differences(case, [found, *every], [expected, expected, *(one @ other for one, other in pairs)])
+    return differences(case, [found, *every], [expected, expected, *(left @ other for left, other in pairs)])
 
 
 def scaled_case(number: int, form: str, ranks: int) -> str:
@@ -143,7 +147,7 @@ def scaled_case(number: int, form: str, ranks: int) -> str:
         for lengths in ((firsts[0].numel() // sizes["k"], 1), (1, sizes["n"]))
     ]
     by_rows = scales[0].view(*shape[:-1], 1) if rows else scales[0]
-    wholes = [exact(equation, one.double() * by_rows, second.double() * scales[1], bias) for one in firsts]
+    wholes = [exact(equation, first.double() * by_rows, second.double() * scales[1], bias) for first in firsts]
     settings: Any = {"dim": dim, "ranks": ranks, "group": dist.group.WORLD.group_name, "form": form}  # type: ignore[union-attr]
     product = f"{equation} {str(dtype).removeprefix('torch.')}"
     part = firsts[0].view(torch.uint8).chunk(ranks, dim)[rank].view(torch.float8_e4m3fn)
@@ -164,11 +168,11 @@ def differences(case: str, found: list[Tensor], expected: list[Tensor]) -> str:
     if len(found) != len(expected):
         return f"{case}: {len(found)} results\n"
     wrong = ""
-    for index, (one, other) in enumerate(zip(found, expected, strict=True)):
-        if one.dtype != other.dtype or one.shape != other.shape or not one.is_contiguous():
-            wrong += f"{case}: result {index} is {one.dtype} {list(one.shape)}, strides {one.stride()}\n"
-        elif not torch.equal(one, other):
-            wrong += f"{case}: result {index} differs by {float((one.double() - other.double()).abs().max())}\n"
+    for index, (result, other) in enumerate(zip(found, expected, strict=True)):
+        if result.dtype != other.dtype or result.shape != other.shape or not result.is_contiguous():
+            wrong += f"{case}: result {index} is {result.dtype} {list(result.shape)}, strides {result.stride()}\n"
+        elif not torch.equal(result, other):
+            wrong += f"{case}: result {index} differs by {float((result.double() - other.double()).abs().max())}\n"
     return wrong
 
 
@@ -191,7 +195,7 @@ def in_groups_of_two(form: str) -> str:
     groups = [dist.new_group([0, 2]), dist.new_group([1, 3])]
     rank = dist.get_rank()
     group, place = groups[rank % 2], rank // 2
-    parts = [numbers([3, 4], torch.float32, random.Random(10 * (rank % 2) + one)) for one in range(2)]
+    parts = [numbers([3, 4], torch.float32, random.Random(10 * (rank % 2) + place)) for place in range(2)]
     right = numbers([4, 5], torch.float32, random.Random(5))
     settings: Any = {"dim": 0, "ranks": 2, "group": group.group_name, "form": form, "chunks": 2}
     gathered = gather_matmul(parts[place], [right], ["mk,kn->mn"], **settings)
@@ -249,7 +253,7 @@ def test_a_rank_that_takes_no_part_ends_the_others_within_the_timeout() -> None:
         seen = world.run(without_rank_1, ["chunked", "ring"])
     assert seen[1] == ["absent"] * 4
     for rank in (0, 2, 3):
-        assert all(one.startswith("error: ") for one in seen[rank]), seen[rank]
+        assert all(message.startswith("error: ") for message in seen[rank]), seen[rank]
     assert all(any("Timed out" in seen[rank][case] for rank in (0, 2, 3)) for case in range(4)), seen
 
 

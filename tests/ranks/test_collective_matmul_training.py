@@ -57,13 +57,13 @@ def trained_and_compared() -> dict[str, Any]:
         expected.backward()
         alone_optimizer.step()
         alone_optimizer.zero_grad()
-    whole = {name: one.detach() for name, one in alone.named_parameters()}
+    whole = {name: parameter.detach() for name, parameter in alone.named_parameters()}
     parts = step.own_parts(whole).items()
-    fused = [one.verdict for one in step.report.verdicts if one.verdict.outcome is Outcome.FUSED]
+    fused = [given.verdict for given in step.report.verdicts if given.verdict.outcome is Outcome.FUSED]
     return {
         "worst": max(float((part - model.get_parameter(name).detach()).abs().max()) for name, part in parts),
         "losses": (float(loss), float(expected.detach())),
-        "fused": [one.subject for one in fused if one.bytes],
+        "fused": [verdict.subject for verdict in fused if verdict.bytes],
         "after": dict(step.report.collectives_after),
     }
 
@@ -71,8 +71,8 @@ def trained_and_compared() -> dict[str, Any]:
 @pytest.mark.ranks
 def test_a_planned_step_has_collective_matmuls_and_equals_one_device(ranks: Any) -> None:
     found = ranks(2).run(train_planned)
-    for one in found:
-        assert one["worst"] < 1e-6
-        assert one["losses"][0] == pytest.approx(one["losses"][1], rel=1e-5)
-        assert one["fused"] == found[0]["fused"] and one["fused"]
-        assert any(kind.endswith("in pieces") for kind in one["after"])
+    for result in found:
+        assert result["worst"] < 1e-6
+        assert result["losses"][0] == pytest.approx(result["losses"][1], rel=1e-5)
+        assert result["fused"] == found[0]["fused"] and result["fused"]
+        assert any(kind.endswith("in pieces") for kind in result["after"])

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -23,7 +21,6 @@ from crossfade.errors import (
     ModelError,
     NotYetError,
     OptimizerError,
-    RankFailedError,
     RankMismatchError,
 )
 
@@ -102,7 +99,7 @@ BAD: dict[str, tuple[type[CrossfadeError], str, Callable[[nn.Module], Any]]] = {
     "no micro-batches": (CrossfadeError, r"accumulate=0", lambda m: compiled(m, accumulate=0)),
     "parameter changed by the forward": (
         CaptureError,
-        r"parameter weight changed by the forward itself; .*Remedy: do it between steps",
+        r"parameter weight changed by the forward itself.*Remedy: do it between steps",
         lambda m: compiled(Clamping())(*BATCH),
     ),
     "dropout under activation checkpointing": (
@@ -133,7 +130,7 @@ BAD: dict[str, tuple[type[CrossfadeError], str, Callable[[nn.Module], Any]]] = {
     ),
     "mesh larger than the world": (
         MeshError,
-        r"a mesh of 8 ranks in a world of 1; .* Remedy: start 8 processes",
+        r"a mesh of 8 ranks in a world of 1: .* Remedy: start 8 processes",
         lambda m: compiled(m, mesh={"dp": 8}),
     ),
     "axis of a later version": (NotYetError, r"mesh axes tp", lambda m: compiled(m, mesh={"tp": 2})),
@@ -150,7 +147,7 @@ BAD: dict[str, tuple[type[CrossfadeError], str, Callable[[nn.Module], Any]]] = {
     "nothing to train": (ModelError, r"no parameter that requires", lambda m: compiled(nn.ReLU(), sgd(m))),
     "loss that is not a number": (
         CaptureError,
-        r"a tensor of shape \(6, 2\) as the loss; .* Remedy: reduce it with .mean\(\)",
+        r"a tensor of shape \(6, 2\) as the loss.* Remedy: reduce it with .mean\(\)",
         lambda m: compiled(m, loss=lambda y, t: y - t)(*BATCH),
     ),
     "shapes that do not fit": (
@@ -180,7 +177,7 @@ def test_data_dependent_control_flow_names_the_line() -> None:
     assert not optimizer.state
 
 
-def test_another_shape_is_captured_anew() -> None:
+def test_another_shape_is_captured_again() -> None:
     model = linear()
     step = compiled(model)
     step(*BATCH)
@@ -189,7 +186,7 @@ def test_another_shape_is_captured_anew() -> None:
     assert step.captures == 2
 
 
-def test_changed_settings_are_captured_anew() -> None:
+def test_changed_settings_are_captured_again() -> None:
     model = nn.Sequential(nn.Linear(4, 2), nn.Dropout(0.5))
     optimizer = sgd(model)
     step = compiled(model, optimizer)
@@ -250,14 +247,6 @@ def _one_cannot_capture() -> None:
     compiled(model, mesh={"dp": 2}, timeout=10)(*BATCH)
 
 
-def _one_stays_away() -> None:
-    step = compiled(linear(), mesh={"dp": 2}, timeout=3)
-    if dist.get_rank() == 1:
-        time.sleep(6)
-        return
-    step(*BATCH)
-
-
 JOBS = {
     "batch not divisible": _batch_not_divisible,
     "different models": _different_models,
@@ -265,7 +254,6 @@ JOBS = {
     "different values": _different_values,
     "different rates": _different_rates,
     "one cannot capture": _one_cannot_capture,
-    "one stays away": _one_stays_away,
 }
 
 
@@ -294,7 +282,6 @@ JOBS = {
             "one cannot capture",
             ["RankFailedError: rank 1: CaptureError: control flow", "CaptureError: control flow"],
         ),
-        ("one stays away", ["RankFailedError: rank 1 did not come to compare programs within 3 s", "no error"]),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -303,114 +290,8 @@ def test_ranks_that_disagree_all_say_so(ranks: Any, what: str, messages: list[st
         assert message.startswith(expected)
 
 
-def train_until(last: str) -> str:
-    """Train; rank 1 stops taking part after two steps, in the way named. Returns what rank 0 sees, and how soon."""
-    step = compiled(linear(), mesh={"dp": 2}, timeout=4)
-    for number in range(5):
-        if dist.get_rank() == 1 and number == 2:
-            if last == "dies":
-                os._exit(7)
-            if last == "raises":
-                raise ValueError("out of data")
-            time.sleep(8)
-            return "slept"
-        start = time.monotonic()
-        try:
-            step(*BATCH)
-        except RankFailedError as error:
-            return f"after {time.monotonic() - start:.0f} s: {error}"
-    return "no error"
-
-
-@pytest.mark.ranks
-def test_a_rank_that_dies_is_named_with_the_collective() -> None:
-    with (
-        cf.Ranks(2, timeout=60, start="forkserver") as world,
-        pytest.raises(RankFailedError, match=r"rank 1 dead \(exit code 7\)") as caught,
-    ):
-        world.run(_die_and_report)
-    assert "rank 0 also raised" in str(caught.value)
-    assert "a failed collective in step 2: all_reduce" in str(caught.value)
-    assert "rank 1 has ended" in str(caught.value)
-
-
-def _die_and_report() -> None:
-    result = train_until("dies")
-    raise RuntimeError(result)
-
-
-@pytest.mark.ranks
-def test_a_rank_that_raises_is_named() -> None:
-    with (
-        cf.Ranks(2, timeout=60, start="forkserver") as world,
-        pytest.raises(RankFailedError, match="ValueError: out of data on rank 1"),
-    ):
-        world.run(train_until, "raises")
-
-
-@pytest.mark.ranks
-def test_a_rank_that_sleeps_ends_the_others_within_the_timeout() -> None:
-    with cf.Ranks(2, timeout=60, start="forkserver") as world:
-        first, second = world.run(train_until, "sleeps")
-    assert second == "slept"
-    seconds = int(first.removeprefix("after ").split()[0])
-    assert 3 <= seconds <= 12, "the timeout is 4 s"
-    assert "rank 1 has not reached step 2 (last seen in step 1)" in first
-
-
-@pytest.mark.ranks
-def test_a_call_that_takes_too_long_ends_all_ranks() -> None:
-    with cf.Ranks(2, timeout=60, start="forkserver") as world:
-        with pytest.raises(RankFailedError, match="rank 0 still running after 3 s"):
-            world.run(time.sleep, 30, timeout=3)
-        assert world.run(os.path.basename, "a/b") == ["b", "b"]
-
-
-def _one_changes(changing: int) -> str:
-    """Only one rank changes what the program was captured with."""
-    model = nn.Sequential(linear(), nn.Dropout(0.0))
-    step = compiled(model, mesh={"dp": 2}, timeout=6)
-    step(*BATCH)
-    if dist.get_rank() == changing:
-        model[1].p = 0.5
-    try:
-        step(*BATCH)
-    except RankFailedError as error:
-        return str(error)
-    return "no error"
-
-
-@pytest.mark.ranks
-@pytest.mark.parametrize("changing", [0, 1])
-def test_a_rank_that_alone_captures_again_says_why(changing: int) -> None:
-    with cf.Ranks(2, timeout=60, start="forkserver") as world:
-        said = world.run(_one_changes, changing)
-    why = "captures again, since model.1.p changed from 0.0 to 0.5"
-    assert f"; this rank {why}: expected every rank to capture again at the same step" in said[changing]
-    assert "a failed collective in step 1" in said[1 - changing] and f"it {why}" in said[1 - changing]
-
-
 def test_errors_survive_the_way_between_processes() -> None:
     import pickle
 
     error = RankMismatchError("a", expected="b", remedy="c")
     assert str(pickle.loads(pickle.dumps(error))) == str(error) == "a: expected b. Remedy: c."
-
-
-def _one_never_opens() -> None:
-    model = linear()
-    if dist.get_rank() == 1:
-        time.sleep(5)
-        return
-    compiled(model, mesh={"dp": 2}, timeout=2)
-
-
-JOBS["one never opens"] = _one_never_opens
-
-
-@pytest.mark.ranks
-def test_a_rank_that_never_compiles_is_named() -> None:
-    with cf.Ranks(2, timeout=60, start="forkserver") as world:  # not the pool: these have lost count of each other
-        first, second = world.run(on_ranks, "one never opens")
-    assert first.startswith("RankFailedError: rank 1 did not come to compare programs within 2 s")
-    assert second == "no error"

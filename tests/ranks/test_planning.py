@@ -20,7 +20,7 @@ from crossfade.errors import CrossfadeError, MemoryLimitError
 from crossfade.graph import collectives
 from tests.models.choice import some
 from tests.ranks.cases import PLANNED, batches, start, train_crossfade_on_ranks, train_eager
-from tests.ranks.test_training import differences
+from tests.ranks.test_training_on_ranks import differences
 
 NAME = "tied weights"
 
@@ -29,7 +29,7 @@ NAME = "tied weights"
 @pytest.mark.parametrize("machine", some(["ethernet-1gbit", "h100-nvlink-node"], often=["ethernet-1gbit"]))
 @pytest.mark.parametrize("mode", ["replicate", "zero1", "zero2", "zero3"])
 def test_planned_training_equals_one_device(ranks: Any, mode: str, machine: str) -> None:
-    name = "gpt with dropout" if mode in ("replicate", "zero3") else NAME
+    name = "gpt with dropout" if mode == "zero3" else NAME
     options = {"data_parallel": mode, "machine": machine}
     for trained in ranks(2).run(train_crossfade_on_ranks, name, 2, options):
         assert differences(train_eager(name), trained, *PLANNED) == []
@@ -63,7 +63,7 @@ def with_gelu(slow: bool, limit: int | None) -> tuple[bool, torch.Tensor, torch.
         """Each operator takes a microsecond; that gradient a hundred, or as long as the others."""
         keys = Keys()
         found = {keys.of(node): 1e-6 for node in program.graph.nodes if computes(node)}
-        return {key: 1e-4 if slow and "gelu_backward" in key else one for key, one in found.items()}
+        return {key: 1e-4 if slow and "gelu_backward" in key else seconds for key, seconds in found.items()}
 
     def model() -> nn.Sequential:
         torch.manual_seed(0)
@@ -131,7 +131,7 @@ def refusal(limit: int) -> str:
 
 
 def refusals() -> tuple[str, str]:
-    """What a tiny limit is told, and what the least limit is told that it names."""
+    """What is said to a tiny limit, and to the least limit that this names."""
     tiny = refusal(1000)
     return tiny, refusal(int(re.findall(r"at least (\d+)", tiny)[0]))
 
@@ -145,7 +145,12 @@ def test_a_limit_too_small_says_the_least_that_works(ranks: Any) -> None:
 
 def lowered(machine: str) -> list[str]:
     """The kinds of collectives that a planned step starts on gloo, and what they reduce by."""
-    return sorted({f"{one.kind} {one.reduce_op}" for one in collectives.find(plan("zero2", machine).program.graph)})
+    return sorted(
+        {
+            f"{collective.kind} {collective.reduce_op}"
+            for collective in collectives.find(plan("zero2", machine).program.graph)
+        }
+    )
 
 
 @pytest.mark.ranks
@@ -187,37 +192,30 @@ def test_what_cannot_be_planned_is_refused(ranks: Any) -> None:
     assert all("without a machine to plan for" in message for message in limit)
 
 
-def verdicts() -> tuple[list[str], set[str]]:
-    """The collectives that the final program starts as its prediction has them, and those that the plan judged."""
-    step = plan("zero3", "ethernet-1gbit")
-    predicted = [one.name for one in step.report.predicted.communication]
-    assert predicted == [one.node.name for one in collectives.find(step.program.graph)]
-    return predicted, {verdict.subject for name, verdict in step.report.verdicts if name == "overlap-communication"}
-
-
-@pytest.mark.ranks
-def test_every_collective_has_a_verdict_of_the_plan(ranks: Any) -> None:
-    for predicted, judged in ranks(2).run(verdicts):
-        kinds = Counter(one.rstrip("_0123456789") for one in judged)
-        kinds["all_to_all_single"] = kinds.pop("reduce_scatter_tensor")  # as gloo is given them in the end
-        assert Counter(one.rstrip("_0123456789") for one in predicted) == kinds
-
-
-def refused_then_trained() -> float:
-    """A capture that all ranks refuse does not spoil the next one."""
+def refused_then_trained() -> tuple[float, list[str], set[str]]:
+    """The loss after a batch that all ranks refuse; the collectives that the final program starts, as its prediction
+    has them; and those that the plan judged."""
     case, model, optimizer = start(NAME, "")
     options = {"data_parallel": "zero3", "machine": "ethernet-1gbit", "timeout": 20}
     step = cf.compile_step(model, case.loss, optimizer, {"dp": 2}, **options)
     batch = batches(case, 1)[0]
     with pytest.raises(CrossfadeError, match="a batch of 3 samples"):
         step(*(part[:3] for part in batch))
-    return float(step(*batch))
+    loss = float(step(*batch))
+    predicted = [collective.name for collective in step.report.predicted.communication]
+    assert predicted == [collective.node.name for collective in collectives.find(step.program.graph)]
+    judged = {verdict.subject for name, verdict in step.report.verdicts if name == "overlap-communication"}
+    return loss, predicted, judged
 
 
 @pytest.mark.ranks
-def test_a_refused_batch_does_not_spoil_the_next(ranks: Any) -> None:
-    first, second = ranks(2).run(refused_then_trained)
-    assert first == second
+def test_a_refused_batch_does_not_spoil_the_next_and_every_collective_has_a_verdict(ranks: Any) -> None:
+    everywhere = ranks(2).run(refused_then_trained)
+    assert everywhere[0] == everywhere[1]
+    _, predicted, judged = everywhere[0]
+    kinds = Counter(name.rstrip("_0123456789") for name in judged)
+    kinds["all_to_all_single"] = kinds.pop("reduce_scatter_tensor")  # as gloo is given them in the end
+    assert Counter(name.rstrip("_0123456789") for name in predicted) == kinds
 
 
 def test_one_device_needs_no_plan() -> None:

@@ -42,10 +42,10 @@ def split_gpt(ranks: int, batch: int) -> tuple[Program, dict[str, str]]:
         loss = next_token_loss(torch.func.functional_call(local, called, (tokens,)), targets)
         return [loss.detach(), *torch.autograd.grad(loss, trained)]
 
-    given = [one.detach().clone() for one in state.values()], list(buffers.values()), tokens, tokens.clone()
+    given = [parameter.detach().clone() for parameter in state.values()], list(buffers.values()), tokens, tokens.clone()
     program = from_graph_module(make_fx(step, tracing_mode="fake")(*given), groups={"tp": ranks})
     whole = dict(model.named_parameters())
-    kinds = ["alike" if one.shape == whole[name].shape else "part" for name, one in state.items()]
+    kinds = ["alike" if parameter.shape == whole[name].shape else "part" for name, parameter in state.items()]
     kinds += ["rank" for _ in buffers] + ["alike", "alike"]
     return program, {item.name: kind for item, kind in zip(program.inputs, kinds, strict=True)}
 
@@ -65,17 +65,17 @@ def largest_difference(texts: tuple[str, str], kinds: Mapping[str, str]) -> floa
         else:
             inputs.append(torch.randint(0, SIZE.vocabulary, tuple(like.shape), generator=generator))
     groups = {"tp": group.group_name}  # type: ignore[union-attr]
-    one, other = (Executable(program, groups)([value.clone() for value in inputs]) for program in programs)
-    assert len(one) == 30  # the loss and 29 gradients
-    return max(float((a - b).abs().max()) for a, b in zip(one, other, strict=True))
+    plain, other = (Executable(program, groups)([value.clone() for value in inputs]) for program in programs)
+    assert len(plain) == 30  # the loss and 29 gradients
+    return max(float((a - b).abs().max()) for a, b in zip(plain, other, strict=True))
 
 
 @pytest.mark.ranks
 @pytest.mark.parametrize(("count", "batch", "dim"), [(2, 4, 0), (4, 2, 1)], ids=["2 by batch", "4 by position"])
 def test_a_split_gpt_gives_the_same_loss_and_gradients(ranks: Any, count: int, batch: int, dim: int) -> None:
     program, kinds = split_gpt(count, batch)
-    told = tuple(name for name, kind in kinds.items() if kind == "alike")
-    done = run_passes(program, [ScatterBetweenBlocks(told)])
+    alike = tuple(name for name, kind in kinds.items() if kind == "alike")
+    done = run_passes(program, [ScatterBetweenBlocks(alike)])
     verify(done, recompute=True)
     assert done.history[0].counts == {"scattered": 8, "gathered": 9, "summed": 10, "cut": 4, "left": 0}
     assert all(f"along dim {dim} of" in verdict.detail for verdict in done.history[0].verdicts)

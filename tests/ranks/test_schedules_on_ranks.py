@@ -71,7 +71,7 @@ def test_ranks_do_what_the_check_says(name: str, ranks: Callable[[int], cf.Ranks
     said = ranks(2).run(run_rank, tuple(rows), HUNG if problem else 60.0)
     assert (said == ["", ""]) == found.ok, said
     if problem is Problem.DEADLOCK:
-        assert all("imed out" in one or "closed" in one or "reset" in one for one in said), said
+        assert all("imed out" in message or "closed" in message or "reset" in message for message in said), said
 
 
 def held_to_it(data_parallel: str, strict: str) -> tuple[str, bool]:
@@ -99,7 +99,7 @@ def held_to_it(data_parallel: str, strict: str) -> tuple[str, bool]:
 
 
 @pytest.mark.ranks
-def test_all_ranks_are_told_what_falls_short_before_they_train(ranks: Callable[[int], cf.Ranks]) -> None:
+def test_all_ranks_hear_what_falls_short_before_they_train(ranks: Callable[[int], cf.Ranks]) -> None:
     said = ranks(2).run(held_to_it, "zero3", "no-gather:weights")
     assert said[0] == said[1]
     message, same = said[0]

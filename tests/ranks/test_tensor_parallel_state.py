@@ -253,6 +253,6 @@ def test_ranks_that_would_take_parts_of_different_models_say_so(ranks: Any) -> N
 
 
 @pytest.mark.ranks
-def test_the_other_replicas_are_told(ranks: Any) -> None:
+def test_the_other_replicas_hear_of_it(ranks: Any) -> None:
     messages = ranks(4).run(begin_differently, [0, 0, 0, 1], [0.1] * 4, [0] * 4, {"dp": 2, "tp": 2})
     assert all("RankMismatchError" in message for message in messages), messages

@@ -26,7 +26,7 @@ def language_loss(output: Any, labels: Tensor) -> Tensor:
 def _batches() -> list[tuple[dict[str, Tensor], Tensor]]:
     generator = torch.Generator().manual_seed(1)
     ids = torch.randint(0, 128, (STEPS, BATCH, LENGTH + 1), generator=generator)
-    return [({"input_ids": one[:, :-1].contiguous()}, one[:, 1:].contiguous()) for one in ids]
+    return [({"input_ids": tokens[:, :-1].contiguous()}, tokens[:, 1:].contiguous()) for tokens in ids]
 
 
 def _started(name: str) -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -96,7 +96,7 @@ def test_split_models_equal_one_device(ranks: Any, name: str, mesh: dict[str, in
         assert trained["losses"] == pytest.approx(trained["expected"], rel=1e-5)
         assert trained["worst"] < 2e-6
         assert trained["split"] > (8 if name != "mamba2" else 3)
-        assert [one for one, _ in trained["norms"]] == pytest.approx([one for _, one in trained["norms"]], rel=1e-5)
+        assert [norm for norm, _ in trained["norms"]] == pytest.approx([norm for _, norm in trained["norms"]], rel=1e-5)
 
 
 def refused() -> list[str]:
@@ -124,7 +124,7 @@ def two_shapes() -> tuple[list[float], list[float]]:
     alone = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8))
     model = copy.deepcopy(alone)
     plan, machine = {"0": "colwise", "2": "rowwise"}, "ethernet-1gbit"
-    optimizer, alone_optimizer = (torch.optim.SGD(one.parameters(), lr=0.1) for one in (model, alone))
+    optimizer, alone_optimizer = (torch.optim.SGD(network.parameters(), lr=0.1) for network in (model, alone))
     step = cf.compile_step(
         model, nn.functional.mse_loss, optimizer, {"dp": 2, "tp": 2}, tensor_parallel=plan, machine=machine, timeout=60
     )
@@ -141,7 +141,7 @@ def two_shapes() -> tuple[list[float], list[float]]:
 
 
 @pytest.mark.ranks
-def test_batches_of_another_shape_are_planned_anew(ranks: Any) -> None:
+def test_batches_of_another_shape_are_planned_again(ranks: Any) -> None:
     """Ranks of both axes share what was measured, each time, and meet before they share again."""
     for losses, expected in ranks(4).run(two_shapes):
         assert losses == pytest.approx(expected, rel=1e-5)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import json
 import re
-from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -14,17 +13,10 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from crossfade.cost.timeline import Computed, Timeline, Travelled
-from crossfade.errors import CrossfadeError
 from crossfade.report import timeline as lanes
 from crossfade.report.report import Report
 from crossfade.report.timeline import BLOCK, COLUMNS, NARROW, Span
-from crossfade.report.trace import dump_trace
-
-# Three seconds: mm computes for one, stands still for one, add computes for one. r travels from 0.5 to 2.
-REDUCE = Travelled("r", "all_reduce", "dp", 2048, launch=0.25, start=0.5, finish=2.0, needed=1.0, exposed=1.0)
-MEASURED = Timeline((Computed("mm", 0.0, 1.0), Computed("add", 2.0, 3.0)), (REDUCE,), 3.0, "measured")
-QUICK = Travelled("r", "all_reduce", "dp", 2048, launch=0.25, start=0.25, finish=0.75, needed=1.0, exposed=0.0)
-PREDICTED = Timeline((Computed("mm", 0.0, 1.0), Computed("add", 1.0, 2.0)), (QUICK,), 2.0, "a machine")
+from tests.report.small_timelines import MEASURED, PREDICTED, long_timeline
 
 
 def page_of(report: Report, folder: Path) -> str:
@@ -46,15 +38,6 @@ def rects(section: str) -> list[tuple[str, str, str, str]]:
     return re.findall(
         r'<rect class="(\w+)" x="([\d.]+)" width="([\d.]+)" y="3" height="20"><title>(.*?)</title>', section
     )
-
-
-def long_timeline(nodes: int) -> Timeline:
-    computed = [Computed(f"node_{i}", i * 1e-5, (i + 1) * 1e-5) for i in range(nodes)]
-    travelled = [
-        Travelled(f"r_{i}", "all_reduce", f"g{i % 3}", 4096, i * 1e-5, i * 1e-5, i * 1e-5 + 9e-5, i * 1e-5 + 8e-5, 1e-5)
-        for i in range(0, nodes - 10, 25)
-    ]
-    return Timeline(tuple(computed), tuple(travelled), nodes * 1e-5, "measured")
 
 
 def test_page_draws_lanes_to_scale_and_marks_what_is_exposed(tmp_path: Path) -> None:
@@ -121,7 +104,7 @@ def test_page_draws_memory_alone_by_the_order_of_nodes(tmp_path: Path) -> None:
 
 def test_page_of_a_long_timeline_is_small(tmp_path: Path) -> None:
     long = long_timeline(100_000)
-    memory = [(one.name, index) for index, one in enumerate(long.computation)]
+    memory = [(node.name, index) for index, node in enumerate(long.computation)]
     section = section_of(Report("r", predicted=long, measured=long, memory=memory), tmp_path)
     assert len(section) < 1_000_000
     # Two timelines of one computing lane and three groups, each also with exposed blocks.
@@ -192,57 +175,3 @@ def test_with_timelines_keeps_what_is_not_given() -> None:
     second = first.with_timelines(measured=MEASURED)
     assert (second.predicted, second.measured, second.memory) == (PREDICTED, MEASURED, (("mm", 8),))
     assert first.measured is None
-
-
-def test_a_trace_has_a_process_a_timeline_and_a_thread_a_lane(tmp_path: Path) -> None:
-    path = Report("r", predicted=PREDICTED, measured=MEASURED).to_trace(tmp_path / "trace.json")
-    events = json.loads(path.read_text())["traceEvents"]
-    names = {
-        (one["pid"], one["tid"], one["name"]): one["args"]["name"] for one in events if one["name"].endswith("_name")
-    }
-    assert names == {
-        (1, 0, "process_name"): "predicted: a machine",
-        (1, 0, "thread_name"): "computation",
-        (1, 1, "thread_name"): "communication dp",
-        (2, 0, "process_name"): "measured",
-        (2, 0, "thread_name"): "computation",
-        (2, 1, "thread_name"): "communication dp",
-    }
-    about = {"kind": "all_reduce", "group": "dp", "bytes": 2048, "launch_us": 250000.0, "exposed_us": 1000000.0}
-    assert [one for one in events if one["ph"] == "X" and one["pid"] == 2] == [
-        {"ph": "X", "pid": 2, "tid": 0, "name": "mm", "cat": "computation", "ts": 0.0, "dur": 1e6},
-        {"ph": "X", "pid": 2, "tid": 0, "name": "add", "cat": "computation", "ts": 2e6, "dur": 1e6},
-        {"ph": "X", "pid": 2, "tid": 1, "name": "r", "cat": "communication", "ts": 0.5e6, "dur": 1.5e6, "args": about},
-        {"ph": "X", "pid": 2, "tid": 0, "name": "exposed: r", "cat": "exposed", "ts": 1e6, "dur": 1e6,
-         "cname": "terrible", "args": about},
-    ]  # fmt: skip
-
-
-def test_a_trace_leads_from_a_launch_to_its_travel_and_counts_memory() -> None:
-    launching = Timeline((Computed("r", 0.0, 0.25), *MEASURED.computation), (REDUCE,), 3.0)
-    events = json.loads(dump_trace(Report("r", measured=launching, memory=[("r", 8), ("add", 4)])))["traceEvents"]
-    flow = {"pid": 1, "name": "launch", "cat": "launch", "id": "1.0"}
-    assert [one for one in events if one["ph"] in "sf"] == [
-        {"ph": "s", **flow, "tid": 0, "ts": 0.0},
-        {"ph": "f", **flow, "tid": 1, "ts": 0.5e6, "bp": "e"},
-    ]
-    assert [(one["ts"], one["args"]) for one in events if one["ph"] == "C"] == [
-        (0.0, {"bytes": 8}),
-        (2e6, {"bytes": 4}),
-    ]
-
-
-def test_neighbours_in_a_trace_touch_and_never_overlap() -> None:
-    times = [0.1 * i / 7 for i in range(500)]
-    nodes = tuple(Computed(f"n{i}", *pair) for i, pair in enumerate(pairwise(times)))
-    events = json.loads(dump_trace(Report("r", measured=Timeline(nodes, (), 8.0))))["traceEvents"]
-    slices = [one for one in events if one["ph"] == "X"]
-    assert len(slices) == 499
-    for one, other in pairwise(slices):
-        assert round(one["ts"] * 1000) + round(one["dur"] * 1000) == round(other["ts"] * 1000)
-
-
-def test_a_trace_of_nothing_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(CrossfadeError, match="a report without a timeline: expected a predicted or a measured one"):
-        Report("r").to_trace(tmp_path / "trace.json")
-    assert list(tmp_path.iterdir()) == []

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import textwrap
 from pathlib import Path
 from typing import Any
@@ -28,7 +27,7 @@ from crossfade.errors import CrossfadeError, StrictError
 from crossfade.graph.collectives import Kind
 from crossfade.graph.passes import Pass, run_passes
 from crossfade.graph.text import parse
-from crossfade.report.expect import DEFAULT, Expect, Like
+from crossfade.report.expect import DEFAULT, Expect
 from crossfade.report.report import PassVerdict, Report
 from crossfade.report.strict import Judged, Shortfall, hold, shortfalls
 from crossfade.schedule.overlap_communication import OverlapCommunication
@@ -253,8 +252,8 @@ def test_following_the_remedy_makes_it_pass(name: str) -> None:
     expect = Expect.of(expected)
     assert expect is not None
     found = shortfalls(expect, judged(text, passes))
-    assert remedy in [one.remedy for one in found]
-    assert all(one.subject and one.reason for one in found)
+    assert remedy in [shortfall.remedy for shortfall in found]
+    assert all(shortfall.subject and shortfall.reason for shortfall in found)
     with pytest.raises(StrictError, match="short of what strict= expects"):
         hold(expect, judged(text, passes))
     hold(expect, judged(text, followed))
@@ -274,18 +273,18 @@ def test_the_error_lists_each_verdict_with_node_source_and_remedy() -> None:
         ": cap 1.5 MB (remedy: a larger cap_mb packs more)\n"
         ": expected collectives<=1 bucketed:all. Remedy: follow the remedies above, or expect less."
     )
-    assert [one.source for one in caught.value.shortfalls] == ["", "", "model.py:7"]
+    assert [shortfall.source for shortfall in caught.value.shortfalls] == ["", "", "model.py:7"]
     done = cf.optimize(module, passes=[BucketAllReduces(cap_mb=4, first_mb=4)], strict="bucketed:all collectives<=1")
     assert done.report.total_after[0] == 1
 
 
-def test_exposed_time_needs_a_machine_and_is_told_by_collective() -> None:
+def test_exposed_time_needs_a_machine_and_is_listed_by_collective() -> None:
     module = parse(textwrap.dedent(GATHERS), groups={"dp": 2}).module()
     with pytest.raises(StrictError, match=r"no machine to predict exposed time for \(remedy: pass machine="):
         cf.optimize(module, strict=Expect(exposed_ms=5), backends={})
     with pytest.raises(StrictError, match=r"exposed<=5ms: .*: 1000.000 ms of 1000.000 ms exposed in all") as caught:
         cf.optimize(module, strict=Expect(exposed_ms=5), backends={}, machine=TOY)
-    assert all(one.remedy for one in caught.value.shortfalls)
+    assert all(shortfall.remedy for shortfall in caught.value.shortfalls)
     cf.optimize(module, strict=Expect(exposed_ms=1000), backends={}, machine=TOY)
 
 
@@ -298,8 +297,8 @@ def test_what_is_exposed_in_a_bucket_names_what_is_packed() -> None:
 
 
 def test_a_choice_for_less_memory_is_no_oversight() -> None:
-    for text, one in ((TWICE, MergeDuplicateCollectives()), (GATHERS, RaiseLaunches())):
-        hold(DEFAULT, judged(text, [one]))
+    for text, step_pass in ((TWICE, MergeDuplicateCollectives()), (GATHERS, RaiseLaunches())):
+        hold(DEFAULT, judged(text, [step_pass]))
 
 
 def test_a_weight_that_is_gathered_is_named() -> None:
@@ -336,44 +335,6 @@ def test_an_operator_without_a_rule() -> None:
     assert (found.source, found.remedy) == ("m.py:3", "register_rule(...)")
 
 
-FORMS = {
-    "exposed<=5ms bucketed:gradients no-gather:weights": Expect(
-        exposed_ms=5, bucketed="gradients", no_gather="weights"
-    ),
-    "collectives<=12 sent<=1.5MB no-left:sink-waits no-left:raise-launches rules bitwise no-remedies": Expect(
-        collectives=12,
-        megabytes=1.5,
-        no_left=("sink-waits", "raise-launches"),
-        rules=True,
-        bitwise=True,
-        no_remedies=True,
-    ),
-    "'no:sink-waits/left*/its result is needed*/model.py*'": Expect(
-        no=(Like("sink-waits", "left*", "its result is needed*", "model.py*"),)
-    ),
-}
-
-
-@pytest.mark.parametrize("text", FORMS)
-def test_every_form_means_the_same(text: str) -> None:
-    expect = FORMS[text]
-    assert str(expect) == text.replace("/*'", "'")
-    assert Expect.of(text) == Expect.of(expect) == expect
-    fields = {name: value for name, value in vars(expect).items() if value not in (None, (), False)}
-    fields |= {"no": [str(one) for one in expect.no]} if expect.no else {}
-    assert Expect.of(json.loads(json.dumps(fields))) == expect
-    assert Expect.of(True) is DEFAULT and Expect.of(None) is None
-
-
-@pytest.mark.parametrize(
-    "given", ["exposed<=5", "exposed<=1.2.3ms", "bucketed", "nothing", "no:a/b/c/d/e", "'open", {"exposed": 5}, 7,
-              {"exposed_ms": -1}, {"no": {"reson": "x"}}, {"exposed_ms": "5"}]
-)  # fmt: skip
-def test_what_cannot_be_read_is_refused(given: Any) -> None:
-    with pytest.raises(CrossfadeError, match="strict"):
-        Expect.of(given)
-
-
 def test_a_step_is_held_to_it_before_it_trains() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
     before = [p.clone() for p in model.parameters()]
@@ -381,8 +342,8 @@ def test_a_step_is_held_to_it_before_it_trains() -> None:
     step = cf.compile_step(model, F.mse_loss, optimizer, strict="exposed<=5ms")
     with pytest.raises(StrictError, match="no machine to predict"):
         step(torch.ones(4, 4), torch.ones(4, 2))
-    assert all(torch.equal(one, other) for one, other in zip(before, model.parameters(), strict=True))
-    with pytest.raises(CrossfadeError, match="'exposed' in what is expected"):
+    assert all(torch.equal(value, other) for value, other in zip(before, model.parameters(), strict=True))
+    with pytest.raises(CrossfadeError, match="unknown word 'exposed' in strict="):
         cf.compile_step(model, F.mse_loss, optimizer, strict="exposed")
     cf.compile_step(model, F.mse_loss, optimizer, strict=True)(torch.ones(4, 4), torch.ones(4, 2))
 
@@ -394,7 +355,7 @@ def test_explain_holds_a_program_to_it(tmp_path: Path) -> None:
     done = CliRunner().invoke(app, ["explain", str(path), *passes, "--strict", "bucketed:gradients"])
     assert done.exit_code == 1
     assert isinstance(done.exception, StrictError)
-    assert [one.subject for one in done.exception.shortfalls] == ["s", "t"]
+    assert [shortfall.subject for shortfall in done.exception.shortfalls] == ["s", "t"]
     passes = ("--passes", "bucket-all-reduces(cap_mb=4,first_mb=4)")
     assert CliRunner().invoke(app, ["explain", str(path), *passes, "--strict", "bucketed:gradients"]).exit_code == 0
     done = CliRunner().invoke(app, ["explain", str(path), "--machine", "ethernet-1gbit", "--strict", "exposed<=0.1ms"])

@@ -1,6 +1,6 @@
 """Kill, pause and delay ranks at random: `python -m tests.soak --count 200`. Ends with a table; exit 1 if it is bad.
 
-The timeout is chosen by what an undisturbed run takes on this machine as it is now.
+The timeout is chosen by what an undisturbed run takes on this machine at the moment.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ from tests.soak.job import MODES, STEPS, Job, train
 KINDS = ("kill", "pause", "short pause", "long pause", "raise")
 STARTERS = ("launch", "torchrun")
 PLACES = ("open", "capture", *(f"step {number}" for number in range(STEPS)), "save 2", "save 4", "save 6", "save 8")
-_DOING = r"failed collective|checkpoint|compare programs|compile a step|open process groups|opening|gather the model"
+_DOING = r"collective failed|checkpoint|compare programs|compile a step|open process groups|opening|gather the model"
 
 
 @dataclass(frozen=True)
@@ -232,7 +232,7 @@ def _judged(event: Event, job: Job, expected: list[list[float]]) -> Result:
         problems += found
         problems += [] if second else ["the second attempt did not end"]
     if last and not all(
-        end["parameters"] == [pytest.approx(one, rel=1e-4, abs=1e-6) for one in expected] for end in last.values()
+        end["parameters"] == [pytest.approx(values, rel=1e-4, abs=1e-6) for values in expected] for end in last.values()
     ):
         problems.append("other numbers than single-device training")
     if event.kind == "short pause" and outcome == "restarted":
