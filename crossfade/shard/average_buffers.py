@@ -19,6 +19,8 @@ class AverageBuffers(Pass):
     For means over the batch (moving averages, codebooks) the result is that of the whole batch. Integer buffers take
     the first rank's value. Updates that are already the same on every rank are left alone.
 
+    Also known as: none; torch's DDP broadcasts the first rank's buffers instead, see `broadcast-buffers`.
+
     Before:
         b: f32[4] = buffer("b")
         n: f32[4] = buffer("n")

@@ -19,6 +19,9 @@ class AverageGradients(Pass):
     Each rank computes the mean loss of its own samples; the average over the ranks is that of the whole batch. For a
     loss that sums over samples, `reduce_op` is `"sum"`.
 
+    Also known as: the gradient all-reduce of torch's DDP; `jax.lax.pmean` of gradients; Megatron's
+    `finalize_model_grads`.
+
     Before:
         x: f32[4] = input("x")
         neg: f32[4] = aten.neg(x)

@@ -16,6 +16,8 @@ from crossfade.graph.splice import after, splice
 class BroadcastBuffers(Pass):
     """Give every rank the first rank's buffer updates, as torch's DDP does; for per-rank semantics.
 
+    Also known as: `broadcast_buffers=True` of torch's DDP.
+
     Before:
         b: f32[4] = buffer("b")
         add: f32[4] = aten.add.Tensor(b, 1)

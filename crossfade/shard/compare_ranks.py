@@ -19,6 +19,8 @@ class CompareRanks(Pass):
 
     They are reduced like the loss, and so share its bucket: no collective is added.
 
+    Also known as: none; Megatron's `--check-weight-hash-across-dp-replicas-interval` compares parameters alone.
+
     Before:
         x: f32[4] = input("x")
         sum_1: f32[] = aten.sum(x)

@@ -26,6 +26,9 @@ class CountGlobally(Pass):
     the forward begins. `micro_batches` is how often the program runs in a step. `unproved` says why the losses of parts
     are not known to make up that of the whole batch; the report then says so.
 
+    Also known as: Megatron's `--calculate-per-token-loss`; `num_items_in_batch` and `average_tokens_across_devices` of
+    the transformers Trainer.
+
     Before:
         x: f32[4, 3] = input("x")
         y: i64[4] = input("y")

@@ -65,6 +65,9 @@ class DrawGlobally(Pass):
     Results then equal those of one device with the same seed, at the price of drawing `ranks` times as many numbers.
     Values that do not depend on the batch are already the same on every rank.
 
+    Also known as: DTensor's random number generator tracker (`OffsetBasedRNGTracker`); JAX's
+    `jax_threefry_partitionable`.
+
     Before:
         x: f32[4] = input("x")
         bernoulli: f32[4] = aten.bernoulli.p(x, 0.5)

@@ -29,6 +29,8 @@ class GatherAgain(Pass):
     that of the parameters in use, at the price of half as much communication again. Where a forward use and a backward
     use are near, as in the last layers, merge-duplicate-collectives makes the two one again.
 
+    Also known as: FSDP2's `fully_shard(..., reshard_after_forward=True)`; ZeRO-3 in DeepSpeed.
+
     Before:
         w: f32[2, 2] = parameter("w")
         x: f32[4, 4] = input("x")

@@ -30,6 +30,8 @@ class GatherRowGradients(Pass):
     Every rank then adds them up itself: into its part of the table (for a reduce-scatter), or the whole (for an
     all-reduce). That is done where a table has `least_mb`, and all ranks together looked up less than half of it.
 
+    Also known as: DeepSpeed's `sparse_gradients`; the all-gather that torch's DDP does for `nn.Embedding(sparse=True)`.
+
     Before:
         g: f32[8, 264] = input("g")
         i: i64[8] = input("i")

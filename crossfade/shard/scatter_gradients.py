@@ -22,6 +22,9 @@ class ScatterGradients(Pass):
     to work on. `copies` is the group of the ranks that hold the same rows, over which these are averaged next, if there
     are such; `everyone` is the group over which single numbers are averaged.
 
+    Also known as: the gradient reduce-scatter of ZeRO-2 and FSDP; with `copies`, of HSDP; Megatron's distributed
+    optimizer.
+
     Before:
         x: f32[3] = input("x")
         neg: f32[3] = aten.neg(x)

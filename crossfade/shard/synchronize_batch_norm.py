@@ -30,6 +30,8 @@ class SynchronizeBatchNorm(Pass):
 
     With `gather=False` two all-reduces take the all-gather's place, for backends that cannot gather (gloo on CUDA).
 
+    Also known as: `torch.nn.SyncBatchNorm`; Flax's `BatchNorm(axis_name=...)`.
+
     Before:
         x: f32[4, 2] = input("x")
         norm: (f32[4, 2], f32[2], f32[2]) = aten._native_batch_norm_legit.no_stats(x, None, None, True, 0.1, 1e-05)

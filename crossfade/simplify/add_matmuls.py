@@ -38,6 +38,8 @@ class AddMatmuls(Pass):
     concatenated instead. Sums are taken in another order, and in half precision the first product is the only one
     rounded before the sum, or neither is.
 
+    Also known as: Inductor's `mm_plus_mm`; XLA's gemm rewriter (an addend becomes the gemm's third operand).
+
     Before:
         a: f32[4, 2] = input("a")
         b: f32[2, 3] = input("b")

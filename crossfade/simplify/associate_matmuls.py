@@ -32,6 +32,9 @@ class AssociateMatmuls(Pass):
     That is the order of the fewest floating-point operations, taken if it moves no more bytes either; with a `machine`
     the order that is fastest there. Sums are taken in another order, and other products are rounded on the way.
 
+    Also known as: matrix chain ordering, `torch.linalg.multi_dot`; the associative reordering of dots in XLA's
+    algebraic simplifier.
+
     Before:
         a: f32[64, 2] = input("a")
         b: f32[2, 64] = input("b")

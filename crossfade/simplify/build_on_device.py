@@ -52,6 +52,11 @@ class BuildOnDevice(Pass):
     What is computed from constructors alone moves with them, if it gives the same bits there. Values that meet in one
     user move together or not at all. Random draws stay, since each device has its own generator.
 
+    Not in a default pipeline: only models that make masks or positions on the CPU for an accelerator need it:
+    `simplification().before("fold-constants", BuildOnDevice())`.
+
+    Also known as: Inductor's `ConstructorMoverPass` (`move_constructors_to_gpu`).
+
     Before:
         x: f32[4] = input("x")
         c: f32[4] = aten._to_copy(x, device=device("cuda:0"))

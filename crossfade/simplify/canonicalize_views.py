@@ -32,6 +32,8 @@ class CanonicalizeViews(RulePass):
     `view` says the most: it never copies. A `reshape` that stays is one that copies, or may. With symbolic sizes, a
     size is left to torch as -1 where it is the only one, and no node is added to compute it.
 
+    Also known as: Inductor's `view_to_reshape`, which settles on the other spelling.
+
     Before:
         x: f32[4, 6] = input("x")
         reshape: f32[4, 2, 3] = aten.reshape(x, [4, -1, 3])

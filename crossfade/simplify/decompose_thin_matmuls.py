@@ -35,6 +35,8 @@ class DecomposeThinMatmuls(Pass):
     memory than the product takes: without `compiled` nothing is done. Half precision is multiplied and summed in
     float32, as the product does.
 
+    Also known as: Inductor's `decompose_mem_bound_mm`; dot strength reduction in XLA's algebraic simplifier.
+
     Before:
         a: f32[64, 1] = input("a")
         b: f32[1, 32] = input("b")

@@ -72,6 +72,8 @@ class FoldConstants(Pass):
     Values are those that this machine computes: they are the same bits where the same kernels run. `kept` promises
     that the tensors the program already keeps never change, so that what is made of them can be folded too.
 
+    Also known as: constant folding: XLA's `constant-folding`, Inductor's `constant_fold_uniform_value`.
+
     Before:
         x: f32[4] = input("x")
         a: f32[4] = aten.full([4], 2.0)

@@ -26,6 +26,11 @@ class LowerAutoFunctionalized(Pass):
     torch wraps operators that write their arguments so that graphs stay functional. A clone is needless where nobody
     reads the value afterwards, and its memory is neither an input's nor a result's.
 
+    Not in a default pipeline: torch runs the wrapper itself, and the graph is no longer functional. For a graph that is
+    run as it is: `simplification() + [LowerAutoFunctionalized()]`.
+
+    Also known as: Inductor's `decompose_auto_functionalized`.
+
     Before:
         x: f32[4] = input("x")
         n: f32[4] = aten.neg(x)

@@ -18,6 +18,11 @@ class LowerMaps(Pass):
 
     Each turn makes a new tensor of all rows, with its own row in it; who may write in place saves that.
 
+    Not in a default pipeline: torch runs `map` itself. For a backend that knows only `while_loop`:
+    `simplification().before("simplify-nodes", LowerMaps())`.
+
+    Also known as: Inductor's `decompose_map_to_while_loop`; `jax.lax.map`, which is an XLA while loop.
+
     Before:
         def body():
             row: f32[3] = input("row")

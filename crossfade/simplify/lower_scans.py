@@ -18,6 +18,11 @@ class LowerScans(Pass):
 
     Each turn makes a new tensor of all rows, with its own row in it; who may write in place saves that.
 
+    Not in a default pipeline: torch runs `scan` itself. For a backend that knows only `while_loop`:
+    `simplification().before("simplify-nodes", LowerScans())`.
+
+    Also known as: Inductor's `decompose_scan_to_while_loop`; `jax.lax.scan`, which is an XLA while loop.
+
     Before:
         def body():
             total: f32[3] = input("total")

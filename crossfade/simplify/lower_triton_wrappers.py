@@ -24,6 +24,11 @@ class LowerTritonWrappers(Pass):
 
     A clone is needless where nobody reads the value afterwards, and its memory is neither an input's nor a result's.
 
+    Not in a default pipeline: torch runs the wrapper itself, and the graph is no longer functional. For a graph that is
+    run as it is: `simplification() + [LowerTritonWrappers()]`.
+
+    Also known as: Inductor's `decompose_triton_kernel_wrapper_functional`.
+
     Before:
         x: f32[4] = input("x")
         n: f32[4] = aten.neg(x)

@@ -33,6 +33,11 @@ class OverwriteDeadValues(Pass):
     of memory of their own. The graph is not functional afterwards: this pass is for the end of a pipeline. Inputs are
     taken not to share memory with one another.
 
+    Not in a default pipeline: the graph is no longer functional, and a compiled step ends in `update-in-place` instead.
+    For a graph that is run as it is: `optimization() + [OverwriteDeadValues()]`.
+
+    Also known as: Inductor's `reinplace_inplaceable_ops`; XLA's buffer assignment, which reuses dead operands.
+
     Before:
         x: f32[4] = input("x")
         y: f32[2] = input("y")

@@ -27,6 +27,11 @@ class RemoveDeadCollectives(Pass):
     programs, `optimize` does not. Programs with sends, or with whatever else is no collective known here, may differ
     from rank to rank and keep theirs. A collective called only so that ranks meet goes too.
 
+    Not in a default pipeline: it relies on all ranks having the same program, which `optimize` does not check. Where
+    they have: `optimization().before("merge-duplicate-collectives", RemoveDeadCollectives())`.
+
+    Also known as: none; dead code elimination that includes collectives.
+
     Before:
         x: f32[4] = input("x")
         s: f32[4] = c10d.all_reduce(x, "sum", "dp")

@@ -28,6 +28,8 @@ class RemoveNoops(RulePass):
     Never where it would be seen: a copy before a write stays, and so does one that is a result of the program. `alias`
     and `detach` are `remove-aliases`'s.
 
+    Also known as: Inductor's `remove_noop_ops`; part of XLA's algebraic simplifier.
+
     Before:
         x: bf16[4, 6] = input("x")
         slice_1: bf16[4, 6] = aten.slice.Tensor(x, 0, 0, 9223372036854775807)

@@ -55,6 +55,11 @@ class RemoveRedundantGathers(Pass):
     rank alone; anything over two groups, whose members the graph does not name; whatever stands between the two but a
     wait.
 
+    Not in a default pipeline: graphs that this package shards have no such collectives. For graphs that others sharded:
+    `optimization().before("merge-duplicate-collectives", RemoveRedundantGathers())`.
+
+    Also known as: XLA's `AllReduceSimplifier` and `AllGatherDynamicSliceSimplifier`.
+
     Before:
         x: f32[4] = input("x")
         s: f32[2] = c10d.reduce_scatter_tensor(x, "sum", 2, "dp")

@@ -31,6 +31,8 @@ class ReorderForLocality(Pass):
     raise the peak of live bytes: what a node reads for the last time must take less memory than what it makes, and no
     more than what is made just below its new place.
 
+    Also known as: Inductor's `reorder_for_locality`.
+
     Before:
         x: f32[4, 4] = input("x")
         exp: f32[4, 4] = aten.exp(x)

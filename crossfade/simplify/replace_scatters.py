@@ -32,6 +32,8 @@ class ReplaceScatters(RulePass):
     them into a pointwise user writes neither. The index has one entry for each line along the dim, so that no two
     entries meet. An index out of range, which scatter refuses on CPU, selects nothing.
 
+    Also known as: Inductor's `scatter_upon_const_tensor`.
+
     Before:
         index: i64[4, 1] = input("index")
         zeros: f32[4, 8] = aten.zeros([4, 8])

@@ -49,6 +49,11 @@ class ReusePartialReductions(RulePass):
     their order shows in the last bits. So does that of zeros of both signs in a maximum: floats are taken only where
     their value is an absolute value, an exponential or a sigmoid, or a view of one, which has no negative zeros.
 
+    Not in a default pipeline: only quantization asks for both. Add it with
+    `simplification().after("simplify-nodes", ReusePartialReductions())`.
+
+    Also known as: Inductor's `register_partial_reduction_pattern`.
+
     Before:
         x: f32[64, 64] = input("x")
         abs_1: f32[64, 64] = aten.abs(x)

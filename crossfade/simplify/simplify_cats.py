@@ -40,6 +40,9 @@ class SimplifyCats(RulePass):
     Parts joined in their order are what they were cut from, or one slice of it; parts of a joined value are the inputs
     that were joined, or slices of them; nested cats and slices are one each; `stack` and `unbind` likewise.
 
+    Also known as: Inductor's `cat_slice_cat`, `splitwithsizes_cat_replace` and `cat_splitwithsizes_replace`; part of
+    XLA's algebraic simplifier.
+
     Before:
         x: f32[6, 2] = input("x")
         y: f32[3, 2] = input("y")

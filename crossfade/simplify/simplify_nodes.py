@@ -50,6 +50,8 @@ class SimplifyNodes(RulePass):
 
     The rules of each pass in `passes` count under its name: `remove-aliases/detach`. Each of them keeps every bit.
 
+    Also known as: XLA's algebraic simplifier; the pattern matcher passes of Inductor's `joint_graph` and `post_grad`.
+
     Before:
         x: f32[4, 2] = input("x")
         t: f32[2, 4] = aten.t(x)

@@ -30,6 +30,8 @@ class SpellOutSlowOperators(Pass):
     stays. None spells everything out that the pass knows: a program to measure the parts in. Only what is computed in
     single or double precision anyway.
 
+    Also known as: operator decomposition (`torch.export`'s and Inductor's decomposition tables), here by measured time.
+
     Before:
         g: f32[8] = input("g")
         x: f32[8] = input("x")

@@ -21,6 +21,11 @@ class UnfuseBias(RulePass):
     result. It undoes what `form-addmm` does unless that is told `compiled`. In half precision the product is rounded
     before the sum.
 
+    Not in a default pipeline: it pays only where Inductor compiles the result, not where operators run one by one. Add
+    it with `simplification().after("simplify-nodes", UnfuseBias())`.
+
+    Also known as: Inductor's `unfuse_bias_add_to_pointwise`.
+
     Before:
         x: f32[4, 2] = input("x")
         w: f32[2, 3] = input("w")
