@@ -19,7 +19,9 @@ from torch import Tensor, fx
 
 from crossfade.graph.effects import is_random
 from crossfade.graph.operators import arguments, remembered
+from crossfade.graph.order import with_ancestors
 from crossfade.graph.program import InputKind, OutputKind, Program, source_line
+from crossfade.shard.batch_dims import growing_dims
 
 _aten = torch.ops.aten
 
@@ -174,11 +176,11 @@ class _Walk:
 
     def __post_init__(self) -> None:
         self.loss = _loss_of(self.program)
-        self.forward = behind(self.loss)
+        self.forward = with_ancestors(self.loss)
 
     def compare(self, larger: Program, times: int) -> None:
         """Note the dims and numbers that grow with the batch."""
-        others = behind(_loss_of(larger))
+        others = with_ancestors(_loss_of(larger))
         if len(self.forward) != len(others):
             raise _Unproved(self.loss, _OTHERWISE)
         for node, other in zip(self.forward, others, strict=True):
@@ -187,7 +189,7 @@ class _Walk:
                 raise _Unproved(node, _OTHERWISE)
             if isinstance(small, Tensor) and small.dim() != getattr(large, "ndim", -1):
                 raise _Unproved(node, _OTHERWISE)
-            self.grown[node] = _growing_dims(small, large)
+            self.grown[node] = growing_dims(small, large)
             for place, (here, there) in enumerate(
                 zip(_numbers(self.program, node), _numbers(larger, other), strict=False)
             ):
@@ -420,29 +422,12 @@ def _loss_of(program: Program) -> fx.Node:
     return next(value for out, value in program.named_results() if out.kind is OutputKind.LOSS)
 
 
-def behind(node: fx.Node) -> list[fx.Node]:
-    """A node and all that it depends on, in the graph's order."""
-    found, waiting = {node}, [node]
-    while waiting:
-        for source in waiting.pop().all_input_nodes:
-            if source not in found:
-                found.add(source)
-                waiting.append(source)
-    return [one for one in node.graph.nodes if one in found]
-
-
 def _numbers(program: Program, node: fx.Node) -> list[Any]:
     """The arguments of a call by place; of a constant without dims, its value."""
     if node.op != "get_attr":
         return list(node.args)
     value = program.constants.get(str(node.target))
     return [value.item()] if isinstance(value, Tensor) and not value.dim() and not value.is_meta else []
-
-
-def _growing_dims(small: Any, large: Any) -> tuple[int, ...]:
-    if not isinstance(small, Tensor) or not isinstance(large, Tensor):
-        return ()
-    return tuple(dim for dim, (a, b) in enumerate(zip(small.shape, large.shape, strict=True)) if a != b)
 
 
 def _power_of(node: fx.Node, ratio: float, times: int) -> int:

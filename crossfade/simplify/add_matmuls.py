@@ -15,8 +15,8 @@ from crossfade.graph.private import statically_equal
 from crossfade.graph.program import Program
 from crossfade.graph.rewrite import Match, Rule
 from crossfade.simplify.products import (
-    Call,
-    Comparison,
+    CallCost,
+    CostComparison,
     bytes_of,
     copy_of,
     is_only_read_by,
@@ -82,7 +82,7 @@ class AddMatmuls(Pass):
         if match["alpha"] != 1:
             return "its second product is scaled"
         accumulated, joined = _accumulating(match, in_place=True), _concatenating(match)
-        compared = Comparison(accumulated, joined)
+        compared = CostComparison(accumulated, joined)
         prices[match.root] = ("one product is faster than two on this machine", compared.on(self.machine))
         return compared.reason_against(self.machine)
 
@@ -110,8 +110,8 @@ def _against_accumulating(match: Match, prices: dict[fx.Node, tuple[str, str]]) 
     if (roles := _roles(match)) is None:
         return "both products have other users, or are one"
     apart = (product_of(match["a"], match["b"]), product_of(match["c"], match["d"]))
-    plain = (*apart, Call(0, 3 * bytes_of(match.root)))
-    compared = Comparison(plain, _accumulating(match, in_place=is_only_read_by(roles[0], match.root)))
+    plain = (*apart, CallCost(0, 3 * bytes_of(match.root)))
+    compared = CostComparison(plain, _accumulating(match, in_place=is_only_read_by(roles[0], match.root)))
     prices[match.root] = ("accumulating needs no sum of its own", str(compared))
     return None
 
@@ -126,14 +126,14 @@ def _roles(match: Match) -> tuple[fx.Node, Any, Any] | None:
     return None
 
 
-def _accumulating(match: Match, *, in_place: bool) -> tuple[Call, ...]:
+def _accumulating(match: Match, *, in_place: bool) -> tuple[CallCost, ...]:
     """The second product reads the first; if that is still needed, a copy of it."""
     first, second = product_of(match["a"], match["b"]), product_of(match["c"], match["d"])
     extra = bytes_of(match.root) * (1 if in_place else 3)
     return first, second._replace(bytes=second.bytes + extra)
 
 
-def _concatenating(match: Match) -> tuple[Call, ...]:
+def _concatenating(match: Match) -> tuple[CallCost, ...]:
     (rows, inner), (_, columns) = sizes_of(match["a"]), sizes_of(match["b"])
     inner += sizes_of(match["c"])[1]
     whole = product_of_sizes(rows, inner, columns, match.root.meta["val"])

@@ -24,8 +24,8 @@ from crossfade.graph.splice import insert_call
 from crossfade.simplify.products import (
     VIEW,
     WORTH_IT,
-    Call,
-    Comparison,
+    CallCost,
+    CostComparison,
     copy_of,
     product_of_sizes,
     sizes_of,
@@ -125,7 +125,7 @@ class GroupLinears(Pass):
         if one.node.target is not _aten.mm.default or not all(type(n) is int for n in (*one.shape, one.inner)):
             return None
         alone = one.call()
-        share = Call(alone.flops, alone.bytes + copy_of(one.input, one.weight).bytes, alone.dtype)
+        share = CallCost(alone.flops, alone.bytes + copy_of(one.input, one.weight).bytes, alone.dtype)
         if share.seconds(self.machine) - self.machine.overhead > WORTH_IT * alone.seconds(self.machine):
             return None
         return *one.shape, one.inner, one.like
@@ -176,7 +176,7 @@ class Linear:
         value = self.weight.meta["val"]
         return self.node.target, self.bias is None, value.dtype, value.device
 
-    def call(self) -> Call:
+    def call(self) -> CallCost:
         """What it costs."""
         *rows, columns = sizes_of(self.node)
         return product_of_sizes(math.prod(rows), sizes_of(self.input)[-1], columns, self.node.meta["val"])
@@ -191,11 +191,11 @@ class Group:
 
     why: ClassVar[str]
 
-    def compared(self) -> Comparison:
+    def compared(self) -> CostComparison:
         """The products apart, and as one."""
-        return Comparison(tuple(one.call() for one in self.members), self.calls())
+        return CostComparison(tuple(one.call() for one in self.members), self.calls())
 
-    def calls(self) -> tuple[Call, ...]:
+    def calls(self) -> tuple[CallCost, ...]:
         """What computing all at once takes."""
         raise NotImplementedError
 
@@ -240,7 +240,7 @@ class Concatenation(Group):
 
     why = "one product by all weights is cheaper"
 
-    def calls(self) -> tuple[Call, ...]:
+    def calls(self) -> tuple[CallCost, ...]:
         """Copies of what is not concatenated beforehand, the product, its parts."""
         one = self.members[0]
         *rows, _ = sizes_of(one.node)
@@ -286,7 +286,7 @@ class Batch(Group):
 
     why = "one batch of products is faster on this machine"
 
-    def calls(self) -> tuple[Call, ...]:
+    def calls(self) -> tuple[CallCost, ...]:
         """Two stacks, the batch, its parts."""
         one, count = self.members[0], len(self.members)
         inputs, weights = ([getattr(member, name) for member in self.members] for name in ("input", "weight"))

@@ -29,10 +29,15 @@ class Turns:
 
     program: Program
     node: fx.Node
-    body: fx.GraphModule
+    called: fx.Node
     carried: Sequence[fx.Node]
     rows: Sequence[fx.Node]
     others: Sequence[Any]
+
+    @property
+    def body(self) -> fx.GraphModule:
+        """The graph that it runs."""
+        return self.program.constants[str(self.called.target)]
 
     @property
     def results(self) -> list[Any]:
@@ -65,7 +70,9 @@ class Turns:
         return None if all(map(_is_contiguous, stacked)) else "its results would lie otherwise in memory"
 
     def lower(self) -> str | None:
-        """Put the loop in the call's place; return why not, if that turns out only when a turn is written down."""
+        """Put the loop in the call's place; return why not, which may turn out only when a turn is written down."""
+        if (reason := self.reason_against()) is not None:
+            return reason
         program, node, like = self.program, self.node, self.rows[0].meta["val"]
         with program.fake_mode:
             index = torch.empty([], dtype=torch.int64, device=like.device)
@@ -100,10 +107,9 @@ class Turns:
         for user in list(self.node.users):
             index: Any = user.args[1]
             user.args = (loop, index % len(self.results) + 1)
-        called = self.node.all_input_nodes[0]
         self.program.graph.erase_node(self.node)
-        if not called.users:
-            self.program.graph.erase_node(called)
+        if not self.called.users:
+            self.program.graph.erase_node(self.called)
 
     def _goes_on(self, carried: Sequence[Any], others: Sequence[Any]) -> fx.GraphModule:
         """Whether there is a turn left."""

@@ -9,14 +9,15 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from crossfade.graph.passes import Numerics, Outcome, Pass, PassResult, Verdict
+from crossfade.graph.passes import Numerics, Pass, PassResult
 from crossfade.graph.private import statically_equal, views_of_bases
 from crossfade.graph.program import Program
 from crossfade.graph.splice import splice
-from crossfade.simplify.needless_clones import drop_needless_clones
+from crossfade.simplify.lowering import lower_wrappers
 
 _CLONE = torch.ops.aten.clone.default
 _BASES = "_all_bases"
+_WRAPPERS = ("auto_functionalized", "auto_functionalized_v2")
 
 
 @dataclass(frozen=True)
@@ -52,18 +53,8 @@ class LowerAutoFunctionalized(Pass):
     nested = True
 
     def run(self, program: Program) -> PassResult:
-        """Write clones everywhere first; which of them are needless is seen in the graph that has them all."""
-        verdicts, clones = [], []
-        for node in list(program.graph.nodes):
-            if node.op == "call_function" and str(node.target) in ("auto_functionalized", "auto_functionalized_v2"):
-                reason = _reason_against(program, node)
-                outcome = Outcome.LEFT if reason is not None else Outcome.REPLACED
-                verdicts.append(Verdict.of(node, outcome, reason or "it is called by itself"))
-                clones += [] if reason is not None else _lower(program, node)
-        lowered = sum(verdict.outcome is Outcome.REPLACED for verdict in verdicts)
-        dropped = drop_needless_clones(program, clones)
-        counts = {"lowered": lowered, "left": len(verdicts) - lowered, "clones": len(clones) - dropped}
-        return PassResult(bool(lowered), {**counts, "dropped": dropped}, tuple(verdicts))
+        """Lower each wrapper of an operator that writes known memory."""
+        return lower_wrappers(program, _WRAPPERS, "it is called by itself", _reason_against, _lower)
 
 
 def _reason_against(program: Program, node: fx.Node) -> str | None:

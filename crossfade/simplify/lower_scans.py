@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 from torch import fx
 
-from crossfade.graph.passes import Numerics, Outcome, Pass, PassResult, Verdict
+from crossfade.graph.passes import Numerics, Pass, PassResult
 from crossfade.graph.program import Program
 from crossfade.simplify.loops import Turns
+from crossfade.simplify.lowering import lower_calls
 
 
 @dataclass(frozen=True)
@@ -78,18 +78,9 @@ class LowerScans(Pass):
 
     def run(self, program: Program) -> PassResult:
         """Lower each call whose sizes and memory are known."""
-        verdicts = []
-        for node in list(program.graph.nodes):
-            if node.op == "call_function" and str(node.target) == "scan":
-                verdicts.append(_lowered(program, node))
-        lowered = sum(verdict.outcome is Outcome.REPLACED for verdict in verdicts)
-        return PassResult(bool(lowered), {"lowered": lowered, "left": len(verdicts) - lowered}, tuple(verdicts))
 
+        def lower(node: fx.Node) -> str | None:
+            called, carried, rows, others = (*node.args, *node.kwargs.values())
+            return Turns(program, node, called, carried, rows, others).lower()  # type: ignore[arg-type]
 
-def _lowered(program: Program, node: fx.Node) -> Verdict:
-    called, carried, rows, others = (*node.args, *node.kwargs.values())
-    graph: Any = called
-    turns = Turns(program, node, program.constants[str(graph.target)], carried, rows, others)  # type: ignore[arg-type]
-    verdict = Verdict.of(node, Outcome.REPLACED, "a loop does the same")
-    reason = turns.reason_against() or turns.lower()
-    return verdict if reason is None else Verdict.of(node, Outcome.LEFT, reason)
+        return lower_calls(program, ("scan",), "a loop does the same", lower)

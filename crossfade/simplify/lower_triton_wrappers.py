@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from crossfade.graph.passes import Numerics, Outcome, Pass, PassResult, Verdict
+from crossfade.graph.passes import Numerics, Pass, PassResult
 from crossfade.graph.private import statically_equal
 from crossfade.graph.program import Program
 from crossfade.graph.splice import insert_call
-from crossfade.simplify.needless_clones import drop_needless_clones
+from crossfade.simplify.lowering import lower_wrappers
 
 _FUNCTIONAL = "triton_kernel_wrapper_functional"
 
@@ -52,19 +52,8 @@ constant_args_idx=0, grid=[(1, 1, 1)], tma_descriptor_metadata={}, kwargs={"out"
     nested = True
 
     def run(self, program: Program) -> PassResult:
-        """Write clones everywhere first; which of them are needless is seen in the graph that has them all."""
-        verdicts: list[Verdict] = []
-        clones: list[fx.Node] = []
-        for node in list(program.graph.nodes):
-            if node.op == "call_function" and str(node.target) == _FUNCTIONAL:
-                reason = _reason_against(program, node)
-                outcome = Outcome.LEFT if reason is not None else Outcome.REPLACED
-                verdicts.append(Verdict.of(node, outcome, reason or "its kernel is called by itself"))
-                clones += [] if reason is not None else _lower(program, node)
-        lowered = sum(verdict.outcome is Outcome.REPLACED for verdict in verdicts)
-        dropped = drop_needless_clones(program, clones)
-        counts = {"lowered": lowered, "left": len(verdicts) - lowered, "clones": len(clones) - dropped}
-        return PassResult(bool(lowered), {**counts, "dropped": dropped}, tuple(verdicts))
+        """Lower each wrapper whose kernel writes known tensors."""
+        return lower_wrappers(program, (_FUNCTIONAL,), "its kernel is called by itself", _reason_against, _lower)
 
 
 def _reason_against(program: Program, node: fx.Node) -> str | None:

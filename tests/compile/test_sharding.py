@@ -22,7 +22,7 @@ from crossfade.errors import MeshError, PlanError, StateError
 from crossfade.graph.private import FakeTensorMode
 from crossfade.shard.tensor.devices import device_types
 from crossfade.shard.tensor.placements import REPLICATE, Shard
-from tests.shard import lockstep
+from tests.shard.tensor import lockstep
 
 PLAN = {"up": "colwise", "down": "rowwise"}
 

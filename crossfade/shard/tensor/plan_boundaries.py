@@ -19,7 +19,7 @@ from crossfade.shard.tensor.plan_resolved import ModuleBoundary
 
 
 @dataclass(frozen=True)
-class Found:
+class FoundBoundaries:
     """The program in which every value that a module takes in a placement of its own is a value of its own; where the
     values at boundaries are brought to, by node name; and what of the plan had nothing to act on."""
 
@@ -28,7 +28,7 @@ class Found:
     verdicts: tuple[Verdict, ...]
 
 
-def find_boundaries(exported: ExportedProgram, modules: Mapping[str, ModuleBoundary], ranks: int) -> Found:
+def find_boundaries(exported: ExportedProgram, modules: Mapping[str, ModuleBoundary], ranks: int) -> FoundBoundaries:
     """Find the values that enter and leave modules; `exported` is left as it is."""
     if any(one.input is not None for one in modules.values()):
         exported = moved(exported, {})  # a copy
@@ -48,7 +48,7 @@ def find_boundaries(exported: ExportedProgram, modules: Mapping[str, ModuleBound
         found[node.name] = place
         returned.add(module)
     verdicts += [_idle(one.module, "returns") for one in modules.values() if one.output and one.module not in returned]
-    return Found(exported, found, tuple(verdicts))
+    return FoundBoundaries(exported, found, tuple(verdicts))
 
 
 def _idle(module: str, does: str) -> Verdict:

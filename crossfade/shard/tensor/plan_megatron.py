@@ -19,8 +19,8 @@ from torch.export import ExportedProgram
 
 from crossfade.graph.effects import written_inputs
 from crossfade.graph.operators import arguments
-from crossfade.shard.tensor.plan_channels import Channels, Factor, follow, is_summed, sizes_of
-from crossfade.shard.tensor.plan_names import Names, Use, is_glob, matches, names_of, owner, starred
+from crossfade.shard.tensor.plan_channels import ChannelFactor, Channels, follow, is_summed, sizes_of
+from crossfade.shard.tensor.plan_names import ProgramNames, Use, is_glob, matches, names_of, owner, starred
 from crossfade.shard.tensor.plan_styles import Fused, read_style
 
 aten = torch.ops.aten
@@ -105,13 +105,13 @@ def find_entries(exported: ExportedProgram, vocab: bool) -> tuple[dict[str, Any]
     return _patterns(styles, names), (*_notes(found.values(), names), *problems)
 
 
-def _paired(names: Names, graph: fx.Graph) -> dict[fx.Node, Projection]:
+def _paired(names: ProgramNames, graph: fx.Graph) -> dict[fx.Node, Projection]:
     found = _projections(names, graph)
     _pair(found)
     return found
 
 
-def _projections(names: Names, graph: fx.Graph) -> dict[fx.Node, Projection]:
+def _projections(names: ProgramNames, graph: fx.Graph) -> dict[fx.Node, Projection]:
     """In the order of the graph."""
     every = [(name, use) for name, uses in names.uses.items() for use in uses]
     biases = {use.node: name for name, use in every if use.role == "bias"}
@@ -160,7 +160,7 @@ def _all_free(one: Projection, found: Mapping[fx.Node, Projection], through_norm
 
 def _followed(one: Projection, found: Mapping[fx.Node, Projection], through_norms: bool) -> int | tuple[int, ...]:
     """Follow a projection's channels to their ends; the blocks of a fused one, or a reason."""
-    whole = Channels(0, one.width, (Factor(one.node.meta["val"].ndim - one.back, one.width),))
+    whole = Channels(0, one.width, (ChannelFactor(one.node.meta["val"].ndim - one.back, one.width),))
     seen, pending, pieces = {(one.node, whole)}, deque([(one.node, whole)]), set()  # near first: most end soon
     summed = meets_residual = False
     while pending and not (summed and meets_residual):
@@ -228,7 +228,7 @@ def _blocks(one: Projection, width: int, pieces: list[tuple[int, int]]) -> int |
     return len(sizes) if len(set(sizes)) <= 1 else sizes
 
 
-def _by_name(found: Iterable[Projection], names: Names) -> dict[str, Any]:
+def _by_name(found: Iterable[Projection], names: ProgramNames) -> dict[str, Any]:
     """Styles by name; a name whose uses want different things is left out."""
     styles: dict[str, Any] = {}
     conflicts: set[str] = set()
@@ -239,7 +239,7 @@ def _by_name(found: Iterable[Projection], names: Names) -> dict[str, Any]:
     return {name: style for name, style in styles.items() if style is not None and name not in conflicts}
 
 
-def _named(one: Projection, names: Names) -> dict[str, Any]:
+def _named(one: Projection, names: ProgramNames) -> dict[str, Any]:
     """The module that multiplies, if that is all it does; else the weight and, split by columns, its bias."""
     if one.use.role == "expert" and one.style is not None:
         return _named_expert(one)
@@ -261,7 +261,7 @@ def _named_expert(one: Projection) -> dict[str, Any]:
     return {one.weight: Fused(split, one.style.blocks) if isinstance(one.style, Fused) else split}
 
 
-def _notes(found: Iterable[Projection], names: Names) -> tuple[str, ...]:
+def _notes(found: Iterable[Projection], names: ProgramNames) -> tuple[str, ...]:
     """What stays whole, layers that are alike in one line."""
     notes = [f"{starred(one.weight)} stays whole: {starred(one.reason)}" for one in found if one.style is None]
     multiplied = {one.weight for one in found}
@@ -272,7 +272,7 @@ def _notes(found: Iterable[Projection], names: Names) -> tuple[str, ...]:
     return tuple(dict.fromkeys(notes))
 
 
-def _split_vocabulary(found: Mapping[fx.Node, Projection], names: Names) -> dict[str, Any]:
+def _split_vocabulary(found: Mapping[fx.Node, Projection], names: ProgramNames) -> dict[str, Any]:
     """The token embedding is as long as the head is wide; with no such head it is the longest embedding.
 
     A head puts out one column for each word, gathered at the end.
@@ -287,11 +287,11 @@ def _split_vocabulary(found: Mapping[fx.Node, Projection], names: Names) -> dict
     return dict.fromkeys((use.module for use in tables if use.module), "embedding_rowwise")
 
 
-def _rows(name: str, names: Names) -> int:
+def _rows(name: str, names: ProgramNames) -> int:
     return max((names.tensors[name].shape[0] for use in names.uses[name] if use.role == "embedding"), default=0)
 
 
-def _patterns(styles: Mapping[str, Any], names: Names) -> dict[str, Any]:
+def _patterns(styles: Mapping[str, Any], names: ProgramNames) -> dict[str, Any]:
     """Layers that are alike in one entry, if its pattern names nothing else."""
     everything = [*names.modules, *names.tensors]
     alike = {

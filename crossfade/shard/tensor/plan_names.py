@@ -51,7 +51,7 @@ class Use:
 
 
 @dataclass(frozen=True)
-class Names:
+class ProgramNames:
     """What of a program can be named."""
 
     tensors: Mapping[str, torch.Tensor]
@@ -143,7 +143,7 @@ def _one_part(part: str) -> str:
     return fnmatch.translate(part).replace(".*", "[^.]*").removeprefix("(?s:").removesuffix(r")\Z").removesuffix(r")\z")
 
 
-def names_of(exported: ExportedProgram) -> Names:
+def names_of(exported: ExportedProgram) -> ProgramNames:
     """The names of an exported program."""
     signature = exported.graph_signature
     places = {**signature.inputs_to_parameters, **signature.inputs_to_buffers}
@@ -159,7 +159,7 @@ def names_of(exported: ExportedProgram) -> Names:
     modules: dict[str, list[str]] = {name: [] for name in _called_modules(exported.graph)}
     for name in tensors:
         modules.setdefault(owner(name), []).append(name)
-    return Names(
+    return ProgramNames(
         tensors=tensors,
         parameters=frozenset(name for name in tensors if canonical[name] in parameters),
         canonical=canonical,

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from torch.export import ExportedProgram
 
 from crossfade.errors import PlanError
-from crossfade.shard.tensor.plan_names import Names, Use, is_glob, names_of
+from crossfade.shard.tensor.plan_names import ProgramNames, Use, is_glob, names_of
 from crossfade.shard.tensor.plan_resolved import ModuleBoundary, ParameterSharding, ResolvedPlan
 from crossfade.shard.tensor.plan_styles import Style
 
@@ -65,7 +65,7 @@ class _Wanted:
     notes: list[str] = field(default_factory=list)
 
 
-def _apply(pattern: str, style: Style, names: Names, wanted: _Wanted) -> None:
+def _apply(pattern: str, style: Style, names: ProgramNames, wanted: _Wanted) -> None:
     """Let one entry claim what it names."""
     matched = names.matching(pattern)
     if not matched:
@@ -85,7 +85,7 @@ def _apply(pattern: str, style: Style, names: Names, wanted: _Wanted) -> None:
         raise _shards_nothing(pattern, style, matched, names)
 
 
-def _no_match(pattern: str, names: Names) -> PlanError:
+def _no_match(pattern: str, names: ProgramNames) -> PlanError:
     near = names.nearest(pattern)
     remedy = f"write {' or '.join(near)}" if near else "print the program to see its names"
     if starts := [name for name in near if name.endswith("." + pattern)]:
@@ -93,14 +93,14 @@ def _no_match(pattern: str, names: Names) -> PlanError:
     return PlanError(f"the plan's {pattern!r}, which names nothing in the program", remedy=remedy)
 
 
-def _shards_nothing(pattern: str, style: Style, matched: list[str], names: Names) -> PlanError:
+def _shards_nothing(pattern: str, style: Style, matched: list[str], names: ProgramNames) -> PlanError:
     inside = sorted(name for name in names.tensors if any(name.startswith(f"{one}.") for one in matched))[:3]
     remedy = f"name what it should split ({', '.join(inside)}, ...)" if inside else "leave the entry out"
     found = f"the plan's {pattern!r}: {style}, which splits no parameter of {', '.join(matched[:3])}"
     return PlanError(found, expected="a linear layer, an embedding, a convolution or a parameter", remedy=remedy)
 
 
-def _direct_split(pattern: str, style: Style, name: str, names: Names) -> dict[str, Split]:
+def _direct_split(pattern: str, style: Style, name: str, names: ProgramNames) -> dict[str, Split]:
     """Of a parameter named itself: matrices by their use, others by position as transformers does."""
     shape = tuple(names.tensors[name].shape)
     if style.kind in ("sequence", "boundary"):
@@ -115,7 +115,7 @@ def _direct_split(pattern: str, style: Style, name: str, names: Names) -> dict[s
     return {name: (dim % len(shape), _block_sizes(pattern, style, name, shape[dim]))}
 
 
-def _direct_dim(style: Style, name: str, names: Names) -> int | None:
+def _direct_dim(style: Style, name: str, names: ProgramNames) -> int | None:
     if not style.shards:
         return None
     if style.kind == "shard":
@@ -128,7 +128,7 @@ def _direct_dim(style: Style, name: str, names: Names) -> int | None:
     return rank - 2 if style.kind == "colwise" else rank - 1
 
 
-def _module_splits(pattern: str, style: Style, module: str, names: Names, notes: list[str]) -> dict[str, Split]:
+def _module_splits(pattern: str, style: Style, module: str, names: ProgramNames, notes: list[str]) -> dict[str, Split]:
     """Of a module's own parameters: weights and biases by their use."""
     own = [name for name in names.modules[module] if name in names.parameters]
     if style.kind == "shard":
@@ -192,7 +192,7 @@ def _split_text(split: Split) -> str:
     return "whole" if dim is None else f"split at dim {dim}" + (f" in {len(blocks)} blocks" if blocks else "")
 
 
-def _merge_tied(chosen: Mapping[str, Claim], names: Names) -> dict[str, Claim]:
+def _merge_tied(chosen: Mapping[str, Claim], names: ProgramNames) -> dict[str, Claim]:
     """One claim for each tensor: tied names may be claimed each, when they agree."""
     merged: dict[str, Claim] = {}
     for name, claim in chosen.items():
@@ -214,7 +214,9 @@ def _agreed(module: str, found: list[tuple[str, ModuleBoundary]]) -> ModuleBound
     return exact[0][1]
 
 
-def _keep_partners_whole(boundaries: dict[str, ModuleBoundary], merged: Mapping[str, Claim], names: Names) -> None:
+def _keep_partners_whole(
+    boundaries: dict[str, ModuleBoundary], merged: Mapping[str, Claim], names: ProgramNames
+) -> None:
     """A module whose parameter is split because a tied module was named returns what it returned before."""
     for canonical, claim in merged.items():
         if claim.direct or claim.split[0] is None or len(names.tied[canonical]) == 1:
@@ -223,7 +225,7 @@ def _keep_partners_whole(boundaries: dict[str, ModuleBoundary], merged: Mapping[
             boundaries.setdefault(use.module, ModuleBoundary(use.module, None, "replicate"))
 
 
-def _shardings(merged: Mapping[str, Claim], names: Names, ranks: int) -> dict[str, ParameterSharding]:
+def _shardings(merged: Mapping[str, Claim], names: ProgramNames, ranks: int) -> dict[str, ParameterSharding]:
     found = {}
     for name in dict.fromkeys(names.canonical[name] for name in names.tensors):
         claim, tensor = merged.get(name), names.tensors[name]

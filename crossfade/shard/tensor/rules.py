@@ -16,13 +16,13 @@ from crossfade.graph.operators import arguments, remembered
 from crossfade.shard.tensor.factors import Decision, Factors, Operand, decide, parse_factors, read_factors, replicated
 from crossfade.shard.tensor.placements import Placement
 
-RuleFunction = Callable[["Call"], Decision]
+RuleFunction = Callable[["PlacedCall"], Decision]
 
 _RULES: dict[str, RuleFunction] = {}
 
 
 @dataclass
-class Call:
+class PlacedCall:
     """One call of an operator: its arguments by name, its tensor operands in order, its results' descriptions."""
 
     node: fx.Node
@@ -113,7 +113,7 @@ def _name_of(operator: Any) -> str:
     return name
 
 
-def _checked(call: Call, decision: Decision, factors: str) -> Decision:
+def _checked(call: PlacedCall, decision: Decision, factors: str) -> Decision:
     """The decision, if the rule speaks of as many results, of as many dims, as there are."""
     named = [len(part) for part in parse_factors(factors, tuple(map(len, call.shapes))).outputs]
     found = [value.dim() if isinstance(value, Tensor) else 0 for value in call.results]
@@ -139,7 +139,7 @@ def _pointwise_rule(target: Any) -> RuleFunction | None:
     return pointwise if torch.Tag.pointwise in target.tags else None
 
 
-def pointwise(call: Call, linear: tuple[frozenset[int], ...] = ()) -> Decision:
+def pointwise(call: PlacedCall, linear: tuple[frozenset[int], ...] = ()) -> Decision:
     """Dims aligned from the right, as broadcasting does."""
     described = next((value for value in call.results if isinstance(value, Tensor)), None)
     if described is None:

@@ -17,7 +17,7 @@ from crossfade.shard.tensor.localize import placement_of
 from crossfade.shard.tensor.parts import joined
 from crossfade.shard.tensor.placements import Shard
 from crossfade.shard.tensor.sources import local_part
-from tests.shard.conjugate_jobs import batch, differentiate, model, plan_of, train_step
+from tests.shard.tensor.conjugate_jobs import batch, differentiate, model, plan_of, train_step
 
 Many = list[Tensor]
 MOVES = [(0, 1), (1, 1), (1, 2), (2, 2)]

@@ -15,7 +15,7 @@ from crossfade.shard.tensor.localize import LocalProgram, Request, localize
 from crossfade.shard.tensor.placements import REPLICATE, Shard
 from crossfade.shard.tensor.plan_resolved import ParameterSharding, ResolvedPlan
 from crossfade.shard.tensor.rules import register_rule
-from tests.shard.lockstep import run_ranks
+from tests.shard.tensor.lockstep import run_ranks
 
 
 @torch.library.custom_op("crossfade_tests::swish", mutates_args=())

@@ -14,7 +14,7 @@ import crossfade as cf
 from crossfade.errors import PlanError
 from crossfade.shard.tensor.localize import LocalProgram, Request, localize
 from crossfade.shard.tensor.plan import Plan
-from tests.shard.lockstep import run_ranks
+from tests.shard.tensor.lockstep import run_ranks
 
 HEADS, WIDTH, WORDS = 4, 16, 32
 

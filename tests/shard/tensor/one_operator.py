@@ -19,8 +19,8 @@ from crossfade.shard.tensor.localize import Request, localize
 from crossfade.shard.tensor.parts import joined
 from crossfade.shard.tensor.placements import REPLICATE, Partial, Placement, Shard, divides
 from crossfade.shard.tensor.plan_resolved import ResolvedPlan
-from crossfade.shard.tensor.rules import Call, rule_of
-from tests.shard.lockstep import run_ranks
+from crossfade.shard.tensor.rules import PlacedCall, rule_of
+from tests.shard.tensor.lockstep import run_ranks
 
 aten = torch.ops.aten
 
@@ -73,7 +73,7 @@ class OneOperator:
             Operand(place, tuple(value.shape), value.numel() * value.itemsize)
             for place, value in zip(self.places, values, strict=True)
         ]
-        return rule(Call(self.node, operands, self.operands, self.ranks))
+        return rule(PlacedCall(self.node, operands, self.operands, self.ranks))
 
     def whole(self) -> list[Tensor]:
         """What one device computes."""

@@ -13,7 +13,7 @@ from torch.distributed.tensor.parallel import PrepareModuleInput, PrepareModuleO
 from crossfade.errors import PlanError
 from crossfade.shard.tensor.localize import LocalProgram, Request, localize
 from crossfade.shard.tensor.plan import Plan
-from tests.shard.lockstep import run_ranks
+from tests.shard.tensor.lockstep import run_ranks
 
 PAIR = {"up": "colwise", "down": "rowwise"}
 

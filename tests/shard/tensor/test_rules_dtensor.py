@@ -16,8 +16,8 @@ from torch.distributed.tensor.debug import CommDebugMode
 from torch.utils._pytree import tree_map_only
 
 from crossfade.shard.tensor.placements import PARTIAL, REPLICATE, Partial, Placement, Shard
-from tests.shard.one_operator import OneOperator, tensors_of
-from tests.shard.rule_cases import Case, case, f, n
+from tests.shard.tensor.one_operator import OneOperator, tensors_of
+from tests.shard.tensor.rule_cases import Case, case, f, n
 
 aten = torch.ops.aten
 CASES = {

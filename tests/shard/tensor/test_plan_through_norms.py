@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from crossfade.shard.tensor.localize import LocalProgram, Request, localize
 from crossfade.shard.tensor.plan import Plan
-from tests.shard.lockstep import run_ranks
+from tests.shard.tensor.lockstep import run_ranks
 
 WIDTH = 16
 

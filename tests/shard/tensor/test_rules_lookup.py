@@ -12,9 +12,9 @@ from torch.nn import functional as F
 from crossfade.errors import PlanError
 from crossfade.shard.tensor.localize import LocalProgram, Request, localize
 from crossfade.shard.tensor.placements import PARTIAL, REPLICATE, Placement, Shard
-from tests.shard.conjugate_jobs import plan_of
-from tests.shard.lockstep import run_ranks
-from tests.shard.one_operator import OneOperator
+from tests.shard.tensor.conjugate_jobs import plan_of
+from tests.shard.tensor.lockstep import run_ranks
+from tests.shard.tensor.one_operator import OneOperator
 
 aten = torch.ops.aten
 LOGITS, TARGETS = torch.randn(8, 16, generator=torch.Generator().manual_seed(0)), torch.arange(0, 16, 2)

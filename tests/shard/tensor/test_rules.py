@@ -14,9 +14,9 @@ from torch import fx
 from crossfade.graph.private import FakeTensorMode
 from crossfade.shard.tensor.factors import Operand
 from crossfade.shard.tensor.placements import PARTIAL, REPLICATE, Partial, Placement, Shard
-from crossfade.shard.tensor.rules import _RULES, Call, rule_of
-from tests.shard.one_operator import OneOperator, placements_of, tensors_of
-from tests.shard.rule_cases import CASES, Case, case
+from crossfade.shard.tensor.rules import _RULES, PlacedCall, rule_of
+from tests.shard.tensor.one_operator import OneOperator, placements_of, tensors_of
+from tests.shard.tensor.rule_cases import CASES, Case, case
 
 aten = torch.ops.aten
 
@@ -149,7 +149,7 @@ def test_kernels_of_cuda_describe_their_parts(name: str):
     operands = [Operand(Shard(1), tuple(whole.shape))] * 3
     rule = rule_of(target)
     assert rule is not None
-    decision = rule(Call(node, operands, sources, 2))
+    decision = rule(PlacedCall(node, operands, sources, 2))
     assert decision.results[:2] == (Shard(1), Shard(1)) and set(decision.results[2:]) == {REPLICATE}
     for place, result, part in zip(decision.results, results, parts, strict=True):
         if isinstance(result, torch.Tensor):
