@@ -115,7 +115,8 @@ class DrawGlobally(Pass):
         if node.target not in _DRAWS:
             raise self._cannot(node, "whose numbers cannot be drawn for the whole batch and divided")
         numbers = [node.args[place] for place in _DRAWS[node.target].numbers]
-        for value in (_drawn(node), *(one for one in numbers if isinstance(one, fx.Node) and batch_dims(one))):
+        own = [number for number in numbers if isinstance(number, fx.Node) and batch_dims(number)]
+        for value in (_drawn(node), *own):
             self._check_divides(node, value)
         return None
 

@@ -249,18 +249,18 @@ class _Walk:
             self._check_along_dim(node)
             self._make_whole(node)
             return Share(Holds.SAMPLES, self._power(node))
-        if any(one.holds is Holds.SAMPLES for one in given):
+        if any(share.holds is Holds.SAMPLES for share in given):
             return self._added_up(node)
-        if any(one.holds is Holds.TOTAL for one in given):
+        if any(share.holds is Holds.TOTAL for share in given):
             return self._of_totals(node)
         return Share(Holds.SAME, self._power(node))
 
     def _several(self, node: fx.Node, given: list[Share]) -> Share:
         """An operator with several results: their common share, if it is one."""
-        if any(one.holds is Holds.SAMPLES for one in given):
+        if any(share.holds is Holds.SAMPLES for share in given):
             self._make_whole(node)
             return _SAMPLES
-        return self._of_totals(node) if any(one.holds is Holds.TOTAL for one in given) else _SAME
+        return self._of_totals(node) if any(share.holds is Holds.TOTAL for share in given) else _SAME
 
     def _element(self, node: fx.Node) -> Share:
         """A result without samples of an operator on samples."""
@@ -344,13 +344,13 @@ class _Walk:
             raise _Unproved(node, "uses a number that grows with the batch")
         if node.all_input_nodes or self.grown[node]:
             return 0
-        return sum(power for (one, _), power in self.literal_powers.items() if one is node)
+        return sum(power for (user, _), power in self.literal_powers.items() if user is node)
 
     def _sum_power(self, node: fx.Node) -> int:
         """The power that all terms of a sum have, made alike if possible; a number may be added to a mean only."""
         terms = [source for source in _terms(node) if not _is_zero(source)]
-        parts = [one for one in terms if self.shares[one].holds is not Holds.SAME]
-        powers = {self.shares[one].power for one in parts or terms}
+        parts = [term for term in terms if self.shares[term].holds is not Holds.SAME]
+        powers = {self.shares[term].power for term in parts or terms}
         if powers == {0, 1}:
             for term in parts:
                 self._raise_power(term)
@@ -358,7 +358,7 @@ class _Walk:
         if len(powers) > 1:
             raise _Unproved(node, "adds a sum over samples to a mean of them")
         power = next(iter(powers), 0)
-        is_total = any(self.shares[one].holds is Holds.TOTAL for one in parts)
+        is_total = any(self.shares[part].holds is Holds.TOTAL for part in parts)
         if parts and power != is_total and (len(parts) < len(terms) or _adds_a_number(node)):
             raise _Unproved(node, "adds a number to a sum over samples")
         return power
@@ -374,7 +374,7 @@ class _Walk:
             for source in _terms(node):
                 self._raise_power(source)
         elif node.target in MULTIPLIES | _DIV:
-            self._raise_power(next(one for one in _terms(node) if self.shares[one].holds is not Holds.SAME))
+            self._raise_power(next(term for term in _terms(node) if self.shares[term].holds is not Holds.SAME))
         else:
             raise _Unproved(node, "is a sum over samples, added to a mean of them")
 
@@ -453,11 +453,11 @@ def _name(target: Any) -> str:
 def _terms(node: fx.Node) -> list[fx.Node]:
     """What a linear operator puts together: its first argument or list of them; not what it is steered by."""
     if _name(node.target) == "where":
-        return [one for one in node.args[1:] if isinstance(one, fx.Node)]
+        return [value for value in node.args[1:] if isinstance(value, fx.Node)]
     if node.target in _ADD | MULTIPLIES | _DIV:
-        return [one for one in node.args[:2] if isinstance(one, fx.Node)]
+        return [value for value in node.args[:2] if isinstance(value, fx.Node)]
     first = node.args[0]
-    return [one for one in first if isinstance(one, fx.Node)] if isinstance(first, (list, tuple)) else [first]  # type: ignore[list-item]
+    return [value for value in first if isinstance(value, fx.Node)] if isinstance(first, (list, tuple)) else [first]  # type: ignore[list-item]
 
 
 def _is_zero(node: fx.Node) -> bool:

@@ -83,8 +83,8 @@ class ScatterGradients(Pass):
     def _averaged(
         self, program: Program, name: str, value: fx.Node, group: str, reason: str, verdicts: list[Verdict]
     ) -> fx.Node:
-        def average(one: Tensor) -> Tensor:
-            return collectives.wait(collectives.all_reduce(one, self.reduce_op, group))
+        def average(tensor: Tensor) -> Tensor:
+            return collectives.wait(collectives.all_reduce(tensor, self.reduce_op, group))
 
         done = splice(program, average, value, before=after(program, value), like=value)
         return self._account(name, done, value, reason, verdicts)

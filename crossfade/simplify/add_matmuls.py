@@ -77,7 +77,7 @@ class AddMatmuls(Pass):
         first, second = _products(match.root)
         if (reason := _unlike(match)) is not None:
             return reason
-        if not all(is_only_read_by(one, match.root) for one in (first, second)):
+        if not all(is_only_read_by(product, match.root) for product in (first, second)):
             return "a product has other users"
         if match["alpha"] != 1:
             return "its second product is scaled"
@@ -94,10 +94,10 @@ def _products(root: fx.Node) -> tuple[Any, Any]:
 
 def _unlike(match: Match) -> str | None:
     """Why the two products are not summed element by element, as they are."""
-    one, other = (product.meta["val"] for product in _products(match.root))
-    if one.dtype != other.dtype:
+    first, other = (product.meta["val"] for product in _products(match.root))
+    if first.dtype != other.dtype:
         return "its products are of two dtypes"
-    if not statically_equal(one.shape, other.shape):
+    if not statically_equal(first.shape, other.shape):
         return "its products are not provably of one shape"
     if isinstance(match["alpha"], bool) or not isinstance(match["alpha"], (int, float)) or not match["alpha"]:
         return "its alpha is zero or not known"

@@ -168,7 +168,11 @@ def _is_inner(node: fx.Node) -> bool:
 def _roots(graph: fx.Graph) -> list[fx.Node]:
     """The last product of each chain of at least two."""
     products = graph.find_nodes(op="call_function", target=_MM)
-    return [one for one in products if not _is_inner(one) and any(_is_inner(factor) for factor in _factors(one))]
+    return [
+        product
+        for product in products
+        if not _is_inner(product) and any(_is_inner(factor) for factor in _factors(product))
+    ]
 
 
 def _replace(

@@ -206,7 +206,7 @@ def _devices(node: fx.Node) -> set[torch.device]:
 
 def _flat_tensors(value: Any) -> list[Tensor]:
     values: Iterable[Any] = value if isinstance(value, (tuple, list)) else [value]
-    return [one for one in values if isinstance(one, Tensor)]
+    return [item for item in values if isinstance(item, Tensor)]
 
 
 def _move(program: Program, family: _Family, device: torch.device, aliasing: Aliasing) -> None:

@@ -143,8 +143,8 @@ def permutation_of(node: fx.Node) -> list[int]:
     if node.target is _aten.numpy_T.default:
         return order[::-1]
     if rank > 1:
-        one, other = given.values() or (-2, -1)
-        order[one], order[other] = order[other], order[one]
+        first, other = given.values() or (-2, -1)
+        order[first], order[other] = order[other], order[first]
     return order
 
 

@@ -85,7 +85,7 @@ class Turns:
         graphs = [self._named("goes_on", self._goes_on(carried, list(map(_value, others)))), self._named("turn", turn)]
         first = self._insert(_aten.full.default, [], 0, dtype=torch.int64, device=like.device)
         empty = _aten.empty.memory_format
-        rows = [self._insert(empty, list(one.shape), dtype=one.dtype, device=one.device) for one in buffers]
+        rows = [self._insert(empty, list(buffer.shape), dtype=buffer.dtype, device=buffer.device) for buffer in buffers]
         arguments: Any = (*graphs, (first, *self.carried, *rows), tuple(others))
         with program.graph.inserting_before(node):
             loop = program.graph.call_function(torch.ops.higher_order.while_loop, arguments)
@@ -129,8 +129,8 @@ class Turns:
 
         index = call(_aten.view.default, nodes[0], [1])
         given = nodes[len(carried) :]
-        picked = [call(_aten.index_select.default, one, 0, index) for one in given[: len(self.rows)]]
-        rows = [call(_aten.squeeze.dim, one, 0) for one in picked]
+        picked = [call(_aten.index_select.default, tensor, 0, index) for tensor in given[: len(self.rows)]]
+        rows = [call(_aten.squeeze.dim, row, 0) for row in picked]
         arguments = [*nodes[1 : 1 + number], *rows, *given[len(self.rows) :]]
         results = _inlined(inside, self.body, arguments, end)
         buffers = nodes[1 + number : len(carried)]
@@ -139,7 +139,7 @@ class Turns:
             for buffer, row in zip(buffers, results[number:], strict=True)
         ]
         carried_on = results[:number]
-        if not all(_alike(_value(one), other) for one, other in zip(carried_on, carried[1:], strict=False)):
+        if not all(_alike(_value(result), other) for result, other in zip(carried_on, carried[1:], strict=False)):
             return None
         inside.output_node.args = ((call(_aten.add.Tensor, nodes[0], 1), *carried_on, *put),)
         return inside.module()
@@ -160,10 +160,10 @@ def _is_made_here(home: Any) -> bool:
     return not isinstance(home, str) and (isinstance(home, tuple) or home.op == "call_function")
 
 
-def _alike(one: Tensor, other: Tensor) -> bool:
-    if one.dtype != other.dtype:
+def _alike(value: Tensor, other: Tensor) -> bool:
+    if value.dtype != other.dtype:
         return False
-    return statically_equal(tuple(one.shape), tuple(other.shape)) and statically_equal(one.stride(), other.stride())
+    return statically_equal(tuple(value.shape), tuple(other.shape)) and statically_equal(value.stride(), other.stride())
 
 
 def _is_contiguous(value: Any) -> bool:

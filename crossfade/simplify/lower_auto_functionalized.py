@@ -102,7 +102,7 @@ def _lower(program: Program, node: fx.Node) -> list[fx.Node]:
     while (before := before.next) is not node:
         made.append(before)
     program.graph.erase_node(node)
-    return [one for one in made if one.target is _CLONE and one.args[0] in bases]
+    return [new for new in made if new.target is _CLONE and new.args[0] in bases]
 
 
 def _on_clones(called: Any, told: dict[str, Any]) -> list[Any]:

@@ -59,14 +59,16 @@ constant_args_idx=0, grid=[(1, 1, 1)], tma_descriptor_metadata={}, kwargs={"out"
 def _reason_against(program: Program, node: fx.Node) -> str | None:
     told: dict[str, Any] = dict(node.kwargs)
     written = [told["kwargs"].get(name) for name in told["tensors_to_clone"]]
-    if node.args or not all(isinstance(one, fx.Node) and isinstance(one.meta.get("val"), Tensor) for one in written):
+    if node.args or not all(
+        isinstance(value, fx.Node) and isinstance(value.meta.get("val"), Tensor) for value in written
+    ):
         return "what its kernel writes is not all known tensors"
     if not all(user.target is operator.getitem for user in node.users):
         return "its results are used as a whole"
-    for one in written:
+    for value in written:
         with program.fake_mode:
-            again = one.meta["val"].clone()
-        if not statically_equal(again.stride(), one.meta["val"].stride()):
+            again = value.meta["val"].clone()
+        if not statically_equal(again.stride(), value.meta["val"].stride()):
             return "what its kernel writes has gaps or overlaps, which a clone would not keep"
     return None
 

@@ -39,9 +39,10 @@ class _Homes:
         self.roots = alias_roots(nodes)
         self.moved: dict[fx.Node, fx.Node] = {}
         self.last_use = {self.roots[source]: position[node] for node in nodes for source in node.all_input_nodes}
-        for one in collectives.find(program.graph):  # what it sends is read, and a list written, until the last wait
-            end = max((position[wait] for wait in one.waits), default=len(nodes))
-            for held in (*one.inputs, *(one.results if one.coalesced else ())):
+        # what a collective sends is read, and a list written, until the last wait
+        for collective in collectives.find(program.graph):
+            end = max((position[wait] for wait in collective.waits), default=len(nodes))
+            for held in (*collective.inputs, *(collective.results if collective.coalesced else ())):
                 root = self.roots[held]
                 self.last_use[root] = max(self.last_use.get(root, 0), end)
 

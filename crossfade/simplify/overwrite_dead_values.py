@@ -122,8 +122,8 @@ def _scatter(program: Program, memory: Memory, node: fx.Node) -> None:
     memory.merge(node, region)
     node.replace_all_uses_with(base)
     program.graph.erase_node(node)
-    for one in (base, part, copied):
-        memory.add(one, node if one is not base else base, region)
+    for value in (base, part, copied):
+        memory.add(value, node if value is not base else base, region)
 
 
 # -------------------------------------------------------------------------------------------- inputs that are updated

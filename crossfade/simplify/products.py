@@ -69,7 +69,7 @@ class CostComparison:
 
     def seconds(self, machine: Machine) -> tuple[float, float]:
         """The seconds of both ways."""
-        return sum(one.seconds(machine) for one in self.before), sum(one.seconds(machine) for one in self.after)
+        return sum(call.seconds(machine) for call in self.before), sum(call.seconds(machine) for call in self.after)
 
     def on(self, machine: Machine | None) -> str:
         """The numbers as text, with the machine's seconds if there is one."""
@@ -83,7 +83,7 @@ class CostComparison:
 
 
 def _needs(calls: tuple[CallCost, ...]) -> tuple[float, float, int]:
-    return sum(one.flops for one in calls), sum(one.bytes for one in calls), len(calls)
+    return sum(call.flops for call in calls), sum(call.bytes for call in calls), len(calls)
 
 
 def _described(calls: tuple[CallCost, ...]) -> str:
@@ -93,7 +93,7 @@ def _described(calls: tuple[CallCost, ...]) -> str:
 
 def bytes_of(*nodes: fx.Node) -> float:
     """The bytes of memory behind the values of some nodes; symbolic sizes count by their hint."""
-    return float(sum(one.bytes for node in nodes for one in described(node.meta.get("val"))))
+    return float(sum(tensor.bytes for node in nodes for tensor in described(node.meta.get("val"))))
 
 
 def sizes_of(node: fx.Node) -> tuple[int, ...]:

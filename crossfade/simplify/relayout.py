@@ -91,13 +91,13 @@ def _followed(
         if (reason := _against_reader(user)) is not None:
             return reason
         try:
-            new = _described(program, user, lambda one: changed.get(one, taken.get(one, one.meta["val"])))
+            new = _described(program, user, lambda source: changed.get(source, taken.get(source, source.meta["val"])))
         except (RuntimeError, ValueError):
             return "a view of it could not be taken"
         if not _is_laid_out_as(taken.get(user, user.meta["val"]), new):
             changed[user] = new
-            for one in user.users:
-                heapq.heappush(waiting, one)
+            for below in user.users:
+                heapq.heappush(waiting, below)
     return {node: value for node, value in changed.items() if node not in values}
 
 

@@ -112,4 +112,4 @@ def _holds(node: fx.Node) -> bool:
 
 def _known(sizes: Any) -> list[Any] | None:
     """Sizes in an argument, the symbolic ones by their nodes' metadata."""
-    return None if sizes is None else [one.meta.get("val") if isinstance(one, fx.Node) else one for one in sizes]
+    return None if sizes is None else [size.meta.get("val") if isinstance(size, fx.Node) else size for size in sizes]

@@ -109,14 +109,14 @@ def _reason_against_padding(match: Match) -> str | None:
 def _only_filled(match: Match) -> Any:
     """The one input of a `cat` that has elements, or may; None if there are several."""
     tensors = list(match["tensors"])
-    filled = [one for one in tensors if not any(statically_equal(size, 0) for size in one.meta["val"].shape)]
+    filled = [tensor for tensor in tensors if not any(statically_equal(size, 0) for size in tensor.meta["val"].shape)]
     return (filled or tensors)[0] if len(filled) < 2 else None
 
 
 def _reason_against_joining(match: Match) -> str | None:
-    if (one := _only_filled(match)) is None:
+    if (filled := _only_filled(match)) is None:
         return "it joins several inputs"
-    same = statically_equal(one.meta["val"].shape, match.root.meta["val"].shape)
+    same = statically_equal(filled.meta["val"].shape, match.root.meta["val"].shape)
     return None if same else "it changes the shape"
 
 

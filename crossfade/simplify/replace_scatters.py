@@ -65,7 +65,8 @@ class ReplaceScatters(RulePass):
 
 
 def _reason_against(match: Match) -> str | None:
-    if match.is_written(*(one for one in (match["background"], match["value"]) if isinstance(one, fx.Node))):
+    operands = (match["background"], match["value"])
+    if match.is_written(*(operand for operand in operands if isinstance(operand, fx.Node))):
         return WRITTEN
     background, value = fill_of(match["background"]), _scattered(match)
     if background is None or value is None:
@@ -100,8 +101,8 @@ def _as_where(match: Match) -> fx.Node:
     def selected(index: Tensor) -> Tensor:
         place = _aten.arange.default(view[dim], dtype=index.dtype, device=result.device)
         mask = (place if len(view) == 1 else place.view(view)) == index
-        one = _aten.full.default([], value, dtype=result.dtype, device=result.device)
+        scattered = _aten.full.default([], value, dtype=result.dtype, device=result.device)
         other = _aten.full.default([], background, dtype=result.dtype, device=result.device)
-        return torch.where(mask, one, other)
+        return torch.where(mask, scattered, other)
 
     return match.splice(selected, match["index"])

@@ -111,8 +111,8 @@ def _partial(root: fx.Node) -> Any:
     """The reduction of fewer dims of the same value that leaves least to do, those above it first."""
     kind, dims = _KINDS[root.target], _dims(root)  # type: ignore[index]
     users = itertools.islice(_argument(root).users, _MOST_USERS)
-    found = [one for one in users if _KINDS.get(one.target) == kind and _dims(one) < dims]  # type: ignore[call-overload]
-    return max(found, key=lambda one: (one < root, len(_dims(one))), default=None)
+    found = [user for user in users if _KINDS.get(user.target) == kind and _dims(user) < dims]  # type: ignore[call-overload]
+    return max(found, key=lambda user: (user < root, len(_dims(user))), default=None)
 
 
 def _dims(reduction: fx.Node) -> frozenset[int]:
@@ -131,7 +131,7 @@ def _reduce_further(match: Match) -> fx.Node:
     reduce = _OVER_DIMS[_KINDS[root.target]]  # type: ignore[index]
     keep = bool(arguments(root).get("keepdim", False))
     kept = arguments(partial)["keepdim"]
-    rest = sorted(dims) if kept else [dim - sum(one < dim for one in gone) for dim in sorted(dims - set(gone))]
+    rest = sorted(dims) if kept else [dim - sum(before < dim for before in gone) for dim in sorted(dims - set(gone))]
 
     def further(value: Tensor) -> Tensor:
         result = reduce(value, rest, keep) if keep else reduce(value, rest)

@@ -58,8 +58,8 @@ class ScaleIntMatmuls(RulePass):
 
     def rules(self) -> Sequence[Rule]:
         """One rule for each spelling of the conversion and each side of the multiplication."""
-        patterns = [f"aten.mul.Tensor({one}, scale)" for one in _CONVERTED]
-        patterns += [f"aten.mul.Tensor(scale, {one})" for one in _CONVERTED]
+        patterns = [f"aten.mul.Tensor({converted}, scale)" for converted in _CONVERTED]
+        patterns += [f"aten.mul.Tensor(scale, {converted})" for converted in _CONVERTED]
         return [Rule("conversion", pattern, _scaled, _against) for pattern in patterns]
 
 

@@ -128,7 +128,7 @@ def _opened(cat: fx.Node, parts: list[Part], dim: int) -> list[Part] | str:
     if not inner:
         return _NOTHING_TO_JOIN
     taken = {part.node for part in parts}
-    mine = {one for one in inner if all(_ends_in(user, cat, taken) for user in one.users)}
+    mine = {source for source in inner if all(_ends_in(user, cat, taken) for user in source.users)}
     if not mine:
         return _USED_ELSEWHERE
     opened: list[Part] = []
@@ -145,7 +145,7 @@ def _opened(cat: fx.Node, parts: list[Part], dim: int) -> list[Part] | str:
 def _ends_in(user: fx.Node, cat: fx.Node, taken: set[fx.Node | None]) -> bool:
     """Whether what a user makes of an inner cat reaches nothing but the outer one, as parts that it takes."""
     if user in taken:
-        return all(one is cat for one in user.users)
+        return all(reader is cat for reader in user.users)
     return user is cat or (user.target in SPLITS and all(_ends_in(piece, cat, taken) for piece in user.users))
 
 

@@ -72,11 +72,12 @@ class SimplifyNodes(RulePass):
     passes: tuple[RulePass, ...] = MEMBERS
 
     def __post_init__(self) -> None:
-        for one in self.passes:
-            if not isinstance(one, RulePass) or one.numerics is not Numerics.BITWISE:
-                what = "not made of rules" if not isinstance(one, RulePass) else f"whose numerics are {one.numerics}"
+        for member in self.passes:
+            if not isinstance(member, RulePass) or member.numerics is not Numerics.BITWISE:
+                rules = isinstance(member, RulePass)
+                what = f"whose numerics are {member.numerics}" if rules else "not made of rules"
                 raise PassError(
-                    f"{one.name}, {what}, inside {self.name}",
+                    f"{member.name}, {what}, inside {self.name}",
                     expected="passes of rules that keep every bit",
                     remedy="run it before or after it",
                 )
@@ -87,4 +88,4 @@ class SimplifyNodes(RulePass):
 
     def rules(self) -> Sequence[Rule]:
         """The rules of all members, named after the pass they are from."""
-        return [replace(rule, name=f"{one.name}/{rule.name}") for one in self.passes for rule in one.rules()]
+        return [replace(rule, name=f"{member.name}/{rule.name}") for member in self.passes for rule in member.rules()]

@@ -80,7 +80,7 @@ LEFT = {
 
 @pytest.mark.parametrize("reason", LEFT)
 def test_left(reason: str):
-    text, one = LEFT[reason]
-    _, done = after(text, one)
+    text, step = LEFT[reason]
+    _, done = after(text, step)
     assert [str(verdict) for verdict in done.history[0].verdicts] == [f"start: left alone: {reason}"]
     assert not done.history[0].changed

@@ -138,8 +138,8 @@ READERS = {
 
 @pytest.mark.parametrize("reason", READERS)
 def test_declined(reason: str):
-    one = GroupLinears() if "everything" in reason else SLOW_MEMORY
-    declines(one, PAIR.format(more=READERS[reason].strip()), reason, dp=2)
+    step = GroupLinears() if "everything" in reason else SLOW_MEMORY
+    declines(step, PAIR.format(more=READERS[reason].strip()), reason, dp=2)
 
 
 def test_products_that_need_one_another_stay_apart():
@@ -282,8 +282,8 @@ def test_values(rows: int, columns: list[int], dtype: str):
     assert done.history[0].changed or rows < 40
     found, (x, *weights) = run(done, 0)
     tolerance = {"bf16": 0.02, "f32": 1e-5}.get(dtype, 1e-12)
-    for one, weight in zip(found, weights, strict=True):
-        torch.testing.assert_close(one.double(), -(x.double() @ weight.double()), rtol=tolerance, atol=tolerance)
+    for product, weight in zip(found, weights, strict=True):
+        torch.testing.assert_close(product.double(), -(x.double() @ weight.double()), rtol=tolerance, atol=tolerance)
 
 
 def test_a_captured_attention_block():

@@ -63,8 +63,8 @@ def test_what_torch_makes_of_a_scan() -> None:
     program = from_graph_module(make_fx(function, tracing_mode="fake")(start, x))
     done = run_passes(program, [LowerScans()])
     assert done.history[0].counts["lowered"] == 1
-    for one, other in zip(done.module()(start, x), function(start, x), strict=True):
-        torch.testing.assert_close(one, other, rtol=0, atol=0)
+    for found, other in zip(done.module()(start, x), function(start, x), strict=True):
+        torch.testing.assert_close(found, other, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("results", [("b", "total"), ("b", "b"), ("b", "k")])

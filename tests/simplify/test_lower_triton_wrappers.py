@@ -112,6 +112,6 @@ def test_kernels_write_the_same() -> None:
         before, after = (wrapped(text, out, kernel=kernel, constants=constants) for _ in range(2))
         LowerTritonWrappers().run(after)
         x = torch.randn(4, device="cuda")
-        one, other = before.module()(x.clone()), after.module()(x.clone())
-        for expected, actual in zip(one, other, strict=True):
+        wrapped_results, lowered = before.module()(x.clone()), after.module()(x.clone())
+        for expected, actual in zip(wrapped_results, lowered, strict=True):
             torch.testing.assert_close(actual, expected, rtol=0, atol=0)

@@ -59,7 +59,7 @@ class _Taken:
         if name == RANK:
             return torch.tensor(self.rank, device=self.devices[name])
         names = [name, *self.tied.get(name, ())]
-        known = next((one for one in names if one in self.source), None)  # files often have one of several
+        known = next((alias for alias in names if alias in self.source), None)  # files often have one of several
         if known is None:
             raise missing(name, self.source)
         placement = self.local.parameters.get(name, REPLICATE)

@@ -30,12 +30,16 @@ class FoundBoundaries:
 
 def find_boundaries(exported: ExportedProgram, modules: Mapping[str, ModuleBoundary], ranks: int) -> FoundBoundaries:
     """Find the values that enter and leave modules; `exported` is left as it is."""
-    if any(one.input is not None for one in modules.values()):
+    if any(boundary.input is not None for boundary in modules.values()):
         exported = moved(exported, {})  # a copy
     placements = _entering(exported, modules, ranks)
     taken = {module for module, _ in placements}
     found = {name: place for (_, name), place in placements.items()}
-    verdicts = [_idle(one.module, "takes") for one in modules.values() if one.input and one.module not in taken]
+    verdicts = [
+        _idle(boundary.module, "takes")
+        for boundary in modules.values()
+        if boundary.input and boundary.module not in taken
+    ]
     returned = set()
     for module, node, value in _leaving(exported.graph, modules):
         output = modules[module].output
@@ -47,7 +51,11 @@ def find_boundaries(exported: ExportedProgram, modules: Mapping[str, ModuleBound
             continue
         found[node.name] = place
         returned.add(module)
-    verdicts += [_idle(one.module, "returns") for one in modules.values() if one.output and one.module not in returned]
+    verdicts += [
+        _idle(boundary.module, "returns")
+        for boundary in modules.values()
+        if boundary.output and boundary.module not in returned
+    ]
     return FoundBoundaries(exported, found, tuple(verdicts))
 
 
@@ -85,9 +93,12 @@ def _entering(
     for call, nodes in inside.items():
         members, path = set(nodes), _plain_path(call)
         taken = [
-            (node, one) for node in nodes for one in node.all_input_nodes if one not in members and one not in state
+            (node, source)
+            for node in nodes
+            for source in node.all_input_nodes
+            if source not in members and source not in state
         ]
-        first = next(((node, one) for node, one in taken if _is_activation(one)), None)
+        first = next(((node, source) for node, source in taken if _is_activation(source)), None)
         if first is None:
             continue
         user, value = first

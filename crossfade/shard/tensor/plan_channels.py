@@ -315,7 +315,7 @@ def _by_equation(node: fx.Node, source: fx.Node, channels: Channels) -> Channels
     """An einsum: where the result has the dim of the same letter, in all places where the value is given."""
     given = arguments(node)
     left, arrow, right = str(given["equation"]).replace(" ", "").partition("->")
-    uses = [letters for letters, one in zip(left.split(","), given["tensors"], strict=True) if one is source]
+    uses = [letters for letters, tensor in zip(left.split(","), given["tensors"], strict=True) if tensor is source]
     if not arrow or "." in left or any(len(set(letters)) < len(letters) for letters in uses):
         return None
 

@@ -239,8 +239,8 @@ def moved_dims(node: fx.Node, rank: int) -> tuple[int, ...] | None:
         return tuple(reversed(order))
     if node.target in (aten.transpose.int, aten.swapaxes.default):
         dims = ("dim0", "dim1") if "dim0" in given else ("axis0", "axis1")
-        one, other = (given[name] for name in dims)
-        order[one], order[other] = order[other], order[one]
+        first, other = (given[name] for name in dims)
+        order[first], order[other] = order[other], order[first]
         return tuple(order)
     if node.target is aten.permute.default:
         return tuple(order[dim] for dim in given["dims"])

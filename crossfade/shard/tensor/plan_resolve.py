@@ -46,7 +46,7 @@ def resolve(entries: Mapping[str, Style], exported: ExportedProgram, ranks: int)
     boundaries = {module: _agreed(module, found) for module, found in wanted.borders.items()}
     _keep_partners_whole(boundaries, merged, names)
     parameters = _shardings(merged, names, ranks)
-    notes = wanted.notes + [_uneven_note(one) for one in parameters.values() if one.uneven]
+    notes = wanted.notes + [_uneven_note(sharding) for sharding in parameters.values() if sharding.uneven]
     return ResolvedPlan(
         parameters=parameters,
         boundaries={module: border for module, border in boundaries.items() if border.input or border.output},
@@ -94,7 +94,7 @@ def _no_match(pattern: str, names: ProgramNames) -> PlanError:
 
 
 def _shards_nothing(pattern: str, style: Style, matched: list[str], names: ProgramNames) -> PlanError:
-    inside = sorted(name for name in names.tensors if any(name.startswith(f"{one}.") for one in matched))[:3]
+    inside = sorted(name for name in names.tensors if any(name.startswith(f"{module}.") for module in matched))[:3]
     remedy = f"name what it should split ({', '.join(inside)}, ...)" if inside else "leave the entry out"
     found = f"the plan's {pattern!r}: {style}, which splits no parameter of {', '.join(matched[:3])}"
     return PlanError(found, expected="a linear layer, an embedding, a convolution or a parameter", remedy=remedy)
@@ -144,7 +144,8 @@ def _module_splits(pattern: str, style: Style, module: str, names: ProgramNames,
         splits[name] = (dim, blocks)
         if use is None:
             notes.append(f"{name} stays whole: the program does not use it as a weight or bias")
-    if own and all(dim is None for dim, _ in splits.values()) and any(names.uses[names.canonical[one]] for one in own):
+    stays_whole = all(dim is None for dim, _ in splits.values())
+    if stays_whole and any(names.uses[names.canonical[parameter]] for parameter in own):
         raise _shards_nothing(pattern, style, [module], names)
     return splits
 
@@ -182,8 +183,8 @@ def _strongest(name: str, claims: Iterable[Claim]) -> Claim:
     return best[0]
 
 
-def _disagree(name: str, one: Claim, other: Claim, remedy: str) -> PlanError:
-    wants = [f"{claim.pattern!r}: {claim.style} ({_split_text(claim.split)})" for claim in (one, other)]
+def _disagree(name: str, first: Claim, other: Claim, remedy: str) -> PlanError:
+    wants = [f"{claim.pattern!r}: {claim.style} ({_split_text(claim.split)})" for claim in (first, other)]
     return PlanError(f"two entries that disagree about {name}: {wants[0]} and {wants[1]}", remedy=remedy)
 
 
@@ -205,7 +206,7 @@ def _merge_tied(chosen: Mapping[str, Claim], names: ProgramNames) -> dict[str, C
 
 
 def _agreed(module: str, found: list[tuple[str, ModuleBoundary]]) -> ModuleBoundary:
-    exact = [one for one in found if not is_glob(one[0])] or found
+    exact = [entry for entry in found if not is_glob(entry[0])] or found
     for pattern, boundary in exact[1:]:
         if boundary != exact[0][1]:
             both = f"{exact[0][0]!r} and {pattern!r}"
@@ -239,7 +240,7 @@ def _shardings(merged: Mapping[str, Claim], names: ProgramNames, ranks: int) -> 
     return found
 
 
-def _uneven_note(one: ParameterSharding) -> str:
-    assert one.dim is not None
-    sizes = " + ".join(map(str, one.blocks)) or str(one.shape[one.dim])
-    return f"{one.name}: {sizes} at dim {one.dim} does not divide by {one.ranks} ranks"
+def _uneven_note(sharding: ParameterSharding) -> str:
+    assert sharding.dim is not None
+    sizes = " + ".join(map(str, sharding.blocks)) or str(sharding.shape[sharding.dim])
+    return f"{sharding.name}: {sizes} at dim {sharding.dim} does not divide by {sharding.ranks} ranks"

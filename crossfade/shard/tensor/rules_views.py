@@ -320,8 +320,8 @@ def index(call: PlacedCall) -> Decision:
     """Dims that are not indexed pass; indices and indexed dims are whole."""
     indices = list(call.args["indices"])
     rank = len(call.shapes[0])
-    used = [dim for dim, one in enumerate(indices) if one is not None]
-    if not used or used != list(range(used[0], used[-1] + 1)) or any(_is_mask(one) for one in indices):
+    used = [dim for dim, index in enumerate(indices) if index is not None]
+    if not used or used != list(range(used[0], used[-1] + 1)) or any(_is_mask(index) for index in indices):
         return call.replicated("its indices are apart, or masks")
     names = tuple(f"d{dim}" for dim in range(rank))
     wide = call.results[0].dim() - (rank - len(used))
@@ -331,8 +331,8 @@ def index(call: PlacedCall) -> Decision:
     return call.decide(Factors(inputs, (result,), fixed, linear=(_FIRST,)))
 
 
-def _is_mask(one: Any) -> bool:
-    value = one.meta.get("val") if isinstance(one, fx.Node) else None
+def _is_mask(index: Any) -> bool:
+    value = index.meta.get("val") if isinstance(index, fx.Node) else None
     return isinstance(value, Tensor) and not value.dtype.is_floating_point and value.dtype.itemsize == 1
 
 

@@ -44,7 +44,7 @@ def source_of(state: Any) -> Source:
     if isinstance(state, Mapping):
         return InMemory(state)
     if isinstance(state, (list, tuple)):
-        return FirstOf([source_of(one) for one in state])
+        return FirstOf([source_of(source) for source in state])
     path = Path(state)
     if path.is_file() or list(path.glob("*.safetensors")):
         return SafetensorsFiles(path)
@@ -118,7 +118,7 @@ class SafetensorsFiles:
         indices = [] if path.is_file() else sorted(path.glob("*.safetensors.index.json"))
         if len(indices) > 1:
             raise StateError(
-                f"{' and '.join(one.name for one in indices)} in {path}",
+                f"{' and '.join(index.name for index in indices)} in {path}",
                 expected="one index",
                 remedy="give the path of a folder that holds one checkpoint",
             )
@@ -154,7 +154,7 @@ class SafetensorsFiles:
             return opened.tensor(name)
         ranges = own_ranges(placement, opened.shape(name)[placement.dim], rank, ranks)
         ahead = (slice(None),) * placement.dim
-        return torch.cat([opened.part(name, (*ahead, slice(*one))) for one in ranges], placement.dim)
+        return torch.cat([opened.part(name, (*ahead, slice(*limits))) for limits in ranges], placement.dim)
 
     def _file(self, file: Path) -> TensorsFile:
         """A file, opened once: its header is long where it has many tensors."""

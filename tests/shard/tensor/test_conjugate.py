@@ -92,15 +92,15 @@ def test_the_gradient_of_a_maximum_is_refused():
 @pytest.mark.parametrize("count", [2, 4])
 def test_a_transformer_has_the_gradients_of_one_device(ranks: Callable[[int], Ranks], count: int, sequence: bool):
     """Loss and every gradient, in its parameter's placement; embedding, head and loss split by vocabulary."""
-    one = model()
-    loss = one(*batch())
+    trained = model()
+    loss = trained(*batch())
     loss.backward()
-    plan = plan_of(one, count, sequence=sequence)
+    plan = plan_of(trained, count, sequence=sequence)
     found = ranks(count).run(train_step, sequence)
     for value, grads, _ in found:
         assert value == pytest.approx(loss.item(), rel=1e-5)
         assert grads.keys() == plan.parameters.keys()
-    for name, parameter in one.named_parameters():
+    for name, parameter in trained.named_parameters():
         place = placement_of(plan.parameters[name], count)
         gradients = [grads[name] for _, grads, _ in found]
         if isinstance(place, Shard):

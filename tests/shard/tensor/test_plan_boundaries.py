@@ -117,14 +117,14 @@ def test_boundaries_that_nothing_crosses_are_told() -> None:
     boundary = {"style": "boundary", "input": "shard(1)", "output": "replicate"}
     made = local({**PAIR, "pick": boundary, "table": boundary}, kind=Picked)
     why = "the plan's boundary has nothing to act on"
-    said = [(one.subject, one.detail) for one in made.verdicts if one.reason == why]
+    said = [(verdict.subject, verdict.detail) for verdict in made.verdicts if verdict.reason == why]
     assert said == [
         ("table", "no value of the program that table takes could be placed"),
         ("pick", "no value of the program that pick returns could be placed"),
     ]
     returned = PrepareModuleOutput(output_layouts=Replicate(), desired_output_layouts=Shard(4))
     made = local({**PAIR, "norm": returned})
-    assert {one.reason for one in made.verdicts} >= {"it has no such dim", why}
+    assert {verdict.reason for verdict in made.verdicts} >= {"it has no such dim", why}
 
 
 def test_split_weights_say_themselves_what_enters() -> None:

@@ -47,13 +47,13 @@ def names(local: LocalProgram) -> list[str]:
 def test_rows_of_other_ranks_are_zero(tokens: Tensor, ranks: int):
     local, found, right = looked_up({}, tokens, ranks)
     assert names(local) == ["crossfade.tp_reduce.default"]
-    assert all(torch.equal(one, right) for one in found)
+    assert all(torch.equal(result, right) for result in found)
 
 
 def test_padding_is_a_row_like_any_other():
     """Its gradient is none, which `test_conjugate` sees."""
     _, found, right = looked_up({"padding_idx": 3}, torch.tensor([3, 0, 3]), 2)
-    assert all(torch.equal(one, right) for one in found)
+    assert all(torch.equal(result, right) for result in found)
 
 
 @pytest.mark.parametrize("options", [{"scale_grad_by_freq": True}, {"sparse": True}])
@@ -66,7 +66,7 @@ CLASSES = Shard(1)
 
 
 def loss(*args: Any, place: Placement = CLASSES, ranks: int = 2) -> OneOperator:
-    tensors = [one for one in args if isinstance(one, Tensor)]
+    tensors = [argument for argument in args if isinstance(argument, Tensor)]
     return OneOperator(aten.cross_entropy_loss.default, args, {}, [place, *([REPLICATE] * (len(tensors) - 1))], ranks)
 
 

@@ -34,7 +34,9 @@ class Block(nn.Module):
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.words(tokens)
         batch, length = tokens.shape
-        q, k, v = (one.view(batch, length, HEADS, -1).transpose(1, 2) for one in self.qkv(self.norm(x)).chunk(3, -1))
+        q, k, v = (
+            tensor.view(batch, length, HEADS, -1).transpose(1, 2) for tensor in self.qkv(self.norm(x)).chunk(3, -1)
+        )
         seen = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.out(seen.transpose(1, 2).reshape(batch, length, WIDTH))
         return self.head(x + self.down(nn.functional.gelu(self.up(self.norm(x)))))
