@@ -36,7 +36,7 @@ def mark_blocks(graph: fx.Graph, samples: int, growing: GrowingDims) -> None:
 
 
 def blocks_of(node: fx.Node) -> int | None:
-    """The blocks of a node's dim of samples: one if nobody has said otherwise, None if it is not known."""
+    """The blocks of a node's dim of samples: 1 by default, None if it is not known."""
     return node.meta.get(BLOCKS, 1)
 
 
@@ -61,7 +61,7 @@ def _blocks(node: fx.Node, samples: int, growing: GrowingDims) -> int | None:
 
 
 def _joined(node: fx.Node, samples: int, growing: GrowingDims) -> int | None:
-    """The blocks of values one below the other, if each block has as many elements of every sample."""
+    """The blocks of concatenated values, if each block has as many elements of every sample."""
     parts: Any = node.args[0]
     blocks = [blocks_of(part) if len(growing(part)) == 1 else None for part in parts]
     if any(count is None for count in blocks):

@@ -75,7 +75,7 @@ def _samples(program: Program) -> int:
 
 def _differs(node: fx.Node, other: fx.Node) -> CaptureError:
     return CaptureError(
-        f"a model that computes differently on batches of different size ({node.target} against {other.target})",
+        f"the model computes differently on batches of different sizes ({node.target} against {other.target})",
         expected="the same operations for one rank's samples and for all of them",
         remedy='remove the dependence on the batch size, or pass semantics="per-rank"',
     )

@@ -119,7 +119,7 @@ class CountGlobally(Pass):
         return splice(program, total, *counts, before=after(program, last), like=counts[0])
 
     def _weigh(self, program: Program, loss: fx.Node, count: fx.Node, total: fx.Node) -> None:
-        """Let a mean over one part weigh as many samples as it has; a part without any has no say."""
+        """Let a mean over one part weigh as many samples as it has; a part without any counts for nothing."""
 
         def weighed(mean: Tensor, own: Tensor, whole: Tensor) -> Tensor:
             weight = own * self._parts / whole

@@ -1,4 +1,4 @@
-"""Parameters gathered twice, for the forward and for the backward, so that nobody keeps them in between."""
+"""Parameters gathered twice, for the forward and for the backward, so that no rank keeps them in between."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class GatherAgain(Pass):
     """Gather what the backward uses of a parameter again, instead of keeping it from the forward.
 
     What belongs to the forward is what the loss depends on. Views and conversions of a parameter that the forward made
-    and the backward uses are made again too. Only what nobody uses in between can be freed, so the memory of a step is
+    and the backward uses are made again too. Only what nothing uses in between can be freed, so the memory of a step is
     that of the parameters in use, at the price of half as much communication again. Where a forward use and a backward
     use are near, as in the last layers, `merge-duplicate-collectives` merges the two gathers.
 

@@ -99,18 +99,18 @@ class LossParts:
     shared_numbers: tuple[str, ...] = ()
     """Inputs without a dim that the loss depends on: numbers that must be the same on every rank."""
 
-    def put_together(self, told: str) -> Literal["mean", "sum"]:
-        """How to put the losses of parts together: as found, else as told."""
-        return self.loss_is or ("sum" if told == "sum" else "mean")
+    def put_together(self, requested: str) -> Literal["mean", "sum"]:
+        """How to put the losses of parts together: as found, else as requested."""
+        return self.loss_is or ("sum" if requested == "sum" else "mean")
 
-    def warning(self, told: str) -> str:
-        """What to warn of: that the whole batch's loss does not follow from its parts', or is not what was told."""
+    def warning(self, requested: str) -> str:
+        """What to warn of: the whole batch's loss does not follow from its parts', or is not what was requested."""
         if self.unproved:
-            return f"{UNPROVED}: {self.unproved}. Remedy: {UNPROVED_REMEDY}." if told == "auto" else ""
-        if self.loss_is in (None, told) or told == "auto":
+            return f"{UNPROVED}: {self.unproved}. Remedy: {UNPROVED_REMEDY}." if requested == "auto" else ""
+        if self.loss_is in (None, requested) or requested == "auto":
             return ""
         found = f"the captured loss is a {self.loss_is} over samples, and is put together as one"
-        return f'loss_is="{told}", but {found}. Remedy: leave loss_is out.'
+        return f'loss_is="{requested}", but {found}. Remedy: leave loss_is out.'
 
 
 class _Unproved(Exception):
@@ -239,7 +239,7 @@ class _Walk:
         grown = self.grown[node]
         if len(grown) > 1:
             raise _Unproved(node, "compares samples of one part with each other")
-        if not isinstance(node.meta.get("val"), Tensor):  # of several results each is asked by itself
+        if not isinstance(node.meta.get("val"), Tensor):  # each of several results is looked at by itself
             return self._several(node, given)
         if node.target is operator.getitem and not grown and _SAMPLES in given:
             return self._element(node)
@@ -256,7 +256,7 @@ class _Walk:
         return Share(Holds.SAME, self._power(node))
 
     def _several(self, node: fx.Node, given: list[Share]) -> Share:
-        """An operator with several results: their common share, if it is one."""
+        """An operator with several results: their common share, if they have one."""
         if any(share.holds is Holds.SAMPLES for share in given):
             self._make_whole(node)
             return _SAMPLES
@@ -398,7 +398,7 @@ class _Walk:
                 self.scaled[user] = place if user is node else user.args.index(factor)
 
     def mark(self) -> None:
-        """Leave word on the nodes of what is to be counted and scaled."""
+        """Mark the nodes that are to be counted and scaled."""
         for number, (node, power) in enumerate(self.counts.items()):
             node.meta[COUNT] = number, power
         for node, place in self.scaled.items():

@@ -33,9 +33,9 @@ _PATTERN = "aten.add.Tensor(aten.mm(a, b), aten.mm(c, d), alpha=alpha)"
 class AddMatmuls(Pass):
     """Let the second product of a sum accumulate onto the first, or make both one product of concatenated matrices.
 
-    Accumulating is one call less, and once it is done in place (`reinplace`), one pass less over the result. With a
-    `machine`, products whose inner dim is so small that copying their matrices is cheaper than that pass are
-    concatenated instead. Sums are taken in another order, and in half precision the first product is the only one
+    Accumulating is one call less, and once it is done in place (`overwrite-dead-values`), one pass less over the
+    result. With a `machine`, products whose inner dim is so small that copying their matrices is cheaper than that pass
+    are concatenated instead. Sums are taken in another order, and in half precision the first product is the only one
     rounded before the sum, or neither is.
 
     Also known as: Inductor's `mm_plus_mm`; XLA's gemm rewriter (an addend becomes the gemm's third operand).

@@ -178,7 +178,7 @@ def _roots(graph: fx.Graph) -> list[fx.Node]:
 def _replace(
     program: Program, root: fx.Node, factors: tuple[fx.Node, ...], tree: Tree, aliasing: Aliasing
 ) -> str | None:
-    """Compute the chain by another tree, unless somebody would see that in memory: then, how."""
+    """Compute the chain by another tree, unless that would be visible in memory: then, how."""
 
     def multiplied(matrices: list[Tensor], tree: Tree) -> Tensor:
         if not isinstance(tree, tuple):

@@ -22,7 +22,7 @@ REORDERINGS = (
     "(aten.transpose.int | aten.swapaxes)({0}, _, _)",
     "(aten.t | aten.mT | aten.numpy_T)({0})",
 )
-"""The ways to order dims anew, as patterns with a gap for what they order."""
+"""The ways to reorder dims, as patterns with a gap for what they order."""
 
 
 @dataclass(frozen=True)
@@ -115,7 +115,7 @@ def _is_cut_within(runs: list[int], shape: list[int]) -> bool:
 
 
 def spelled_sizes(value: Tensor) -> list[int] | None:
-    """A tensor's sizes for `view`: numbers, and -1 for the one that is symbolic; None where that does not tell all.
+    """A tensor's sizes for `view`: numbers, and -1 for the one that is symbolic; None where that does not say all.
 
     >>> spelled_sizes(torch.empty(2, 3))
     [2, 3]

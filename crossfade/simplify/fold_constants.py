@@ -162,8 +162,8 @@ class _Known:
         return self._reason_against_values([value])
 
     def _look_at_source(self, node: fx.Node) -> None:
-        value, told = node.meta["val"], arguments(node)
-        if self.aliasing.is_written(node) or told.get("pin_memory") or any(map(_is_number, node.all_input_nodes)):
+        value, given = node.meta["val"], arguments(node)
+        if self.aliasing.is_written(node) or given.get("pin_memory") or any(map(_is_number, node.all_input_nodes)):
             return
         if (element := _one_element(value, fill_of(node))) is not None:
             self.uniform[node] = element
@@ -334,8 +334,8 @@ def _makes_number(target: Any) -> bool:
 
 def _number(node: fx.Node) -> int | float | bool | None:
     if node.target is _aten.sym_size.int:
-        told = arguments(node)
-        size = told["self"].meta["val"].shape[told["dim"]]
+        given = arguments(node)
+        size = given["self"].meta["val"].shape[given["dim"]]
         return size if isinstance(size, int) else None
     if node.all_input_nodes or node.kwargs:
         return None

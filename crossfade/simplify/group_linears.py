@@ -326,7 +326,7 @@ _READS_WRITTEN = "what it reads is written to"
 def _candidates(
     program: Program, nodes: list[fx.Node], key: Any, verdicts: list[Verdict]
 ) -> dict[fx.Node, tuple[Hashable, Linear]]:
-    """Products that share their key with another one and whose memory nobody looks at, by node."""
+    """Products that share their key with another one and whose memory nothing looks at, by node."""
     roots = alias_roots(nodes)
     written = written_owners(nodes, roots)
     shown = {roots[value] for value in program.results if isinstance(value, fx.Node)} | written

@@ -16,7 +16,7 @@ from crossfade.graph.program import Input, InputKind, Output, OutputKind, Progra
 from crossfade.graph.splice import insert_call
 
 _aten = torch.ops.aten
-_RELAID = "what it carries lies otherwise in memory after a turn"
+_RELAID = "what it carries is laid out differently in memory after a turn"
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class Turns:
         if len(set(homes)) < len(homes) or not all(_is_made_here(home) for home in homes):
             return "what it carries is what it was given, or one tensor twice"
         stacked = self.node.meta["val"][len(self.carried) :]
-        return None if all(map(_is_contiguous, stacked)) else "its results would lie otherwise in memory"
+        return None if all(map(_is_contiguous, stacked)) else "its results would be laid out differently in memory"
 
     def lower(self) -> str | None:
         """Put the loop in the call's place; return why not, which may turn out only when a turn is written down."""
@@ -188,7 +188,7 @@ def _graph_of(program: Program, values: Sequence[Any]) -> tuple[Program, list[fx
 
 
 def _inlined(inside: Program, body: fx.GraphModule, arguments: Sequence[fx.Node], end: fx.Node) -> list[Any]:
-    """Copy a graph's nodes, described anew on the arguments given, and return its results."""
+    """Copy a graph's nodes, with metadata for the arguments given, and return its results."""
     mapping: dict[fx.Node, fx.Node] = dict(zip(body.graph.find_nodes(op="placeholder"), arguments, strict=True))
     constants: dict[str, Any] = {}
     for node in body.graph.nodes:

@@ -58,14 +58,14 @@ class LowerAutoFunctionalized(Pass):
 
 
 def _reason_against(program: Program, node: fx.Node) -> str | None:
-    called, told = node.args[0], node.kwargs
+    called, given = node.args[0], node.kwargs
     if not isinstance(called, torch._ops.OpOverload):
         return "it calls something that is no operator"
-    if str(node.target) == "auto_functionalized_v2" and not told.get(_BASES):
+    if str(node.target) == "auto_functionalized_v2" and not given.get(_BASES):
         return "it writes memory that it makes itself"
     if not all(user.target is operator.getitem for user in node.users):
         return "its results are used as a whole"
-    by_strides = any(name.endswith("_storage_offset") for name in told)
+    by_strides = any(name.endswith("_storage_offset") for name in given)
     for base in _bases(node):
         value = base.meta["val"]
         with program.fake_mode:
@@ -105,21 +105,21 @@ def _lower(program: Program, node: fx.Node) -> list[fx.Node]:
     return [new for new in made if new.target is _CLONE and new.args[0] in bases]
 
 
-def _on_clones(called: Any, told: dict[str, Any]) -> list[Any]:
+def _on_clones(called: Any, given: dict[str, Any]) -> list[Any]:
     """What the first wrapper does: the operator's results, then the new value of each argument it writes."""
     written = [
         item.name for item in called._schema.arguments if item.alias_info is not None and item.alias_info.is_write
     ]
-    new = {name: _cloned(told.get(name)) for name in written}
-    return [*_as_list(called(**{**told, **new})), *new.values()]
+    new = {name: _cloned(given.get(name)) for name in written}
+    return [*_as_list(called(**{**given, **new})), *new.values()]
 
 
-def _on_bases(called: Any, told: dict[str, Any]) -> list[Any]:
+def _on_bases(called: Any, given: dict[str, Any]) -> list[Any]:
     """What the second wrapper does: the arguments written are views of bases, whose new values it returns."""
-    told = dict(told)
-    bases = _cloned(told.pop(_BASES))
-    new = views_of_bases(called, told, bases)
-    return [*_as_list(called(**{**told, **new})), *bases]
+    given = dict(given)
+    bases = _cloned(given.pop(_BASES))
+    new = views_of_bases(called, given, bases)
+    return [*_as_list(called(**{**given, **new})), *bases]
 
 
 def _cloned(value: Any) -> Any:

@@ -14,9 +14,9 @@ from crossfade.simplify.lowering import lower_calls
 
 @dataclass(frozen=True)
 class LowerMaps(Pass):
-    """Run a `map` as a `while_loop` over the rows of what it maps, so that whoever follows knows one kind of loop.
+    """Run a `map` as a `while_loop` over the rows of what it maps, so that later passes meet one kind of loop.
 
-    Each turn makes a new tensor of all rows, with its own row in it; who may write in place saves that.
+    Each turn makes a new tensor of all rows, with its own row in it; a pass that writes in place saves that.
 
     Not in a default pipeline: torch runs `map` itself. For a backend that knows only `while_loop`:
     `simplification().before("simplify-nodes", LowerMaps())`.

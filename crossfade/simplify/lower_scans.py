@@ -14,9 +14,9 @@ from crossfade.simplify.lowering import lower_calls
 
 @dataclass(frozen=True)
 class LowerScans(Pass):
-    """Run a `scan` as a `while_loop` that carries what the scan does, so that whoever follows knows one kind of loop.
+    """Run a `scan` as a `while_loop` that carries what the scan does, so that later passes meet one kind of loop.
 
-    Each turn makes a new tensor of all rows, with its own row in it; who may write in place saves that.
+    Each turn makes a new tensor of all rows, with its own row in it; a pass that writes in place saves that.
 
     Not in a default pipeline: torch runs `scan` itself. For a backend that knows only `while_loop`:
     `simplification().before("simplify-nodes", LowerScans())`.

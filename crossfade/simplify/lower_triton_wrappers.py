@@ -22,7 +22,7 @@ _FUNCTIONAL = "triton_kernel_wrapper_functional"
 class LowerTritonWrappers(Pass):
     """Call the user's Triton kernels on clones of what they write, or on the values themselves.
 
-    A clone is needless where nobody reads the value afterwards, and its memory is neither an input's nor a result's.
+    A clone is needless where nothing reads the value afterwards, and its memory is neither an input's nor a result's.
 
     Not in a default pipeline: torch runs the wrapper itself, and the graph is no longer functional. For a graph that is
     run as it is: `simplification() + [LowerTritonWrappers()]`.
@@ -57,8 +57,8 @@ constant_args_idx=0, grid=[(1, 1, 1)], tma_descriptor_metadata={}, kwargs={"out"
 
 
 def _reason_against(program: Program, node: fx.Node) -> str | None:
-    told: dict[str, Any] = dict(node.kwargs)
-    written = [told["kwargs"].get(name) for name in told["tensors_to_clone"]]
+    given: dict[str, Any] = dict(node.kwargs)
+    written = [given["kwargs"].get(name) for name in given["tensors_to_clone"]]
     if node.args or not all(
         isinstance(value, fx.Node) and isinstance(value.meta.get("val"), Tensor) for value in written
     ):
@@ -75,13 +75,13 @@ def _reason_against(program: Program, node: fx.Node) -> str | None:
 
 def _lower(program: Program, node: fx.Node) -> list[fx.Node]:
     """Put clones and the call in the wrapper's place; return the clones."""
-    told: dict[str, Any] = dict(node.kwargs)
-    names = told.pop("tensors_to_clone")
+    given: dict[str, Any] = dict(node.kwargs)
+    names = given.pop("tensors_to_clone")
     clone = torch.ops.aten.clone.default
-    new = {name: insert_call(program, clone, told["kwargs"][name], before=node, like=node) for name in names}
-    told["kwargs"] = {**told["kwargs"], **new}
+    new = {name: insert_call(program, clone, given["kwargs"][name], before=node, like=node) for name in names}
+    given["kwargs"] = {**given["kwargs"], **new}
     with program.graph.inserting_before(node):
-        call = program.graph.call_function(torch.ops.higher_order.triton_kernel_wrapper_mutation, (), told)
+        call = program.graph.call_function(torch.ops.higher_order.triton_kernel_wrapper_mutation, (), given)
     call.meta = {**node.meta, "val": None}
     for user in list(node.users):
         user.replace_all_uses_with(new[user.args[1]])  # type: ignore[index]

@@ -1,4 +1,4 @@
-"""Clones of values that nobody reads any more."""
+"""Clones of values that nothing reads any more."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from crossfade.graph.program import Program
 
 
 def drop_needless_clones(program: Program, clones: Sequence[fx.Node]) -> int:
-    """Let what a clone is made for have the value itself, where its memory is read by nobody afterwards.
+    """Let what a clone is made for have the value itself, where nothing reads its memory afterwards.
 
     The memory must be the program's own: not an input's, a constant's or a result's. Clones come in the order of the
     graph, and are contiguous or dense copies that lie as the value does. Returns how many went.
@@ -54,7 +54,7 @@ class _Homes:
         return root
 
     def is_needed(self, node: fx.Node, after: int) -> bool:
-        """Whether somebody sees what becomes of a node's memory after a position."""
+        """Whether something sees what becomes of a node's memory after a position."""
         root = self.of(node)
         return root.op != "call_function" or self.last_use.get(root, 0) > after
 

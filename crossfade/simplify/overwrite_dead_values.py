@@ -112,7 +112,7 @@ def _overwrite(memory: Memory, node: fx.Node) -> None:
 
 
 def _scatter(program: Program, memory: Memory, node: fx.Node) -> None:
-    """Copy into a view of the base, which then stands for the result."""
+    """Copy into a view of the base, which then is the result."""
     view, names = _SCATTERS[node.target]
     given = arguments(node)
     base = given["self"]

@@ -138,7 +138,7 @@ def are_pointwise(users: Iterable[fx.Node]) -> bool:
 
 
 def run_priced_rules(program: Program, rules: Iterable[Rule], prices: dict[fx.Node, tuple[str, str]]) -> PassResult:
-    """Apply rules and tell what became of every candidate, with the numbers that decided.
+    """Apply rules and report what became of every candidate, with the numbers that decided.
 
     The rules' checks leave in `prices`, under a match's root, why they agree and the numbers. Rules used here must not
     erase the root of another candidate: a root that is gone was replaced.

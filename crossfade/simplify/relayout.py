@@ -58,7 +58,7 @@ class Strides:
 
 
 def replace_strided(program: Program, others: Mapping[fx.Node, fx.Node]) -> None:
-    """Give the users of some nodes others of equal values and other strides, and describe the users anew."""
+    """Give the users of some nodes others of equal values and other strides, and update the users' metadata."""
     found = _followed(program, {node: other.meta["val"] for node, other in others.items()}, {})
     if isinstance(found, str):
         raise RewriteError(f"values laid out differently, though {found}", remedy="plan them with Strides first")
@@ -121,7 +121,7 @@ def _against_reader(user: fx.Node) -> str | None:
 
 
 def _is_laid_out_as(old: Any, new: Any) -> bool:
-    """Whether nobody could tell two values apart by shape or strides."""
+    """Whether two values have the same shape and strides."""
     before, after = tree_flatten(old)[0], tree_flatten(new)[0]
     return len(before) == len(after) and all(map(_is_alike, before, after))
 

@@ -1,4 +1,4 @@
-"""Collectives whose results nobody uses."""
+"""Collectives whose results are not used."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _UNKNOWN_GROUP = "the size of its group is not known"
 
 @dataclass(frozen=True)
 class RemoveDeadCollectives(Pass):
-    """Remove collectives whose results are waited for and then used by nobody.
+    """Remove collectives whose results are waited for and then not used.
 
     A collective goes on all ranks or on none, or they hang. It goes on all where their programs are the same but for
     constants and the order of computation, which every pass over collectives stands on; a compiled step compares its
@@ -58,7 +58,7 @@ class RemoveDeadCollectives(Pass):
                 continue
             reason = _OWN_PROGRAMS if differs else _reason_against(collective, program)
             outcome = Outcome.LEFT if reason is not None else Outcome.REMOVED
-            verdicts.append(Verdict.of(node, outcome, reason or "nobody uses its result", bytes=collective.bytes))
+            verdicts.append(Verdict.of(node, outcome, reason or "its result is not used", bytes=collective.bytes))
             if reason is None:
                 _remove(program, collective)
         removed = sum(verdict.outcome is Outcome.REMOVED for verdict in verdicts)

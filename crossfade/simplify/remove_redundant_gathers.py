@@ -51,9 +51,9 @@ class RemoveRedundantGathers(Pass):
       there are two, and promised by `alike`, which says that all ranks have this very program.
 
     Ranks agree since their programs have the same operators. Not shown by one rank's graph, and left: a slice at a
-    number, which may be another rank's part; a reduce-scatter of what is the same everywhere, whose part is told by the
-    rank alone; anything over two groups, whose members the graph does not name; whatever stands between the two but a
-    wait.
+    number, which may be another rank's part; a reduce-scatter of what is the same everywhere, whose part depends
+    on the rank alone; anything over two groups, whose members the graph does not name; pairs with anything but a wait
+    between them.
 
     Not in a default pipeline: graphs that this package shards have no such collectives. For graphs that others sharded:
     `optimization().before("merge-duplicate-collectives", RemoveRedundantGathers())`.
@@ -96,7 +96,7 @@ class RemoveRedundantGathers(Pass):
 
 
 class _Remover:
-    """What was removed and left, and who may stand for whom."""
+    """What was removed and left, and what may replace what."""
 
     def __init__(self, program: Program, alike: bool) -> None:
         self.program, self.alike = program, alike
@@ -139,7 +139,7 @@ class _Remover:
         if len(inner.waits) != 1 or list(inner.waits[0].users) != [outer.node]:
             return self._leave(outer, _USED_TOO)
         if inner.group_size != outer.group_size or not statically_equal(old.stride(), new.stride()):
-            return self._leave(outer, "its result would lie otherwise in memory")
+            return self._leave(outer, "its result would be laid out differently in memory")
 
         def reduce(tensor: Tensor) -> Tensor:
             return collectives.all_reduce(tensor, str(inner.reduce_op), inner.group)
@@ -153,7 +153,7 @@ class _Remover:
         return None
 
     def _copies(self, outer: Collective, value: fx.Node, inner: Collective, why: str) -> None:
-        """Reduce `ranks` copies of a value without asking anybody."""
+        """Reduce `ranks` copies of a value without communicating."""
         ranks = self.program.groups.get(outer.group)
         summed = outer.reduce_op == "sum"
         if summed and not ranks:
@@ -179,7 +179,7 @@ class _Remover:
     def _take(
         self, outer: Collective, value: fx.Node, inner: Collective, function: Callable[..., Any] | None, why: str
     ) -> None:
-        """Let what is made of a value stand for a collective's result; the collective before it goes if unused."""
+        """Let what is made of a value replace a collective's result; the collective before it goes if unused."""
         if self.aliasing.is_written(value) or self.aliasing.is_written(outer.node):
             return self._leave(outer, "its memory is written to")
         new = value if function is None else splice(self.program, function, value, before=outer.node, like=outer.node)
@@ -208,7 +208,7 @@ class _Remover:
             self.program.graph.erase_node(node)
 
     def look_at_part(self, node: fx.Node) -> None:
-        """Let what this rank gave stand for its part of the gathered value."""
+        """Let what this rank gave replace its part of the gathered value."""
         source = _part_at_rank(node, self.rank) if self.rank is not None else None
         start = collectives.started_by(source) if source is not None and collectives.is_wait(source) else None
         gather = collectives.view(start) if start is not None else None
@@ -249,16 +249,16 @@ def _part_at_rank(node: fx.Node, rank: fx.Node) -> fx.Node | None:
     """The tensor of which a node takes rows from `rank` times their number on, or None."""
     if node.target not in (_aten.slice.Tensor, _aten.narrow.default):
         return None
-    told = arguments(node)
+    given = arguments(node)
     rows = node.meta["val"].shape[0] if node.meta["val"].dim() else None
-    begin = told["start"]
-    if told["dim"] != 0 or told.get("step", 1) != 1 or not isinstance(rows, int):
+    begin = given["start"]
+    if given["dim"] != 0 or given.get("step", 1) != 1 or not isinstance(rows, int):
         return None
     if not _is_call(begin, operator.mul, rank, rows):
         return None
-    if node.target is _aten.slice.Tensor and not _is_call(told["end"], operator.add, begin, rows):
+    if node.target is _aten.slice.Tensor and not _is_call(given["end"], operator.add, begin, rows):
         return None
-    return told.get("self", told.get("input"))
+    return given.get("self", given.get("input"))
 
 
 def _is_call(node: Any, target: Any, operand: fx.Node, number: int) -> bool:

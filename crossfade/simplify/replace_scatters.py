@@ -17,7 +17,7 @@ from crossfade.simplify.filled import fill_of, held_exactly
 
 _aten = torch.ops.aten
 _NOT_FILLED = "what it scatters, or into, is not one number everywhere"
-_NOT_HELD = "its dtype does not hold its numbers in the same way whoever converts them"
+_NOT_HELD = "its dtype does not hold its numbers exactly"
 _ONE_BYTE = "its elements are of one byte, as those of a comparison would be"
 _SEVERAL = "its index is not provably of size one along the dim and as large as the result along the others"
 _UNKNOWN_SIZE = "its size along the dim is not a known number"

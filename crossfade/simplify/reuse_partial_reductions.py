@@ -34,7 +34,7 @@ _WITHOUT_NEW_ZEROS = frozenset({
 """Operators whose result has no negative zeros if their first argument has none."""
 
 _MOST_USERS = 256
-"""How many users of a value are looked at: whoever has more is a parameter or a bucket, not an activation."""
+"""How many users of a value are looked at: a value with more is a parameter or a bucket, not an activation."""
 
 _NONE = "no other reduction of this kind takes fewer dims of the same value"
 _BELOW = "the reduction of fewer dims stands below it"

@@ -46,7 +46,7 @@ _NO_CANDIDATES = frozenset(
 
 @dataclass(frozen=True)
 class SimplifyNodes(RulePass):
-    """Apply the rules of several passes together, to one fixed point: what one makes possible, another one finds.
+    """Apply the rules of several passes together, to a common fixed point: each finds what the others make possible.
 
     The rules of each pass in `passes` count under its name: `remove-aliases/detach`. Each of them keeps every bit.
 
@@ -77,13 +77,13 @@ class SimplifyNodes(RulePass):
                 rules = isinstance(member, RulePass)
                 what = f"whose numerics are {member.numerics}" if rules else "not made of rules"
                 raise PassError(
-                    f"{member.name}, {what}, inside {self.name}",
+                    f"{self.name} cannot hold {member.name}, {what}",
                     expected="passes of rules that keep every bit",
-                    remedy="run it before or after it",
+                    remedy=f"run it before or after {self.name}",
                 )
 
     def run(self, program: Program) -> PassResult:
-        """Apply the rules of all members to one fixed point; nodes that do what they are for need no verdict."""
+        """Apply the rules of all members to a common fixed point; nodes that do what they are for need no verdict."""
         return run_rules(program, self.rules(), unspoken=_NO_CANDIDATES)
 
     def rules(self) -> Sequence[Rule]:

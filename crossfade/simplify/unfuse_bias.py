@@ -18,7 +18,7 @@ class UnfuseBias(RulePass):
     """Take the bias out of an `addmm` whose users are all pointwise: a compiler adds it in their loop for nothing.
 
     For programs that a compiler fuses, on the `devices` where it does; run op by op, the sum is one more pass over the
-    result. It undoes what `form-addmm` does unless that is told `compiled`. In half precision the product is rounded
+    result. It undoes what `form-addmm` does unless that has `compiled` set. In half precision the product is rounded
     before the sum.
 
     Not in a default pipeline: it pays only where Inductor compiles the result, not where operators run one by one. Add

@@ -125,7 +125,7 @@ def test_a_tensor_of_the_model_named_rank_is_no_rank():
     program = parse(text)
     for node in program.graph.nodes:
         node.meta[BATCH_DIMS] = (0,)
-    with pytest.raises(PassError, match="a tensor of the model named 'rank'"):
+    with pytest.raises(PassError, match="the model has a tensor named 'rank'"):
         run_passes(program, [DrawGlobally()])
 
 

@@ -241,8 +241,8 @@ def test_weights_that_are_concatenated_beforehand_cost_no_copy():
     program = program_of(text)
     program.constants = {"v": torch.ones(256, 256), "w": torch.ones(256, 256)}
     machine = preset("h200-nvlink-node")
-    dear = run_passes(program, [GroupLinears(machine)])
-    verdict = dear.history[0].verdicts[0]
+    expensive = run_passes(program, [GroupLinears(machine)])
+    verdict = expensive.history[0].verdicts[0]
     assert verdict.reason == "it would not be faster on this machine" and "B, 2 calls ->" in verdict.detail
     assert run_passes(program, [GroupLinears(machine, folds_constants=True)]).history[0].changed
 

@@ -78,7 +78,7 @@ def test_what_is_carried_must_be_made_in_the_turn(results: tuple[str, str]) -> N
 
 
 DECLINED = {
-    "what it carries lies otherwise in memory after a turn": """
+    "what it carries is laid out differently in memory after a turn": """
         def body():
             total: f32[3, 3] = input("total")
             row: f32[3] = input("row")

@@ -112,7 +112,7 @@ def placement_of(sharding: ParameterSharding, ranks: int) -> Placement:
     if not divides(shard, size, ranks):
         sizes = ", ".join(map(str, blocks))
         raise PlanError(
-            f"the parameter {sharding.name} of shape {shape} split on dim {sharding.dim} ({sizes}) over {ranks} ranks",
+            f"{sharding.name} of shape {shape} cannot be split on dim {sharding.dim} ({sizes}) over {ranks} ranks",
             expected=f"sizes that divide by {ranks}",
             remedy="pad it, split another dim, or leave it out of the plan",
         )
@@ -133,7 +133,9 @@ def _settings(
     for name in request.inputs:
         if name not in known:
             raise PlanError(
-                f"an input named {name!r}", expected=", ".join(known), remedy="name an input of the program"
+                f"no input is named {name!r}",
+                expected=f"one of {', '.join(known)}",
+                remedy="name an input of the program",
             )
     for spec in exported.graph_signature.input_specs:
         if spec.kind is InputKind.USER_INPUT:

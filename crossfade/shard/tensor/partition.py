@@ -243,7 +243,7 @@ class Partitioner:
         step = sympy.cancel(size_expression(local.meta["val"].shape[shard.dim]) / shard.outer)
         if not step.is_Integer:
             raise PlanError(
-                f"{local.name}, {shard}, to be moved between ranks",
+                f"{local.name} is {shard} and has to be moved between ranks",
                 expected="blocks of a size that is known",
                 remedy="export without merging a dynamic dim with the split one, or with static sizes",
             )

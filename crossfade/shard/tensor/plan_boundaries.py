@@ -105,7 +105,7 @@ def _entering(
         place = read_layout(str(modules[path].input), f"what {path} takes", value.meta["val"], ranks)
         if place is None:
             raise PlanError(
-                f"{modules[path].input} for what {path} takes, of {value.meta['val'].dim()} dims",
+                f"what {path} takes has {value.meta['val'].dim()} dims and cannot be {modules[path].input}",
                 expected="a dim it has",
                 remedy="correct the dim",
             )
@@ -153,7 +153,7 @@ def read_layout(text: str, what: str, value: Tensor, ranks: int) -> Placement | 
     place = Shard(dim % rank)
     if not divides(place, value.shape[place.dim], ranks):
         raise PlanError(
-            f"{text} for {what}, of shape {tuple(value.shape)}, over {ranks} ranks",
+            f"{what} has the shape {tuple(value.shape)} and cannot be {text} over {ranks} ranks",
             expected=f"a size that divides by {ranks} whatever it is",
             remedy="split another dim, pad it, or export with a dynamic size that is so many times another",
         )

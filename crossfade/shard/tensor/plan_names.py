@@ -88,7 +88,7 @@ class ProgramNames:
         candidates = [use for use in found if use.module == owner(name)] or found
         if len({(use.role, use.out_dim, use.in_dim) for use in candidates}) > 1:
             ways = ", ".join(sorted(f"{use.role} in {use.module or 'the model'}" for use in candidates))
-            raise PlanError(f"{name} used in several ways ({ways})", remedy="name the parameter with 'shard(<dim>)'")
+            raise PlanError(f"{name} is used in several ways ({ways})", remedy="name the parameter with 'shard(<dim>)'")
         return candidates[0] if candidates else None
 
 

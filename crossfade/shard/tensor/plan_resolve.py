@@ -37,7 +37,7 @@ class Claim:
 def resolve(entries: Mapping[str, Style], exported: ExportedProgram, ranks: int) -> ResolvedPlan:
     """See `Plan.resolve`."""
     if ranks < 1:
-        raise PlanError(f"{ranks} ranks", expected="at least one", remedy="give the size of the mesh's axis")
+        raise PlanError(f"a plan for {ranks} ranks", expected="at least one", remedy="give the size of the mesh's axis")
     names = names_of(exported)
     wanted = _Wanted()
     for pattern, style in entries.items():
@@ -90,13 +90,13 @@ def _no_match(pattern: str, names: ProgramNames) -> PlanError:
     remedy = f"write {' or '.join(near)}" if near else "print the program to see its names"
     if starts := [name for name in near if name.endswith("." + pattern)]:
         remedy += f"; the names in this program start with {starts[0].removesuffix(pattern)!r}"
-    return PlanError(f"the plan's {pattern!r}, which names nothing in the program", remedy=remedy)
+    return PlanError(f"the plan's {pattern!r} names nothing in the program", remedy=remedy)
 
 
 def _shards_nothing(pattern: str, style: Style, matched: list[str], names: ProgramNames) -> PlanError:
     inside = sorted(name for name in names.tensors if any(name.startswith(f"{module}.") for module in matched))[:3]
     remedy = f"name what it should split ({', '.join(inside)}, ...)" if inside else "leave the entry out"
-    found = f"the plan's {pattern!r}: {style}, which splits no parameter of {', '.join(matched[:3])}"
+    found = f"the plan's {pattern!r}: {style} splits no parameter of {', '.join(matched[:3])}"
     return PlanError(found, expected="a linear layer, an embedding, a convolution or a parameter", remedy=remedy)
 
 
@@ -105,7 +105,7 @@ def _direct_split(pattern: str, style: Style, name: str, names: ProgramNames) ->
     shape = tuple(names.tensors[name].shape)
     if style.kind in ("sequence", "boundary"):
         remedy = "name the module"
-        raise PlanError(f"the plan's {pattern!r}: {style}, which names the parameter {name}", remedy=remedy)
+        raise PlanError(f"the plan's {pattern!r}: {style} is for modules, and {name} is a parameter", remedy=remedy)
     dim = _direct_dim(style, name, names)
     if dim is None:
         return {name: (None, ())}
@@ -133,7 +133,7 @@ def _module_splits(pattern: str, style: Style, module: str, names: ProgramNames,
     own = [name for name in names.modules[module] if name in names.parameters]
     if style.kind == "shard":
         remedy = f"name the parameter ({', '.join(own) or 'it has none of its own'})"
-        raise PlanError(f"the plan's {pattern!r}: {style}, which names the module {module}", remedy=remedy)
+        raise PlanError(f"the plan's {pattern!r}: {style} is for parameters, and {module} is a module", remedy=remedy)
     if not style.shards:
         return dict.fromkeys(own, (None, ())) if style.kind in ("replicate", "sequence") else {}
     roles = {name: names.role(name) for name in own}
@@ -185,7 +185,7 @@ def _strongest(name: str, claims: Iterable[Claim]) -> Claim:
 
 def _disagree(name: str, first: Claim, other: Claim, remedy: str) -> PlanError:
     wants = [f"{claim.pattern!r}: {claim.style} ({_split_text(claim.split)})" for claim in (first, other)]
-    return PlanError(f"two entries that disagree about {name}: {wants[0]} and {wants[1]}", remedy=remedy)
+    return PlanError(f"two entries disagree about {name}: {wants[0]} and {wants[1]}", remedy=remedy)
 
 
 def _split_text(split: Split) -> str:
@@ -211,7 +211,7 @@ def _agreed(module: str, found: list[tuple[str, ModuleBoundary]]) -> ModuleBound
         if boundary != exact[0][1]:
             both = f"{exact[0][0]!r} and {pattern!r}"
             remedy = "name it exactly, or narrow one of the patterns"
-            raise PlanError(f"{both}, which disagree about what {module} takes or returns", remedy=remedy)
+            raise PlanError(f"{both} disagree about what {module} takes or returns", remedy=remedy)
     return exact[0][1]
 
 

@@ -106,7 +106,7 @@ def _name_of(operator: Any) -> str:
     name = getattr(operator, "_qualified_op_name", operator)
     if not isinstance(name, str) or not re.fullmatch(r"\w+::\w+(\.\w+)?", name):
         raise PlanError(
-            f"the operator {operator!r}",
+            f"{operator!r} names no operator",
             expected="'library::name', or an operator",
             remedy="pass torch.ops.library.name",
         )
@@ -118,8 +118,9 @@ def _checked(call: PlacedCall, decision: Decision, factors: str) -> Decision:
     named = [len(part) for part in parse_factors(factors, tuple(map(len, call.shapes))).outputs]
     found = [value.dim() if isinstance(value, Tensor) else 0 for value in call.results]
     if named != found:
+        dims = ", ".join(map(str, found))
         raise PlanError(
-            f"results of {', '.join(map(str, found))} dims of {call.node.target} for the factors {factors!r}",
+            f"the factors {factors!r} do not fit {call.node.target}, whose results have {dims} dims",
             expected="a name for every dim of every result",
             remedy="register a rule that fits the operator",
         )

@@ -32,7 +32,7 @@ def _through(call: PlacedCall, dims: dict[int, int], why: str = "it needs that d
 def reshape(call: PlacedCall) -> Decision:
     """Whatever keeps the elements' order; refused where a rank's part would not be one of the result's dims."""
     if "dtype" in call.args:
-        return call.replicated("it reads the bytes anew")
+        return call.replicated("it reinterprets the bytes")
     after = _reshaped(call)
     named = [name for name in ("size", "shape") if name in call.args]
     return _viewed(call, after, divide=tuple((name, after.dim) for name in named if isinstance(after, Shard)))

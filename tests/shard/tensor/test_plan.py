@@ -78,7 +78,7 @@ def split(exported: ExportedProgram, entries: dict[str, object], name: str, rank
 
 
 def test_a_plan_is_a_mapping() -> None:
-    with pytest.raises(PlanError, match="a plan given as list"):
+    with pytest.raises(PlanError, match="a plan cannot be a list"):
         Plan(["colwise"])  # type: ignore[arg-type]
     plan = Plan({"a": "colwise", "b": Fused("colwise", 3)})
     assert list(plan) == ["a", "b"] and len(plan) == 2 and plan["a"] == Style("colwise")
@@ -295,8 +295,8 @@ def test_a_missing_prefix_is_told(exported: ExportedProgram) -> None:
         ("layers.0", "colwise", r"name what it should split \(layers\.0\.down\.bias"),
         ("unused", "colwise", "splits no parameter of unused"),
         ("layers.0.down.bias", "rowwise", "splits no parameter"),
-        ("head", Shard(0), r"names the module head.*name the parameter \(head\.weight\)"),
-        ("sinks", SequenceParallel(), "names the parameter sinks"),
+        ("head", Shard(0), r"head is a module.*name the parameter \(head\.weight\)"),
+        ("sinks", SequenceParallel(), "sinks is a parameter"),
         ("sinks", Shard(1), "for sinks of 1 dims"),
         ("fused", Fused("colwise", 5), "blocks that make up 24"),
         ("fused", Fused("colwise", (8, 8)), "blocks that make up 24"),
@@ -325,7 +325,7 @@ def test_a_weight_used_in_two_ways_must_be_named_itself() -> None:
 
     model = nn.Sequential(Both())
     exported = torch.export.export(model, (torch.ones(2, 4),))
-    with pytest.raises(PlanError, match=r"0\.weight used in several ways"):
+    with pytest.raises(PlanError, match=r"0\.weight is used in several ways"):
         Plan({"0": "colwise"}).resolve(exported, 2)
     assert split(exported, {"0.weight": Shard(1)}, "0.weight") == (1, (), (4, 2))
 

@@ -104,12 +104,14 @@ def test_an_input_alone_can_be_asked_for() -> None:
 
 
 def test_a_layout_that_does_not_fit_the_value_is_refused() -> None:
-    with pytest.raises(PlanError, match=r"shard\(1\) for what norm takes, of shape \(3, 5, 8\), over 2 ranks"):
+    with pytest.raises(
+        PlanError, match=r"what norm takes has the shape \(3, 5, 8\) and cannot be shard\(1\) over 2 ranks"
+    ):
         local({**PAIR, "norm": SequenceParallel()}, shape=(3, 5, 8))
-    with pytest.raises(PlanError, match=r"shard\(3\) for what norm takes, of 3 dims: expected a dim it has"):
+    with pytest.raises(PlanError, match=r"what norm takes has 3 dims and cannot be shard\(3\): expected a dim it has"):
         local({**PAIR, "norm": SequenceParallel(sequence_dim=3)})
     returned = PrepareModuleOutput(output_layouts=Replicate(), desired_output_layouts=Shard(0))
-    with pytest.raises(PlanError, match=r"shard\(0\) for what down returns, of shape \(3, 4, 8\)"):
+    with pytest.raises(PlanError, match=r"what down returns has the shape \(3, 4, 8\) and cannot be shard\(0\)"):
         local({"up": "colwise", "down.weight": Shard(1), "down": returned})
 
 

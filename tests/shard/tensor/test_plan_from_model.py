@@ -41,7 +41,7 @@ def test_what_names_nothing_or_cannot_be_said_is_left_out_and_noted() -> None:
 
 
 def test_a_model_without_a_plan_is_told_what_to_do() -> None:
-    with pytest.raises(PlanError, match=r"a Module without a tensor-parallel plan.*Plan\.megatron"):
+    with pytest.raises(PlanError, match=r"Module has no tensor-parallel plan.*Plan\.megatron"):
         Plan.from_model(model_with(None))
 
 
@@ -98,7 +98,7 @@ def test_architectures_without_a_plan_are_told_so() -> None:
 
     without = [known for known in ARCHITECTURES if known.name not in WITH_PLAN]
     for chosen in without:
-        with pytest.raises(PlanError, match="without a tensor-parallel plan"):
+        with pytest.raises(PlanError, match="has no tensor-parallel plan"):
             Plan.from_model(chosen.build())
 
 

@@ -58,7 +58,7 @@ def test_padding_is_a_row_like_any_other():
 
 @pytest.mark.parametrize("options", [{"scale_grad_by_freq": True}, {"sparse": True}])
 def test_gradients_that_count_over_all_rows_are_refused(options: dict[str, bool]):
-    with pytest.raises(PlanError, match=r"embedding.weight, split on dim 0, .*scaled by frequency, or sparse"):
+    with pytest.raises(PlanError, match=r"embedding.weight is split on dim 0, .*scaled by frequency, or sparse"):
         looked_up(options, torch.arange(16), 2)
 
 

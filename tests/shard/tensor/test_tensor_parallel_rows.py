@@ -122,11 +122,11 @@ class Fresh(torch.fx.Interpreter):
         self.wrong: list[str] = []
 
     def run_node(self, node: torch.fx.Node) -> Any:
-        made, told = super().run_node(node), node.meta.get("val")
-        if isinstance(told, Tensor) and (made.shape, made.stride(), made.dtype) != (
-            told.shape,
-            told.stride(),
-            told.dtype,
+        made, declared = super().run_node(node), node.meta.get("val")
+        if isinstance(declared, Tensor) and (made.shape, made.stride(), made.dtype) != (
+            declared.shape,
+            declared.stride(),
+            declared.dtype,
         ):
             self.wrong.append(node.name)
         return made
