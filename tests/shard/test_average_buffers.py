@@ -57,6 +57,8 @@ def test_a_reduce_scattered_value_differs_between_ranks():
 
 
 def test_updates_of_parameters_are_not_buffers():
-    text = 'w: f32[2] = parameter("w")\nx: f32[2] = input("x")\na: f32[2] = aten.add.Tensor(w, x)\nreturn update("w", a)'
+    text = (
+        'w: f32[2] = parameter("w")\nx: f32[2] = input("x")\na: f32[2] = aten.add.Tensor(w, x)\nreturn update("w", a)'
+    )
     _, done = after(text, AverageBuffers())
     assert not done.history[0].changed

@@ -33,7 +33,9 @@ y: f32[4] = aten.mul_.Tensor(c, 2)
 
 
 def test_inputs_are_not_the_programs_own():
-    text = 'x: f32[4] = input("x")\nc: f32[4] = aten.clone(x)\ny: f32[4] = aten.mul_.Tensor(c, 2)\nreturn output("y", y)'
+    text = (
+        'x: f32[4] = input("x")\nc: f32[4] = aten.clone(x)\ny: f32[4] = aten.mul_.Tensor(c, 2)\nreturn output("y", y)'
+    )
     program = program_of(text)
     assert drop_needless_clones(program, [list(program.graph.nodes)[1]]) == 0
 
