@@ -49,5 +49,5 @@ def test_the_rank_is_one_input_for_each_axis():
 
 def test_a_tensor_of_that_name_is_refused():
     program = parse('rank: f32[4] = input("rank")\nreturn output("y", rank)')
-    with pytest.raises(CaptureError, match="the model has a tensor named 'rank'. Remedy: rename it"):
+    with pytest.raises(CaptureError, match=r"the model has a tensor named 'rank'. Remedy: rename it"):
         rank_input(program)

@@ -41,7 +41,7 @@ def test_the_same_strides_are_always_taken():
 
 def test_what_is_not_planned_first_is_refused():
     program = program_of('x: f32[2, 4] = input("x")\na: f32[4, 2] = aten.t(x)\nreturn output("a", a)')
-    x, a, _ = program.graph.nodes
+    _, a, _ = program.graph.nodes
     with program.graph.inserting_before(a):
         other = program.graph.call_function(torch.ops.aten.clone.default, (a,))
     with program.fake_mode:

@@ -45,7 +45,7 @@ def test_every_block_is_split_over_all_ranks():
 
 
 def test_a_folder_without_a_state_is_refused(tmp_path: Path):
-    with pytest.raises(StateError, match="no state in .*: expected a .safetensors file"):
+    with pytest.raises(StateError, match=r"no state in .*: expected a .safetensors file"):
         source_of(tmp_path)
 
 
