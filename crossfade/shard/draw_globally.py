@@ -123,9 +123,7 @@ class DrawGlobally(Pass):
     def _check_divides(self, node: fx.Node, value: fx.Node) -> None:
         dims = batch_dims(value)
         if len(dims) > 1:
-            raise self._cannot(
-                node, f"whose dims {dims} all grow with the batch, so that no part belongs to a single rank"
-            )
+            raise self._cannot(node, f"whose dims {dims} all grow with the batch, so that no part is a single rank's")
         if blocks_of(value) is None:
             raise self._cannot(node, f"where it is not known which elements along dim {dims[0]} belong to which sample")
         rows, whole = _value(value).shape[dims[0]], of_whole_batch(value)

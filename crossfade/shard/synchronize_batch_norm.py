@@ -76,9 +76,7 @@ class SynchronizeBatchNorm(Pass):
         verdicts = []
         given = {collective.node for collective in collectives.find(program.graph)}
         norms = [n for n in program.graph.nodes if n.op == "call_function" and "batch_norm" in str(n.target)]
-        reasons = [
-            self._reason_against(node) for node in norms
-        ]  # asked before any is replaced: what replaces it is not marked
+        reasons = [self._reason_against(node) for node in norms]  # first of all: what replaces a norm is not marked
         for node, reason in zip(norms, reasons, strict=True):
             if reason is None:
                 self._replace(program, node)

@@ -168,11 +168,7 @@ def _is_inner(node: fx.Node) -> bool:
 def _roots(graph: fx.Graph) -> list[fx.Node]:
     """The last product of each chain of at least two."""
     products = graph.find_nodes(op="call_function", target=_MM)
-    return [
-        product
-        for product in products
-        if not _is_inner(product) and any(_is_inner(factor) for factor in _factors(product))
-    ]
+    return [product for product in products if not _is_inner(product) and any(map(_is_inner, _factors(product)))]
 
 
 def _replace(

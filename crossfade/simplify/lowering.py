@@ -11,11 +11,9 @@ from crossfade.graph.passes import Outcome, PassResult, Verdict
 from crossfade.graph.program import Program
 from crossfade.simplify.needless_clones import drop_needless_clones
 
-Reason = str | None
-
 
 def lower_calls(
-    program: Program, operators: Collection[str], why: str, lower: Callable[[fx.Node], Reason]
+    program: Program, operators: Collection[str], why: str, lower: Callable[[fx.Node], str | None]
 ) -> PassResult:
     """Lower each call of the operators; `lower` returns a reason where it left the call alone."""
     verdicts = []
@@ -32,7 +30,7 @@ def lower_wrappers(
     program: Program,
     operators: Collection[str],
     why: str,
-    reason_against: Callable[[Program, fx.Node], Reason],
+    reason_against: Callable[[Program, fx.Node], str | None],
     lower: Callable[[Program, fx.Node], list[fx.Node]],
 ) -> PassResult:
     """Lower wrappers to clones and calls that write them; `lower` returns the clones.
@@ -41,7 +39,7 @@ def lower_wrappers(
     """
     clones: list[fx.Node] = []
 
-    def lowered(node: fx.Node) -> Reason:
+    def lowered(node: fx.Node) -> str | None:
         reason = reason_against(program, node)
         clones.extend(lower(program, node) if reason is None else ())
         return reason

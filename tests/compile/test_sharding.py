@@ -357,7 +357,7 @@ def test_partial_outputs_add_up() -> None:
         ({"inputs": {"y": BY_HEAD}}, "no input is named 'y': expected one of x"),
         ({"inputs": {"x": torch_placements.Shard(2)}}, "does not fit a value of 2 dims"),
         ({"inputs": {"x": torch_placements.Partial()}}, "the input x cannot be partial sums"),
-        ({"outputs": {1: BY_HEAD}}, "there is no output 1: expected a position from 0 to 0"),
+        ({"outputs": {1: BY_HEAD}}, "no output 1 exists: expected a position from 0 to 0"),
         ({"outputs": {0: torch_placements.Partial("max")}}, "expected Shard(dim) or Replicate()"),
         ({"outputs": {0: "sharded"}}, "'sharded' is no placement"),
     ],

@@ -26,16 +26,10 @@ def input_placements(exported: ExportedProgram, given: Mapping[str, Any], ranks:
     found = {}
     for name, placement in given.items():
         if name not in values:
-            raise PlanError(
-                f"no input is named {name!r}",
-                expected=f"one of {', '.join(values)}",
-                remedy="name an input of the program",
-            )
+            raise PlanError(f"no input is named {name!r}", expected=f"one of {', '.join(values)}", remedy="correct it")
         found[name] = _fitting(f"the input {name}", values[name], placement, ranks)
         if isinstance(found[name], Partial):
-            raise PlanError(
-                f"the input {name} cannot be partial sums", expected=_WORDS, remedy="add the parts up beforehand"
-            )
+            raise PlanError(f"the input {name} cannot be partial sums", expected=_WORDS, remedy="add them up first")
     return found
 
 
@@ -47,7 +41,7 @@ def output_placements(exported: ExportedProgram, given: Mapping[int, Any], ranks
         if not isinstance(position, int) or not -len(values) <= position < len(values):
             last = len(values) - 1
             raise PlanError(
-                f"there is no output {position!r}", expected=f"a position from 0 to {last}", remedy="correct it"
+                f"no output {position!r} exists", expected=f"a position from 0 to {last}", remedy="correct it"
             )
         found[position % len(values)] = _fitting(f"output {position}", values[position], placement, ranks)
     return found
@@ -79,9 +73,7 @@ def read_placement(given: Any, rank: int) -> Placement:
     if not isinstance(given, Shard) and type(given) is not tensor.Shard:
         raise PlanError(f"{given!r} is no placement", expected=_WORDS, remedy="use torch.distributed.tensor's")
     if not -rank <= given.dim < rank:
-        raise PlanError(
-            f"{given} does not fit a value of {rank} dims", expected="a dim it has", remedy="correct the dim"
-        )
+        raise PlanError(f"{given} does not fit a value of {rank} dims", expected="a dim it has", remedy="correct it")
     return given.on(given.dim % rank) if isinstance(given, Shard) else Shard(given.dim % rank)
 
 
@@ -89,9 +81,7 @@ def _fitting(what: str, value: Any, given: Any, ranks: int) -> Placement:
     if not isinstance(value, Tensor):
         if read_placement(given, 1) == REPLICATE:
             return REPLICATE
-        raise PlanError(
-            f"{what} is no tensor and cannot be placed as {given}", expected="a tensor", remedy="leave it out"
-        )
+        raise PlanError(f"{what} is no tensor and cannot be {given}", expected="a tensor", remedy="leave it out")
     placement = read_placement(given, value.dim())
     if isinstance(placement, Shard) and not divides(placement, value.shape[placement.dim], ranks):
         raise PlanError(

@@ -35,11 +35,7 @@ def find_boundaries(exported: ExportedProgram, modules: Mapping[str, ModuleBound
     placements = _entering(exported, modules, ranks)
     taken = {module for module, _ in placements}
     found = {name: place for (_, name), place in placements.items()}
-    verdicts = [
-        _idle(boundary.module, "takes")
-        for boundary in modules.values()
-        if boundary.input and boundary.module not in taken
-    ]
+    verdicts = [_idle(path, "takes") for path, boundary in modules.items() if boundary.input and path not in taken]
     returned = set()
     for module, node, value in _leaving(exported.graph, modules):
         output = modules[module].output
@@ -51,11 +47,8 @@ def find_boundaries(exported: ExportedProgram, modules: Mapping[str, ModuleBound
             continue
         found[node.name] = place
         returned.add(module)
-    verdicts += [
-        _idle(boundary.module, "returns")
-        for boundary in modules.values()
-        if boundary.output and boundary.module not in returned
-    ]
+    silent = [path for path, boundary in modules.items() if boundary.output and path not in returned]
+    verdicts += [_idle(path, "returns") for path in silent]
     return FoundBoundaries(exported, found, tuple(verdicts))
 
 
@@ -92,12 +85,8 @@ def _entering(
     found: dict[tuple[str, str], Placement] = {}
     for call, nodes in inside.items():
         members, path = set(nodes), _plain_path(call)
-        taken = [
-            (node, source)
-            for node in nodes
-            for source in node.all_input_nodes
-            if source not in members and source not in state
-        ]
+        known = members | state
+        taken = [(node, source) for node in nodes for source in node.all_input_nodes if source not in known]
         first = next(((node, source) for node, source in taken if _is_activation(source)), None)
         if first is None:
             continue

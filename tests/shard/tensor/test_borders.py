@@ -61,7 +61,7 @@ def test_inputs_by_name_and_outputs_by_position(exported: ExportedProgram):
     [
         ({"y": Shard(0)}, 2, "no input is named 'y': expected one of x, times"),
         ({"x": PARTIAL}, 2, "the input x cannot be partial sums"),
-        ({"times": Shard(0)}, 2, "the input times is no tensor and cannot be placed as split on dim 0"),
+        ({"times": Shard(0)}, 2, "the input times is no tensor and cannot be split on dim 0"),
         ({"x": Shard(0)}, 3, r"the input x of shape \(4, 6\) cannot be split on dim 0 over 3 ranks"),
     ],
 )
@@ -72,5 +72,5 @@ def test_inputs_that_cannot_lie_so(exported: ExportedProgram, given: Any, ranks:
 
 @pytest.mark.parametrize("position", [2, -3, "0"])
 def test_positions_that_no_output_has(exported: ExportedProgram, position: Any):
-    with pytest.raises(PlanError, match=f"there is no output {position!r}: expected a position from 0 to 1"):
+    with pytest.raises(PlanError, match=f"no output {position!r} exists: expected a position from 0 to 1"):
         output_placements(exported, {position: REPLICATE}, 2)
