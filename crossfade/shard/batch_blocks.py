@@ -82,7 +82,7 @@ def _as_used(node: fx.Node, growing: GrowingDims) -> int | None:
 
 
 def _cycles(node: fx.Node, growing: GrowingDims) -> int:
-    """How often samples come round when all elements are counted: what a reshape does not change."""
+    """How often the samples recur when all elements are counted: what a reshape does not change."""
     return (blocks_of(node) or 0) * _before(node, growing)
 
 

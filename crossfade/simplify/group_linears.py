@@ -106,7 +106,7 @@ class GroupLinears(Pass):
         if formed:
             _bring_together(program, order, formed)
             for group in formed:
-                group.as_it_is_now().carry_out(program)
+                group.refreshed().carry_out(program)
         return sum(len(group.members) for group in formed)
 
     def _verdict(self, group: Group, strides: Strides) -> Verdict:
@@ -218,7 +218,7 @@ class Group:
             parts = self.parts(whole)
         return strides.take({member.node: part for member, part in zip(self.members, parts, strict=True)})
 
-    def as_it_is_now(self) -> Group:
+    def refreshed(self) -> Group:
         """The group after others were carried out, whose results its members may read."""
         now = (Linear.of(member.node) for member in self.members)
         return replace(self, members=tuple(linear for linear in now if linear is not None))

@@ -24,7 +24,7 @@ _WRAPPERS = ("auto_functionalized", "auto_functionalized_v2")
 class LowerAutoFunctionalized(Pass):
     """Call what `auto_functionalized` wraps on clones of what it writes, or on the values themselves.
 
-    torch wraps operators that write their arguments so that graphs stay functional. A clone is needless where nobody
+    torch wraps operators that write their arguments so that graphs stay functional. A clone is needless where nothing
     reads the value afterwards, and its memory is neither an input's nor a result's.
 
     Not in a default pipeline: torch runs the wrapper itself, and the graph is no longer functional. For a graph that is

@@ -46,7 +46,7 @@ class Strides:
         self._taken: dict[fx.Node, Any] = {}
 
     def take(self, values: Mapping[fx.Node, Tensor]) -> str | None:
-        """Plan some values; or say why they cannot stand there, as some reader could not take them, and plan none.
+        """Plan some values; or plan none and say which reader could not take them.
 
         Views of such a value have other strides too, or cannot be taken; what is computed from it mostly has not.
         """

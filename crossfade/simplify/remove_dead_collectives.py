@@ -92,5 +92,5 @@ def _remove(program: Program, collective: Collective) -> None:
     for node in reversed(collective.nodes):
         program.graph.erase_node(node)
     for source in inputs:
-        if not collectives.is_wait(source):  # the collective that it waits for comes yet
+        if not collectives.is_wait(source):  # the collective that it waits for is still to come
             erase_if_dead(source)

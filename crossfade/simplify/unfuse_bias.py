@@ -15,7 +15,7 @@ from crossfade.simplify.products import are_pointwise
 
 @dataclass(frozen=True)
 class UnfuseBias(RulePass):
-    """Take the bias out of an `addmm` whose users are all pointwise: a compiler adds it in their loop for nothing.
+    """Take the bias out of an `addmm` whose users are all pointwise: a compiler adds it in their loop for free.
 
     For programs that a compiler fuses, on the `devices` where it does; run op by op, the sum is one more pass over the
     result. It undoes what `form-addmm` does unless that has `compiled` set. In half precision the product is rounded

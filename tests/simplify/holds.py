@@ -1,4 +1,4 @@
-"""What every simplification is held to: the text it makes, the values it keeps, the memory nobody sees change."""
+"""What every simplification is held to: the text it makes, the values it keeps, the memory that must not change."""
 
 from __future__ import annotations
 

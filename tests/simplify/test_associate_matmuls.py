@@ -1,4 +1,4 @@
-"""Chains are computed in the best of all orders, and only those that nobody looks into."""
+"""Chains are computed in the best of all orders, and only those that nothing looks into."""
 
 from __future__ import annotations
 

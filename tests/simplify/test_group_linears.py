@@ -1,4 +1,4 @@
-"""Products become one where that pays, none needs another, and nobody sees it in memory."""
+"""Products become one where that pays, none needs another, and nothing sees it in memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Maps become loops that run to the same bits; what the loop could not be told stays, with the reason."""
+"""Maps become loops that run to the same bits; what cannot be a loop stays, with the reason."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Wrapped Triton kernels are called by themselves, on clones only where somebody would see what they write."""
+"""Wrapped Triton kernels are called by themselves, on clones only where something would see what they write."""
 
 from __future__ import annotations
 

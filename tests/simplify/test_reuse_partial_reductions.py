@@ -1,4 +1,4 @@
-"""A reduction of many dims starts from that of some, and nobody can tell: not by NaNs, nor by the signs of zeros."""
+"""A reduction of many dims starts from that of some, and it does not show: not by NaNs, nor by the signs of zeros."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ def has_numbers(tensor: Tensor) -> bool:
 
 
 def like(value: Tensor, original: Tensor) -> Tensor:
-    """A value as what it stands in for: a parameter, or a plain tensor.
+    """A value as what it replaces: a parameter, or a plain tensor.
 
     >>> like(torch.ones(1), torch.nn.Parameter(torch.ones(2), requires_grad=False))
     Parameter containing:

@@ -4,7 +4,7 @@ Channels are split between ranks in contiguous pieces. As long as an operator ke
 apart (heads, usually), each rank can go on with its piece alone. `follow` says where the channels are after a node, or
 that a rank would need the pieces of others.
 
-Sizes are numbers here: an open size is replaced by a large prime, so that reshapes of it are told apart.
+Sizes are numbers here: an open size is replaced by a large prime, so that reshapes of it can be distinguished.
 """
 
 from __future__ import annotations
