@@ -34,10 +34,15 @@ def test_where_channels_go(line: str):
     assert follow(y, x, WHOLE) == FOLLOWED[line]
 
 
-def test_interleaved_channels_stay_apart_in_steps():
-    program = parse('x: f32[12] = input("x")\ny: f32[6] = aten.slice.Tensor(x, 0, 1, 12, 2)\nreturn output("y", y)')
-    x, y, _ = program.graph.nodes
-    assert follow(y, x, Channels(0, 12, (ChannelFactor(0, 12),))) == Channels(0, 12, (ChannelFactor(0, 6),))
+@pytest.mark.parametrize(
+    ("start", "stop", "step", "made", "left"),
+    [(1, 12, 2, 6, 6), (2, 12, 2, 5, None), (0, 10, 2, 5, None), (0, 12, 5, 3, None)],
+)
+def test_interleaved_channels_stay_apart_in_steps(start: int, stop: int, step: int, made: int, left: int | None):
+    call = f"aten.slice.Tensor(x, 0, {start}, {stop}, {step})"
+    x, y, _ = parse(f'x: f32[12] = input("x")\ny: f32[{made}] = {call}\nreturn output("y", y)').graph.nodes
+    expected = Channels(0, 12, (ChannelFactor(0, left),)) if left else None
+    assert follow(y, x, Channels(0, 12, (ChannelFactor(0, 12),))) == expected
 
 
 def test_what_is_written_into_another_value_is_not_followed():
