@@ -222,6 +222,27 @@ def reorder(graph: fx.Graph, nodes: Sequence[fx.Node]) -> bool:
     return True
 
 
+def with_ancestors(*nodes: fx.Node) -> list[fx.Node]:
+    """Nodes and all that they depend on, in the graph's order.
+
+    >>> from crossfade.graph.text import parse
+    >>> program = parse('''
+    ... x: f32[4] = input("x")
+    ... a: f32[4] = aten.relu(x)
+    ... b: f32[4] = aten.neg(x)
+    ... return output("a", a), output("b", b)
+    ... ''')
+    >>> with_ancestors(program.results[1])
+    [x, b]
+    """
+    found, waiting = set(nodes), list(nodes)
+    while waiting:
+        new = [source for source in waiting.pop().all_input_nodes if source not in found]
+        found.update(new)
+        waiting += new
+    return [node for node in nodes[0].graph.nodes if node in found] if nodes else []
+
+
 class Reachability:
     """Exact reachability from a few marked nodes to all others, by bitsets: one walk, one bit a marked node.
 

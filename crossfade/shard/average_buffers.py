@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from torch import Tensor, fx
 
 from crossfade.graph import collectives
-from crossfade.graph.passes import Numerics, Pass, PassResult, Verdict
-from crossfade.graph.program import InputKind, OutputKind, Program, tensor_bytes
-from crossfade.graph.splice import after, splice
+from crossfade.graph.passes import Numerics, Pass, PassResult
+from crossfade.graph.program import InputKind, Output, OutputKind, Program
+from crossfade.shard.exchange_results import exchange_results
 
 
 @dataclass(frozen=True)
@@ -18,6 +18,8 @@ class AverageBuffers(Pass):
 
     For means over the batch (moving averages, codebooks) the result is that of the whole batch. Integer buffers take
     the first rank's value. Updates that are already the same on every rank are left alone.
+
+    Also known as: none; torch's DDP broadcasts the first rank's buffers instead, see `broadcast-buffers`.
 
     Before:
         b: f32[4] = buffer("b")
@@ -47,16 +49,13 @@ class AverageBuffers(Pass):
         """Find what varies between ranks in one walk, then make it equal where it becomes a buffer."""
         varying = _varying(program)
         buffers = {item.name for item in program.inputs if item.kind is InputKind.BUFFER}
-        results, verdicts = [], []
-        for out, value in program.named_results():
-            if out.kind is OutputKind.UPDATE and out.name in buffers and value in varying:
-                size = tensor_bytes(value.meta["val"])
-                value = splice(program, self._agreed, value, before=after(program, value), like=value)
-                reason = "each rank updates this buffer from its own samples"
-                verdicts.append(Verdict.inserted(value.args[0], reason, made_for=out.name, bytes=size))
-            results.append(value)
-        program.set_results(results)
-        return PassResult(bool(verdicts), {"averaged": len(verdicts)}, tuple(verdicts))
+
+        def reason(out: Output, value: fx.Node) -> str | None:
+            varies = out.kind is OutputKind.UPDATE and out.name in buffers and value in varying
+            return "each rank updates this buffer from its own samples" if varies else None
+
+        verdicts = exchange_results(program, self._agreed, reason)
+        return PassResult(bool(verdicts), {"averaged": len(verdicts)}, verdicts)
 
     def _agreed(self, value: Tensor) -> Tensor:
         if value.is_floating_point():

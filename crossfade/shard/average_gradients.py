@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from torch import Tensor
+from torch import Tensor, fx
 
 from crossfade.graph import collectives
-from crossfade.graph.passes import Numerics, Pass, PassResult, Verdict
-from crossfade.graph.program import OutputKind, Program, tensor_bytes
-from crossfade.graph.splice import after, splice
+from crossfade.graph.passes import Numerics, Pass, PassResult
+from crossfade.graph.program import Output, OutputKind, Program
+from crossfade.shard.exchange_results import exchange_results
 
 
 @dataclass(frozen=True)
@@ -18,6 +18,9 @@ class AverageGradients(Pass):
 
     Each rank computes the mean loss of its own samples; the average over the ranks is that of the whole batch. For a
     loss that sums over samples, `reduce_op` is `"sum"`.
+
+    Also known as: the gradient all-reduce of torch's DDP; `jax.lax.pmean` of gradients; Megatron's
+    `finalize_model_grads`.
 
     Before:
         x: f32[4] = input("x")
@@ -41,17 +44,12 @@ class AverageGradients(Pass):
 
     def run(self, program: Program) -> PassResult:
         """Replace each gradient and loss among the program's results by its average."""
-        results, verdicts = [], []
-        for out, value in program.named_results():
-            if out.kind in (OutputKind.GRADIENT, OutputKind.LOSS):
-                what = "a gradient" if out.kind is OutputKind.GRADIENT else "the loss"
-                reason = f"{'averages' if self.reduce_op == 'avg' else 'sums'} {what}, where it is ready"
-                size = tensor_bytes(value.meta["val"])
-                value = splice(program, self._average, value, before=after(program, value), like=value)
-                verdicts.append(Verdict.inserted(value.args[0], reason, made_for=out.name, bytes=size))
-            results.append(value)
-        program.set_results(results)
-        return PassResult(bool(verdicts), {"inserted": len(verdicts)}, tuple(verdicts))
+        verdicts = exchange_results(program, self._average, self._reason)
+        return PassResult(bool(verdicts), {"inserted": len(verdicts)}, verdicts)
+
+    def _reason(self, out: Output, value: fx.Node) -> str | None:
+        what = {OutputKind.GRADIENT: "a gradient", OutputKind.LOSS: "the loss"}.get(out.kind)
+        return f"{'averages' if self.reduce_op == 'avg' else 'sums'} {what}, where it is ready" if what else None
 
     def _average(self, value: Tensor) -> Tensor:
         return collectives.wait(collectives.all_reduce(value, self.reduce_op, self.group))

@@ -36,7 +36,7 @@ def mark_blocks(graph: fx.Graph, samples: int, growing: GrowingDims) -> None:
 
 
 def blocks_of(node: fx.Node) -> int | None:
-    """The blocks of a node's dim of samples: one if nobody has said otherwise, None if it is not known."""
+    """The blocks of a node's dim of samples: 1 by default, None if it is not known."""
     return node.meta.get(BLOCKS, 1)
 
 
@@ -45,26 +45,28 @@ def _blocks(node: fx.Node, samples: int, growing: GrowingDims) -> int | None:
     if size == samples or node.op == "placeholder":
         return 1
     source: Any = node.args[0] if node.target is operator.getitem else node
-    operands = [one for one in source.all_input_nodes if len(growing(one)) == 1 and blocks_of(one) is not None]
-    if source.target is _aten.cat.default and all(_size(one, growing) < size for one in operands):
+    operands = [
+        operand for operand in source.all_input_nodes if len(growing(operand)) == 1 and blocks_of(operand) is not None
+    ]
+    if source.target is _aten.cat.default and all(_size(operand, growing) < size for operand in operands):
         return _joined(source, samples, growing)
-    for one in operands:
+    for operand in operands:
         if source.target in _VIEWS:
-            return _whole_number(_cycles(one, growing), _before(node, growing))
-        if _size(one, growing) == size:
-            return blocks_of(one)
+            return _whole_number(_cycles(operand, growing), _before(node, growing))
+        if _size(operand, growing) == size:
+            return blocks_of(operand)
         if source.target in _PIECES or source.target is _aten.repeat.default:
-            return _whole_number((blocks_of(one) or 0) * size, _size(one, growing))
+            return _whole_number((blocks_of(operand) or 0) * size, _size(operand, growing))
     return None
 
 
 def _joined(node: fx.Node, samples: int, growing: GrowingDims) -> int | None:
-    """The blocks of values one below the other, if each block has as many elements of every sample."""
+    """The blocks of concatenated values, if each block has as many elements of every sample."""
     parts: Any = node.args[0]
-    blocks = [blocks_of(one) if len(growing(one)) == 1 else None for one in parts]
-    if any(one is None for one in blocks):
+    blocks = [blocks_of(part) if len(growing(part)) == 1 else None for part in parts]
+    if any(count is None for count in blocks):
         return None
-    runs = {_size(one, growing) / (count or 1) / samples for one, count in zip(parts, blocks, strict=True)}
+    runs = {_size(part, growing) / (count or 1) / samples for part, count in zip(parts, blocks, strict=True)}
     return sum(count or 0 for count in blocks) if len(runs) == 1 else None
 
 
@@ -80,7 +82,7 @@ def _as_used(node: fx.Node, growing: GrowingDims) -> int | None:
 
 
 def _cycles(node: fx.Node, growing: GrowingDims) -> int:
-    """How often samples come round when all elements are counted: what a reshape does not change."""
+    """How often the samples recur when all elements are counted: what a reshape does not change."""
     return (blocks_of(node) or 0) * _before(node, growing)
 
 

@@ -36,7 +36,7 @@ def mark_batch_dims(program: Program, larger: Program) -> None:
     for node, other in zip(nodes, others, strict=False):
         if (node.target != other.target and node.op == "call_function") or node.op != other.op:
             raise _differs(node, other)
-        node.meta[BATCH_DIMS] = _growing_dims(node.meta.get("val"), other.meta.get("val"))
+        node.meta[BATCH_DIMS] = growing_dims(node.meta.get("val"), other.meta.get("val"))
         node.meta[WHOLE] = _whole(other.meta.get("val"))
     if len(nodes) != len(others):
         raise _differs(nodes[-1], others[-1])
@@ -53,7 +53,8 @@ def of_whole_batch(node: fx.Node) -> Whole | None:
     return node.meta.get(WHOLE)
 
 
-def _growing_dims(small: Any, large: Any) -> tuple[int, ...]:
+def growing_dims(small: Any, large: Any) -> tuple[int, ...]:
+    """The dims in which a value differs from the same value of a larger batch; none if it is no tensor."""
     if not isinstance(small, Tensor) or not isinstance(large, Tensor):
         return ()
     return tuple(dim for dim, (a, b) in enumerate(zip(small.shape, large.shape, strict=True)) if a != b)
@@ -74,7 +75,7 @@ def _samples(program: Program) -> int:
 
 def _differs(node: fx.Node, other: fx.Node) -> CaptureError:
     return CaptureError(
-        f"a model that computes differently on batches of different size ({node.target} against {other.target})",
+        f"the model computes differently on batches of different sizes ({node.target} against {other.target})",
         expected="the same operations for one rank's samples and for all of them",
         remedy='remove the dependence on the batch size, or pass semantics="per-rank"',
     )

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from torch import Tensor
+from torch import Tensor, fx
 
 from crossfade.graph import collectives
-from crossfade.graph.passes import Numerics, Pass, PassResult, Verdict
-from crossfade.graph.program import InputKind, OutputKind, Program, tensor_bytes
-from crossfade.graph.splice import after, splice
+from crossfade.graph.passes import Numerics, Pass, PassResult
+from crossfade.graph.program import InputKind, Output, OutputKind, Program
+from crossfade.shard.exchange_results import exchange_results
 
 
 @dataclass(frozen=True)
 class BroadcastBuffers(Pass):
     """Give every rank the first rank's buffer updates, as torch's DDP does; for per-rank semantics.
+
+    Also known as: `broadcast_buffers=True` of torch's DDP.
 
     Before:
         b: f32[4] = buffer("b")
@@ -37,16 +39,13 @@ class BroadcastBuffers(Pass):
     def run(self, program: Program) -> PassResult:
         """Broadcast each buffer's new value among the program's results."""
         buffers = {item.name for item in program.inputs if item.kind is InputKind.BUFFER}
-        results, verdicts = [], []
-        for out, value in program.named_results():
-            if out.kind is OutputKind.UPDATE and out.name in buffers:
-                size = tensor_bytes(value.meta["val"])
-                value = splice(program, self._from_first, value, before=after(program, value), like=value)
-                reason = "each rank updates this buffer from its own samples; the first rank's value is kept"
-                verdicts.append(Verdict.inserted(value.args[0], reason, made_for=out.name, bytes=size))
-            results.append(value)
-        program.set_results(results)
-        return PassResult(bool(verdicts), {"inserted": len(verdicts)}, tuple(verdicts))
+
+        def reason(out: Output, value: fx.Node) -> str | None:
+            why = "each rank updates this buffer from its own samples; the first rank's value is kept"
+            return why if out.kind is OutputKind.UPDATE and out.name in buffers else None
+
+        verdicts = exchange_results(program, self._from_first, reason)
+        return PassResult(bool(verdicts), {"inserted": len(verdicts)}, verdicts)
 
     def _from_first(self, value: Tensor) -> Tensor:
         return collectives.wait(collectives.broadcast(value, 0, self.group))

@@ -1,4 +1,4 @@
-"""Numbers that sum up what must be alike on all ranks, sent around with the loss."""
+"""Numbers that sum up what must be the same on all ranks, reduced with the loss."""
 
 from __future__ import annotations
 
@@ -15,9 +15,11 @@ from crossfade.graph.splice import after, splice
 
 @dataclass(frozen=True)
 class CompareRanks(Pass):
-    """Reduce a few numbers of each rank over all of them: from these every rank sees whether all had the same.
+    """Reduce a few numbers of each rank over all of them: from these every rank sees whether all had the same numbers.
 
     They are reduced like the loss, and so share its bucket: no collective is added.
+
+    Also known as: none; Megatron's `--check-weight-hash-across-dp-replicas-interval` compares parameters alone.
 
     Before:
         x: f32[4] = input("x")

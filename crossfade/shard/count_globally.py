@@ -11,11 +11,11 @@ from torch import Tensor, fx
 from crossfade.graph import collectives
 from crossfade.graph.effects import is_random
 from crossfade.graph.operators import arguments
+from crossfade.graph.order import with_ancestors
 from crossfade.graph.passes import Numerics, Outcome, Pass, PassResult, Verdict, from_context
 from crossfade.graph.program import OutputKind, Program, tensor_bytes
 from crossfade.graph.splice import after, splice
 from crossfade.shard.loss_parts import COUNT, MULTIPLIES, NLL_BACKWARD, SCALED, UNPROVED, UNPROVED_REMEDY
-from crossfade.shard.loss_parts import behind as behind_of
 
 
 @dataclass(frozen=True)
@@ -25,6 +25,9 @@ class CountGlobally(Pass):
     `find_loss_parts` has marked what is counted. A count that follows from the batch alone is taken, and sent, before
     the forward begins. `micro_batches` is how often the program runs in a step. `unproved` says why the losses of parts
     are not known to make up that of the whole batch; the report then says so.
+
+    Also known as: Megatron's `--calculate-per-token-loss`; `num_items_in_batch` and `average_tokens_across_devices` of
+    the transformers Trainer.
 
     Before:
         x: f32[4, 3] = input("x")
@@ -83,15 +86,15 @@ class CountGlobally(Pass):
         return self.ranks * self.micro_batches
 
     def _counted(self, program: Program, nodes: list[fx.Node]) -> Verdict:
-        """Replace one count, of which every micro-batch has its own."""
+        """Replace a count, of which every micro-batch has its own."""
         losses = [node for node in nodes if node.target in NLL_BACKWARD]
         counts = [_own_count(program, node) for node in losses] if losses else nodes
         for count in counts:
             _move_to_the_top(program, count)
         users = [(count, list(count.users)) for count in nodes if not losses]
         total = self._total(program, counts, power=0 if losses else nodes[0].meta[COUNT][1])
-        for count, one_by_one in users:
-            for user in one_by_one:
+        for count, users_of_count in users:
+            for user in users_of_count:
                 user.replace_input_with(count, total)
         for loss, count in zip(losses, counts, strict=False):
             self._weigh(program, loss, count, total)
@@ -116,7 +119,7 @@ class CountGlobally(Pass):
         return splice(program, total, *counts, before=after(program, last), like=counts[0])
 
     def _weigh(self, program: Program, loss: fx.Node, count: fx.Node, total: fx.Node) -> None:
-        """Let a mean over one part weigh as many samples as it has; a part without any has no say."""
+        """Let a mean over one part weigh as many samples as it has; a part without any counts for nothing."""
 
         def weighed(mean: Tensor, own: Tensor, whole: Tensor) -> Tensor:
             weight = own * self._parts / whole
@@ -161,18 +164,18 @@ def _own_count(program: Program, loss: fx.Node) -> fx.Node:
         kept = target != given["ignore_index"]
         return kept.sum() if weight is None else torch.where(kept, weight[torch.where(kept, target, 0)], 0).sum()
 
-    operands = [one for one in (given["target"], given["weight"]) if one is not None]
+    operands = [operand for operand in (given["target"], given["weight"]) if operand is not None]
     return splice(program, count, *operands, before=loss, like=loss)
 
 
 def _move_to_the_top(program: Program, node: fx.Node) -> None:
     """Compute a value as soon as the program's inputs are there, unless it draws random numbers, in their turn."""
-    behind = [one for one in behind_of(node) if one.op != "placeholder"]
-    if any(is_random(one) for one in behind):
+    computed = [source for source in with_ancestors(node) if source.op != "placeholder"]
+    if any(map(is_random, computed)):
         return
     top = program.placeholders[-1].next
-    for one in behind:
-        if one is top:
-            top = one.next
+    for source in computed:
+        if source is top:
+            top = source.next
         else:
-            top.prepend(one)
+            top.prepend(source)

@@ -24,7 +24,7 @@ _aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class _Arguments:
-    """What an operator draws by: the position of the sizes it is told, of the tensor whose layout and nothing else
+    """What an operator draws by: the position of the sizes it is given, of the tensor whose layout and nothing else
     matters, and of those whose numbers matter, of which other ranks' parts are replaced by a number that is valid.
 
     No operator is here that draws more or fewer numbers for some values than for others.
@@ -60,10 +60,13 @@ _DRAWS: dict[Any, _Arguments] = {
 
 @dataclass(frozen=True)
 class DrawGlobally(Pass):
-    """Draw random values at the size of the whole batch, from the same stream on every rank, and keep one's part.
+    """Draw random values at the size of the whole batch, from the same stream on every rank, and keep this rank's part.
 
     Results then equal those of one device with the same seed, at the price of drawing `ranks` times as many numbers.
     Values that do not depend on the batch are already the same on every rank.
+
+    Also known as: DTensor's random number generator tracker (`OffsetBasedRNGTracker`); JAX's
+    `jax_threefry_partitionable`.
 
     Before:
         x: f32[4] = input("x")
@@ -112,16 +115,17 @@ class DrawGlobally(Pass):
         if node.target not in _DRAWS:
             raise self._cannot(node, "whose numbers cannot be drawn for the whole batch and divided")
         numbers = [node.args[place] for place in _DRAWS[node.target].numbers]
-        for value in (_drawn(node), *(one for one in numbers if isinstance(one, fx.Node) and batch_dims(one))):
+        own = [number for number in numbers if isinstance(number, fx.Node) and batch_dims(number)]
+        for value in (_drawn(node), *own):
             self._check_divides(node, value)
         return None
 
     def _check_divides(self, node: fx.Node, value: fx.Node) -> None:
         dims = batch_dims(value)
         if len(dims) > 1:
-            raise self._cannot(node, f"whose dims {dims} all grow with the batch, so that no one part is a rank's")
+            raise self._cannot(node, f"whose dims {dims} all grow with the batch, so that no part is a single rank's")
         if blocks_of(value) is None:
-            raise self._cannot(node, f"where nothing tells which elements along dim {dims[0]} are which sample's")
+            raise self._cannot(node, f"where it is not known which elements along dim {dims[0]} belong to which sample")
         rows, whole = _value(value).shape[dims[0]], of_whole_batch(value)
         if whole is not None and whole.shape[dims[0]] != rows * self.ranks:
             raise self._cannot(node, f"whose dim {dims[0]} does not grow in proportion to the batch")
@@ -129,7 +133,7 @@ class DrawGlobally(Pass):
     def _cannot(self, node: fx.Node, why: str) -> RewriteError:
         line = f" [{source_line(node)}]" if source_line(node) else ""
         return RewriteError(
-            f"{node.name}, a draw by {node.target}{line}, {why}",
+            f"{node.name} is a draw by {node.target}{line} {why}",
             expected="draws that mean the same on any number of ranks",
             remedy='pass semantics="per-rank", which draws on each rank for itself, as DDP does',
         )
@@ -144,16 +148,16 @@ class DrawGlobally(Pass):
 
     def _wide_arguments(self, program: Program, node: fx.Node) -> list[Any]:
         """The arguments of the draw for the whole batch."""
-        told, insert = _DRAWS[node.target], _Inserter(program, node)
+        draws, insert = _DRAWS[node.target], _Inserter(program, node)
         args: list[Any] = list(node.args)
         whole = self._whole(_drawn(node))
-        if told.sizes is not None:
-            args[told.sizes] = list(whole.shape)
-        if told.like is not None:
-            args[told.like] = insert.empty(args[told.like], whole)
-        for place in told.numbers:
+        if draws.sizes is not None:
+            args[draws.sizes] = list(whole.shape)
+        if draws.like is not None:
+            args[draws.like] = insert.empty(args[draws.like], whole)
+        for place in draws.numbers:
             if isinstance(args[place], fx.Node) and batch_dims(args[place]):
-                args[place] = self._among_others(program, args[place], told.instead, node)
+                args[place] = self._among_others(program, args[place], draws.instead, node)
         return args
 
     def _among_others(self, program: Program, own: fx.Node, instead: float, node: fx.Node) -> fx.Node:
@@ -192,7 +196,7 @@ class DrawGlobally(Pass):
         return insert.laid_out(part, value.stride())
 
     def _whole(self, node: fx.Node) -> Whole:
-        """How a value of the whole batch lies in memory; in the order of its part's dims, where nobody has said."""
+        """How a value of the whole batch lies in memory; in the order of its part's dims, if it is not known."""
         if (known := of_whole_batch(node)) is not None:
             return known
         value, dims = _value(node), batch_dims(node)
@@ -202,7 +206,7 @@ class DrawGlobally(Pass):
 
 @dataclass(frozen=True)
 class _Inserter:
-    """Puts calls in front of a draw, which they stand for."""
+    """Puts calls in front of a draw, with its provenance."""
 
     program: Program
     node: fx.Node
@@ -265,7 +269,7 @@ def _erase(node: fx.Node) -> None:
 
 
 def _drawn(node: fx.Node) -> fx.Node:
-    """What tells how the numbers that a node draws lie: the node, or its first result if it has several."""
+    """What shows how the numbers that a node draws lie in memory: the node, or its first result if it has several."""
     if batch_dims(node):
         return node
     return next((part for part in node.users if part.target is operator.getitem), node)

@@ -1,4 +1,4 @@
-"""Parameters gathered twice, for the forward and for the backward, so that nobody keeps them in between."""
+"""Parameters gathered twice, for the forward and for the backward, so that no rank keeps them in between."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from torch import fx
 from crossfade.graph import collectives
 from crossfade.graph.collectives import Kind
 from crossfade.graph.effects import memory_of
+from crossfade.graph.order import with_ancestors
 from crossfade.graph.passes import Numerics, Outcome, Pass, PassResult, Verdict
 from crossfade.graph.program import OutputKind, Program, tensor_bytes
 
@@ -22,12 +23,14 @@ _CONVERSIONS = (
 
 @dataclass(frozen=True)
 class GatherAgain(Pass):
-    """Gather what the backward uses of a parameter anew, instead of keeping it from the forward.
+    """Gather what the backward uses of a parameter again, instead of keeping it from the forward.
 
     What belongs to the forward is what the loss depends on. Views and conversions of a parameter that the forward made
-    and the backward uses are made anew too. Only what nobody uses in between can be freed, so the memory of a step is
+    and the backward uses are made again too. Only what nothing uses in between can be freed, so the memory of a step is
     that of the parameters in use, at the price of half as much communication again. Where a forward use and a backward
-    use are near, as in the last layers, merge-duplicate-collectives makes the two one again.
+    use are near, as in the last layers, `merge-duplicate-collectives` merges the two gathers.
+
+    Also known as: FSDP2's `fully_shard(..., reshard_after_forward=True)`; ZeRO-3 in DeepSpeed.
 
     Before:
         w: f32[2, 2] = parameter("w")
@@ -62,13 +65,14 @@ class GatherAgain(Pass):
 
     def run(self, program: Program) -> PassResult:
         """Give each parameter's uses in the backward a gather of their own."""
-        forward = _ancestors([value for out, value in program.named_results() if out.kind is OutputKind.LOSS])
+        losses = [value for out, value in program.named_results() if out.kind is OutputKind.LOSS]
+        forward = set(with_ancestors(*losses))
         position = {node: index for index, node in enumerate(program.graph.nodes)}
         verdicts = []
-        for one in collectives.find(program.graph):
-            if one.kind is Kind.ALL_GATHER and one.inputs[0].op == "placeholder":
-                verdicts.append(_split(program, one.node, forward, position))
-        again = sum(one.outcome is Outcome.INSERTED for one in verdicts)
+        for collective in collectives.find(program.graph):
+            if collective.kind is Kind.ALL_GATHER and collective.inputs[0].op == "placeholder":
+                verdicts.append(_split(program, collective.node, forward, position))
+        again = sum(verdict.outcome is Outcome.INSERTED for verdict in verdicts)
         return PassResult(bool(again), {"again": again}, tuple(verdicts))
 
 
@@ -88,9 +92,9 @@ def _split(program: Program, start: fx.Node, forward: set[fx.Node], position: di
     for user, node in late:
         user.replace_input_with(node, new[node])
     for node in reversed(copied):
-        for one in (node, new[node]):
-            if not one.users:
-                program.graph.erase_node(one)
+        for copy in (node, new[node]):
+            if not copy.users:
+                program.graph.erase_node(copy)
     reason = "gathered again for the backward, not kept from the forward"
     return Verdict.of(new[start], Outcome.INSERTED, reason, bytes=tensor_bytes(start.meta["val"]))
 
@@ -103,14 +107,4 @@ def _made_from(start: fx.Node, forward: set[fx.Node]) -> list[fx.Node]:
             alone = user in forward and len(user.all_input_nodes) == 1 and user not in found
             if alone and (user.target in _CONVERSIONS or memory_of(user) is memory_of(node)):
                 found.append(user)
-    return found
-
-
-def _ancestors(nodes: list[fx.Node]) -> set[fx.Node]:
-    found, stack = set(nodes), list(nodes)
-    while stack:
-        for before in stack.pop().all_input_nodes:
-            if before not in found:
-                found.add(before)
-                stack.append(before)
     return found

@@ -20,6 +20,8 @@ class GatherParameters(Pass):
     Every rank holds as many rows; where they do not divide, the last ranks' are padded and the padding is cut off what
     was gathered. Single numbers stay whole, and so do the parameters named in `whole`.
 
+    Also known as: parameter sharding of FSDP and ZeRO-3: the all-gather (unshard) of `fully_shard`.
+
     Before:
         w: f32[3, 2] = parameter("w")
         x: f32[4, 3] = input("x")

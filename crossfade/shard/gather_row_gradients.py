@@ -30,6 +30,8 @@ class GatherRowGradients(Pass):
     Every rank then adds them up itself: into its part of the table (for a reduce-scatter), or the whole (for an
     all-reduce). That is done where a table has `least_mb`, and all ranks together looked up less than half of it.
 
+    Also known as: DeepSpeed's `sparse_gradients`; the all-gather that torch's DDP does for `nn.Embedding(sparse=True)`.
+
     Before:
         g: f32[8, 264] = input("g")
         i: i64[8] = input("i")
@@ -62,31 +64,31 @@ class GatherRowGradients(Pass):
     def run(self, program: Program) -> PassResult:
         """Replace each reduction of an embedding's gradient."""
         replaced, verdicts, written = Replacements(program), list[Verdict](), Order(program.graph).rewritten()
-        for one in collectives.find(program.graph):
-            reduces = one.kind in (Kind.ALL_REDUCE, Kind.REDUCE_SCATTER) and one.group == self.group
-            dense = _dense_gradient(one) if reduces else None
+        for collective in collectives.find(program.graph):
+            reduces = collective.kind in (Kind.ALL_REDUCE, Kind.REDUCE_SCATTER) and collective.group == self.group
+            dense = _dense_gradient(collective) if reduces else None
             if dense is None:
                 continue
-            reason, outcome = self._reason_against(one, dense, written), Outcome.LEFT
+            reason, outcome = self._reason_against(collective, dense, written), Outcome.LEFT
             if reason is None:
                 reason, outcome = "gradients of the rows looked up are gathered instead", Outcome.REPLACED
-            verdicts.append(Verdict.of(one.node, outcome, reason, bytes=one.bytes))
+            verdicts.append(Verdict.of(collective.node, outcome, reason, bytes=collective.bytes))
             if outcome is Outcome.REPLACED:
-                verdicts += self._gather(program, one, dense, replaced)
+                verdicts += self._gather(program, collective, dense, replaced)
         replaced.finish()
         count = sum(verdict.outcome is Outcome.REPLACED for verdict in verdicts)
         return PassResult(bool(count), {"replaced": count}, tuple(verdicts))
 
-    def _reason_against(self, one: Collective, dense: fx.Node, written: Collection[fx.Node]) -> str | None:
+    def _reason_against(self, collective: Collective, dense: fx.Node, written: Collection[fx.Node]) -> str | None:
         given, table = arguments(dense), dense.meta["val"]
         asked: Tensor = given["indices"].meta["val"]
-        if not one.plain:
+        if not collective.plain:
             return "only the plain reductions are replaced"
-        if len(dense.users) > 1 or len(one.inputs[0].users) > 1:
+        if len(dense.users) > 1 or len(collective.inputs[0].users) > 1:
             return "something else uses the gradient of the whole table"
         if any(source in written for source in dense.all_input_nodes):
             return "the rows or their gradients are written to in place"
-        if one.reduce_op not in ("sum", "avg"):
+        if collective.reduce_op not in ("sum", "avg"):
             return "its reduction is no sum"
         if given["scale_grad_by_freq"]:
             return "it is scaled by how often a rank looked a row up"
@@ -99,7 +101,9 @@ class GatherRowGradients(Pass):
             return "all ranks together looked up half of the table or more"
         return None
 
-    def _gather(self, program: Program, one: Collective, dense: fx.Node, replaced: Replacements) -> list[Verdict]:
+    def _gather(
+        self, program: Program, collective: Collective, dense: fx.Node, replaced: Replacements
+    ) -> list[Verdict]:
         given: dict[str, Any] = arguments(dense)
         width = dense.meta["val"].shape[-1]
 
@@ -108,34 +112,35 @@ class GatherRowGradients(Pass):
 
         def gradients_of_all(gradient: Tensor) -> Tensor:
             rows = gradient.reshape(-1, width)
-            return of_all_ranks(collectives.divided(rows, self.ranks) if one.reduce_op == "avg" else rows)
+            return of_all_ranks(collectives.divided(rows, self.ranks) if collective.reduce_op == "avg" else rows)
 
         def asked_by_all(rows: Tensor) -> Tensor:
             return of_all_ranks(rows.reshape(-1))
 
-        gradients = splice(program, gradients_of_all, given["grad_output"], before=one.node, like=one.node)
-        asked = splice(program, asked_by_all, given["indices"], before=one.node, like=one.node)
-        added = self._added_to_table if one.kind is Kind.ALL_REDUCE else self._added_to_part
-        done = added(program, one, given, gradients, asked)
-        for wait in one.waits:
+        start = collective.node
+        gradients = splice(program, gradients_of_all, given["grad_output"], before=start, like=start)
+        asked = splice(program, asked_by_all, given["indices"], before=start, like=start)
+        added = self._added_to_table if collective.kind is Kind.ALL_REDUCE else self._added_to_part
+        done = added(program, collective, given, gradients, asked)
+        for wait in collective.waits:
             replaced.replace(wait, done)
-        replaced.drop(one.node)
-        inserted = (gradients, "gathers gradients of rows"), (asked, "tells others which rows they are of")
-        return [_inserted(wait, reason, one) for wait, reason in inserted]
+        replaced.drop(start)
+        inserted = (gradients, "gathers gradients of rows"), (asked, "says which rows these are of")
+        return [_inserted(wait, reason, collective) for wait, reason in inserted]
 
     def _added_to_table(
-        self, program: Program, one: Collective, given: dict[str, Any], gradients: fx.Node, asked: fx.Node
+        self, program: Program, collective: Collective, given: dict[str, Any], gradients: fx.Node, asked: fx.Node
     ) -> fx.Node:
         def added(gradients: Tensor, asked: Tensor) -> Tensor:
             rows, padding = given["num_weights"], given["padding_idx"]
             return _aten.embedding_dense_backward(gradients, asked, rows, padding, False)
 
-        return splice(program, added, gradients, asked, before=one.node, like=one.node)
+        return splice(program, added, gradients, asked, before=collective.node, like=collective.node)
 
     def _added_to_part(
-        self, program: Program, one: Collective, given: dict[str, Any], gradients: fx.Node, asked: fx.Node
+        self, program: Program, collective: Collective, given: dict[str, Any], gradients: fx.Node, asked: fx.Node
     ) -> fx.Node:
-        rows, padding = one.node.meta["val"].shape[0], given["padding_idx"]
+        rows, padding = collective.node.meta["val"].shape[0], given["padding_idx"]
 
         def added(gradients: Tensor, asked: Tensor, local: Tensor) -> Tensor:
             counts = (local >= 0) & (local < rows)
@@ -145,10 +150,10 @@ class GatherRowGradients(Pass):
             return _aten.embedding_dense_backward(gradients, index, rows + 1, -1, False)[:rows]
 
         def call(target: Any, *inputs: Any) -> fx.Node:
-            return insert_call(program, target, *inputs, before=one.node, like=one.node)
+            return insert_call(program, target, *inputs, before=collective.node, like=collective.node)
 
         local = call(_aten.sub.Tensor, asked, call(operator.mul, rank_input(program, self.group), rows))
-        return splice(program, added, gradients, asked, local, before=one.node, like=one.node)
+        return splice(program, added, gradients, asked, local, before=collective.node, like=collective.node)
 
 
 def _inserted(wait: fx.Node, reason: str, instead_of: Collective) -> Verdict:
@@ -158,7 +163,7 @@ def _inserted(wait: fx.Node, reason: str, instead_of: Collective) -> Verdict:
     return Verdict.inserted(start, reason, made_for=made_for, bytes=size)
 
 
-def _dense_gradient(one: Collective) -> fx.Node | None:
-    """The embedding's gradient that is reduced, if it is one."""
-    found = collectives.reduced_value(one)
+def _dense_gradient(collective: Collective) -> fx.Node | None:
+    """The gradient of an embedding that a collective reduces, if it does."""
+    found = collectives.reduced_value(collective)
     return found if found.target is _aten.embedding_dense_backward.default else None

@@ -17,6 +17,9 @@ from crossfade.shard.gather_parameters import gathered
 class GatherUpdates(Pass):
     """Gather each parameter's new value from the ranks that updated a part of it; with `only`, of those named there.
 
+    Also known as: the parameter all-gather of ZeRO-1, torch's `ZeroRedundancyOptimizer` and Megatron's distributed
+    optimizer; weight-update sharding in XLA.
+
     Before:
         w: f32[3] = parameter("w")
         g: f32[2] = input("g")

@@ -19,7 +19,9 @@ from torch import Tensor, fx
 
 from crossfade.graph.effects import is_random
 from crossfade.graph.operators import arguments, remembered
+from crossfade.graph.order import with_ancestors
 from crossfade.graph.program import InputKind, OutputKind, Program, source_line
+from crossfade.shard.batch_dims import growing_dims
 
 _aten = torch.ops.aten
 
@@ -97,18 +99,18 @@ class LossParts:
     shared_numbers: tuple[str, ...] = ()
     """Inputs without a dim that the loss depends on: numbers that must be the same on every rank."""
 
-    def put_together(self, told: str) -> Literal["mean", "sum"]:
-        """How to put the losses of parts together: as found, else as told."""
-        return self.loss_is or ("sum" if told == "sum" else "mean")
+    def put_together(self, requested: str) -> Literal["mean", "sum"]:
+        """How to put the losses of parts together: as found, else as requested."""
+        return self.loss_is or ("sum" if requested == "sum" else "mean")
 
-    def warning(self, told: str) -> str:
-        """What to warn of: that the whole batch's loss does not follow from its parts', or is not what was told."""
+    def warning(self, requested: str) -> str:
+        """What to warn of: the whole batch's loss does not follow from its parts', or is not what was requested."""
         if self.unproved:
-            return f"{UNPROVED}: {self.unproved}. Remedy: {UNPROVED_REMEDY}." if told == "auto" else ""
-        if self.loss_is in (None, told) or told == "auto":
+            return f"{UNPROVED}: {self.unproved}. Remedy: {UNPROVED_REMEDY}." if requested == "auto" else ""
+        if self.loss_is in (None, requested) or requested == "auto":
             return ""
         found = f"the captured loss is a {self.loss_is} over samples, and is put together as one"
-        return f'loss_is="{told}", but {found}. Remedy: leave loss_is out.'
+        return f'loss_is="{requested}", but {found}. Remedy: leave loss_is out.'
 
 
 class _Unproved(Exception):
@@ -174,11 +176,11 @@ class _Walk:
 
     def __post_init__(self) -> None:
         self.loss = _loss_of(self.program)
-        self.forward = behind(self.loss)
+        self.forward = with_ancestors(self.loss)
 
     def compare(self, larger: Program, times: int) -> None:
         """Note the dims and numbers that grow with the batch."""
-        others = behind(_loss_of(larger))
+        others = with_ancestors(_loss_of(larger))
         if len(self.forward) != len(others):
             raise _Unproved(self.loss, _OTHERWISE)
         for node, other in zip(self.forward, others, strict=True):
@@ -187,7 +189,7 @@ class _Walk:
                 raise _Unproved(node, _OTHERWISE)
             if isinstance(small, Tensor) and small.dim() != getattr(large, "ndim", -1):
                 raise _Unproved(node, _OTHERWISE)
-            self.grown[node] = _growing_dims(small, large)
+            self.grown[node] = growing_dims(small, large)
             for place, (here, there) in enumerate(
                 zip(_numbers(self.program, node), _numbers(larger, other), strict=False)
             ):
@@ -237,7 +239,7 @@ class _Walk:
         grown = self.grown[node]
         if len(grown) > 1:
             raise _Unproved(node, "compares samples of one part with each other")
-        if not isinstance(node.meta.get("val"), Tensor):  # of several results each is asked by itself
+        if not isinstance(node.meta.get("val"), Tensor):  # each of several results is looked at by itself
             return self._several(node, given)
         if node.target is operator.getitem and not grown and _SAMPLES in given:
             return self._element(node)
@@ -247,18 +249,18 @@ class _Walk:
             self._check_along_dim(node)
             self._make_whole(node)
             return Share(Holds.SAMPLES, self._power(node))
-        if any(one.holds is Holds.SAMPLES for one in given):
+        if any(share.holds is Holds.SAMPLES for share in given):
             return self._added_up(node)
-        if any(one.holds is Holds.TOTAL for one in given):
+        if any(share.holds is Holds.TOTAL for share in given):
             return self._of_totals(node)
         return Share(Holds.SAME, self._power(node))
 
     def _several(self, node: fx.Node, given: list[Share]) -> Share:
-        """An operator with several results: their common share, if it is one."""
-        if any(one.holds is Holds.SAMPLES for one in given):
+        """An operator with several results: their common share, if they have one."""
+        if any(share.holds is Holds.SAMPLES for share in given):
             self._make_whole(node)
             return _SAMPLES
-        return self._of_totals(node) if any(one.holds is Holds.TOTAL for one in given) else _SAME
+        return self._of_totals(node) if any(share.holds is Holds.TOTAL for share in given) else _SAME
 
     def _element(self, node: fx.Node) -> Share:
         """A result without samples of an operator on samples."""
@@ -342,13 +344,13 @@ class _Walk:
             raise _Unproved(node, "uses a number that grows with the batch")
         if node.all_input_nodes or self.grown[node]:
             return 0
-        return sum(power for (one, _), power in self.literal_powers.items() if one is node)
+        return sum(power for (user, _), power in self.literal_powers.items() if user is node)
 
     def _sum_power(self, node: fx.Node) -> int:
         """The power that all terms of a sum have, made alike if possible; a number may be added to a mean only."""
         terms = [source for source in _terms(node) if not _is_zero(source)]
-        parts = [one for one in terms if self.shares[one].holds is not Holds.SAME]
-        powers = {self.shares[one].power for one in parts or terms}
+        parts = [term for term in terms if self.shares[term].holds is not Holds.SAME]
+        powers = {self.shares[term].power for term in parts or terms}
         if powers == {0, 1}:
             for term in parts:
                 self._raise_power(term)
@@ -356,7 +358,7 @@ class _Walk:
         if len(powers) > 1:
             raise _Unproved(node, "adds a sum over samples to a mean of them")
         power = next(iter(powers), 0)
-        is_total = any(self.shares[one].holds is Holds.TOTAL for one in parts)
+        is_total = any(self.shares[part].holds is Holds.TOTAL for part in parts)
         if parts and power != is_total and (len(parts) < len(terms) or _adds_a_number(node)):
             raise _Unproved(node, "adds a number to a sum over samples")
         return power
@@ -372,7 +374,7 @@ class _Walk:
             for source in _terms(node):
                 self._raise_power(source)
         elif node.target in MULTIPLIES | _DIV:
-            self._raise_power(next(one for one in _terms(node) if self.shares[one].holds is not Holds.SAME))
+            self._raise_power(next(term for term in _terms(node) if self.shares[term].holds is not Holds.SAME))
         else:
             raise _Unproved(node, "is a sum over samples, added to a mean of them")
 
@@ -396,7 +398,7 @@ class _Walk:
                 self.scaled[user] = place if user is node else user.args.index(factor)
 
     def mark(self) -> None:
-        """Leave word on the nodes of what is to be counted and scaled."""
+        """Mark the nodes that are to be counted and scaled."""
         for number, (node, power) in enumerate(self.counts.items()):
             node.meta[COUNT] = number, power
         for node, place in self.scaled.items():
@@ -420,29 +422,12 @@ def _loss_of(program: Program) -> fx.Node:
     return next(value for out, value in program.named_results() if out.kind is OutputKind.LOSS)
 
 
-def behind(node: fx.Node) -> list[fx.Node]:
-    """A node and all that it depends on, in the graph's order."""
-    found, waiting = {node}, [node]
-    while waiting:
-        for source in waiting.pop().all_input_nodes:
-            if source not in found:
-                found.add(source)
-                waiting.append(source)
-    return [one for one in node.graph.nodes if one in found]
-
-
 def _numbers(program: Program, node: fx.Node) -> list[Any]:
     """The arguments of a call by place; of a constant without dims, its value."""
     if node.op != "get_attr":
         return list(node.args)
     value = program.constants.get(str(node.target))
     return [value.item()] if isinstance(value, Tensor) and not value.dim() and not value.is_meta else []
-
-
-def _growing_dims(small: Any, large: Any) -> tuple[int, ...]:
-    if not isinstance(small, Tensor) or not isinstance(large, Tensor):
-        return ()
-    return tuple(dim for dim, (a, b) in enumerate(zip(small.shape, large.shape, strict=True)) if a != b)
 
 
 def _power_of(node: fx.Node, ratio: float, times: int) -> int:
@@ -468,11 +453,11 @@ def _name(target: Any) -> str:
 def _terms(node: fx.Node) -> list[fx.Node]:
     """What a linear operator puts together: its first argument or list of them; not what it is steered by."""
     if _name(node.target) == "where":
-        return [one for one in node.args[1:] if isinstance(one, fx.Node)]
+        return [value for value in node.args[1:] if isinstance(value, fx.Node)]
     if node.target in _ADD | MULTIPLIES | _DIV:
-        return [one for one in node.args[:2] if isinstance(one, fx.Node)]
+        return [value for value in node.args[:2] if isinstance(value, fx.Node)]
     first = node.args[0]
-    return [one for one in first if isinstance(one, fx.Node)] if isinstance(first, (list, tuple)) else [first]  # type: ignore[list-item]
+    return [value for value in first if isinstance(value, fx.Node)] if isinstance(first, (list, tuple)) else [first]  # type: ignore[list-item]
 
 
 def _is_zero(node: fx.Node) -> bool:

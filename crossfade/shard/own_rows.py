@@ -21,7 +21,7 @@ def rank_input(program: Program, axis: str = "") -> fx.Node:
     name = f"{RANK_INPUT}.{axis}" if axis else RANK_INPUT
     if (known := program.input_nodes().get(name)) is not None:
         if Input(InputKind.SCALAR, name) not in program.inputs:
-            raise CaptureError(f"a tensor of the model named {name!r}", remedy="rename it: the step needs the name")
+            raise CaptureError(f"the model has a tensor named {name!r}", remedy="rename it: the step needs the name")
         return known
     return program.add_input(Input(InputKind.SCALAR, name), 0)
 

@@ -22,6 +22,9 @@ class ScatterGradients(Pass):
     to work on. `copies` is the group of the ranks that hold the same rows, over which these are averaged next, if there
     are such; `everyone` is the group over which single numbers are averaged.
 
+    Also known as: the gradient reduce-scatter of ZeRO-2 and FSDP; with `copies`, of HSDP; Megatron's distributed
+    optimizer.
+
     Before:
         x: f32[3] = input("x")
         neg: f32[3] = aten.neg(x)
@@ -80,8 +83,8 @@ class ScatterGradients(Pass):
     def _averaged(
         self, program: Program, name: str, value: fx.Node, group: str, reason: str, verdicts: list[Verdict]
     ) -> fx.Node:
-        def average(one: Tensor) -> Tensor:
-            return collectives.wait(collectives.all_reduce(one, self.reduce_op, group))
+        def average(tensor: Tensor) -> Tensor:
+            return collectives.wait(collectives.all_reduce(tensor, self.reduce_op, group))
 
         done = splice(program, average, value, before=after(program, value), like=value)
         return self._account(name, done, value, reason, verdicts)

@@ -30,6 +30,8 @@ class SynchronizeBatchNorm(Pass):
 
     With `gather=False` two all-reduces take the all-gather's place, for backends that cannot gather (gloo on CUDA).
 
+    Also known as: `torch.nn.SyncBatchNorm`; Flax's `BatchNorm(axis_name=...)`.
+
     Before:
         x: f32[4, 2] = input("x")
         norm: (f32[4, 2], f32[2], f32[2]) = aten._native_batch_norm_legit.no_stats(x, None, None, True, 0.1, 1e-05)
@@ -72,9 +74,9 @@ class SynchronizeBatchNorm(Pass):
     def run(self, program: Program) -> PassResult:
         """Replace each training-mode batch norm over samples, forward and backward."""
         verdicts = []
-        given = {one.node for one in collectives.find(program.graph)}
+        given = {collective.node for collective in collectives.find(program.graph)}
         norms = [n for n in program.graph.nodes if n.op == "call_function" and "batch_norm" in str(n.target)]
-        reasons = [self._reason_against(node) for node in norms]  # asked before one's result feeds the next, unmarked
+        reasons = [self._reason_against(node) for node in norms]  # first of all: what replaces a norm is not marked
         for node, reason in zip(norms, reasons, strict=True):
             if reason is None:
                 self._replace(program, node)
@@ -83,10 +85,11 @@ class SynchronizeBatchNorm(Pass):
             else:
                 verdicts.append(Verdict.of(node, Outcome.LEFT, reason))
         count = sum(v.outcome is Outcome.REPLACED for v in verdicts)
+        reason = "it spreads a batch norm over all ranks"
         verdicts += [
-            Verdict.of(one.node, Outcome.INSERTED, "it spreads a batch norm over all ranks", bytes=one.bytes)
-            for one in collectives.find(program.graph)
-            if one.node not in given
+            Verdict.of(collective.node, Outcome.INSERTED, reason, bytes=collective.bytes)
+            for collective in collectives.find(program.graph)
+            if collective.node not in given
         ]
         return PassResult(bool(count), {"synchronized": count}, tuple(verdicts))
 

@@ -15,8 +15,8 @@ from crossfade.graph.private import statically_equal
 from crossfade.graph.program import Program
 from crossfade.graph.rewrite import Match, Rule
 from crossfade.simplify.products import (
-    Call,
-    Comparison,
+    CallCost,
+    CostComparison,
     bytes_of,
     copy_of,
     is_only_read_by,
@@ -33,10 +33,12 @@ _PATTERN = "aten.add.Tensor(aten.mm(a, b), aten.mm(c, d), alpha=alpha)"
 class AddMatmuls(Pass):
     """Let the second product of a sum accumulate onto the first, or make both one product of concatenated matrices.
 
-    Accumulating is one call less, and once it is done in place (`reinplace`), one pass less over the result. With a
-    `machine`, products whose inner dim is so small that copying their matrices is cheaper than that pass are
-    concatenated instead. Sums are taken in another order, and in half precision the first product is the only one
+    Accumulating is one call less, and once it is done in place (`overwrite-dead-values`), one pass less over the
+    result. With a `machine`, products whose inner dim is so small that copying their matrices is cheaper than that pass
+    are concatenated instead. Sums are taken in another order, and in half precision the first product is the only one
     rounded before the sum, or neither is.
+
+    Also known as: Inductor's `mm_plus_mm`; XLA's gemm rewriter (an addend becomes the gemm's third operand).
 
     Before:
         a: f32[4, 2] = input("a")
@@ -75,12 +77,12 @@ class AddMatmuls(Pass):
         first, second = _products(match.root)
         if (reason := _unlike(match)) is not None:
             return reason
-        if not all(is_only_read_by(one, match.root) for one in (first, second)):
+        if not all(is_only_read_by(product, match.root) for product in (first, second)):
             return "a product has other users"
         if match["alpha"] != 1:
             return "its second product is scaled"
         accumulated, joined = _accumulating(match, in_place=True), _concatenating(match)
-        compared = Comparison(accumulated, joined)
+        compared = CostComparison(accumulated, joined)
         prices[match.root] = ("one product is faster than two on this machine", compared.on(self.machine))
         return compared.reason_against(self.machine)
 
@@ -92,10 +94,10 @@ def _products(root: fx.Node) -> tuple[Any, Any]:
 
 def _unlike(match: Match) -> str | None:
     """Why the two products are not summed element by element, as they are."""
-    one, other = (product.meta["val"] for product in _products(match.root))
-    if one.dtype != other.dtype:
+    first, other = (product.meta["val"] for product in _products(match.root))
+    if first.dtype != other.dtype:
         return "its products are of two dtypes"
-    if not statically_equal(one.shape, other.shape):
+    if not statically_equal(first.shape, other.shape):
         return "its products are not provably of one shape"
     if isinstance(match["alpha"], bool) or not isinstance(match["alpha"], (int, float)) or not match["alpha"]:
         return "its alpha is zero or not known"
@@ -108,8 +110,8 @@ def _against_accumulating(match: Match, prices: dict[fx.Node, tuple[str, str]]) 
     if (roles := _roles(match)) is None:
         return "both products have other users, or are one"
     apart = (product_of(match["a"], match["b"]), product_of(match["c"], match["d"]))
-    plain = (*apart, Call(0, 3 * bytes_of(match.root)))
-    compared = Comparison(plain, _accumulating(match, in_place=is_only_read_by(roles[0], match.root)))
+    plain = (*apart, CallCost(0, 3 * bytes_of(match.root)))
+    compared = CostComparison(plain, _accumulating(match, in_place=is_only_read_by(roles[0], match.root)))
     prices[match.root] = ("accumulating needs no sum of its own", str(compared))
     return None
 
@@ -124,14 +126,14 @@ def _roles(match: Match) -> tuple[fx.Node, Any, Any] | None:
     return None
 
 
-def _accumulating(match: Match, *, in_place: bool) -> tuple[Call, ...]:
+def _accumulating(match: Match, *, in_place: bool) -> tuple[CallCost, ...]:
     """The second product reads the first; if that is still needed, a copy of it."""
     first, second = product_of(match["a"], match["b"]), product_of(match["c"], match["d"])
     extra = bytes_of(match.root) * (1 if in_place else 3)
     return first, second._replace(bytes=second.bytes + extra)
 
 
-def _concatenating(match: Match) -> tuple[Call, ...]:
+def _concatenating(match: Match) -> tuple[CallCost, ...]:
     (rows, inner), (_, columns) = sizes_of(match["a"]), sizes_of(match["b"])
     inner += sizes_of(match["c"])[1]
     whole = product_of_sizes(rows, inner, columns, match.root.meta["val"])

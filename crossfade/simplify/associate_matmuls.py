@@ -15,7 +15,7 @@ from crossfade.graph.operators import arguments
 from crossfade.graph.passes import Numerics, Outcome, Pass, PassResult, Verdict, from_context
 from crossfade.graph.program import Program
 from crossfade.graph.splice import erase_if_dead, splice
-from crossfade.simplify.products import Call, Comparison, is_only_read_by, product_of_sizes, sizes_of
+from crossfade.simplify.products import CallCost, CostComparison, is_only_read_by, product_of_sizes, sizes_of
 
 _MM = torch.ops.aten.mm.default
 _LONGEST = 48
@@ -31,6 +31,9 @@ class AssociateMatmuls(Pass):
 
     That is the order of the fewest floating-point operations, taken if it moves no more bytes either; with a `machine`
     the order that is fastest there. Sums are taken in another order, and other products are rounded on the way.
+
+    Also known as: matrix chain ordering, `torch.linalg.multi_dot`; the associative reordering of dots in XLA's
+    algebraic simplifier.
 
     Before:
         a: f32[64, 2] = input("a")
@@ -68,7 +71,7 @@ class AssociateMatmuls(Pass):
         best = chain.best(self._price)
         if best == chain.tree:
             return Verdict.of(root, Outcome.LEFT, "no other order of its chain is cheaper")
-        compared = Comparison(tuple(chain.calls(chain.tree)), tuple(chain.calls(best)))
+        compared = CostComparison(tuple(chain.calls(chain.tree)), tuple(chain.calls(best)))
         reason, numbers = compared.reason_against(self.machine), compared.on(self.machine)
         if reason is None and any(aliasing.is_written(factor) for factor in chain.factors):
             reason = "it would read later what is written to"
@@ -78,7 +81,7 @@ class AssociateMatmuls(Pass):
             return Verdict.of(root, Outcome.LEFT, reason, detail=numbers)
         return Verdict.of(root, Outcome.REPLACED, "another order of its chain is cheaper", detail=numbers)
 
-    def _price(self, call: Call) -> float:
+    def _price(self, call: CallCost) -> float:
         return call.flops if self.machine is None else call.seconds(self.machine)
 
 
@@ -111,7 +114,7 @@ class Chain:
         sizes = (sizes_of(factors[0])[0], *(sizes_of(factor)[1] for factor in factors))
         return cls(tuple(factors), done[0], sizes, root.meta["val"])
 
-    def calls(self, tree: Tree) -> Iterable[Call]:
+    def calls(self, tree: Tree) -> Iterable[CallCost]:
         """The products of an order."""
         if isinstance(tree, tuple):
             left, right = tree
@@ -119,7 +122,7 @@ class Chain:
             yield from self.calls(right)
             yield self._call(_first(left), _first(right), _last(right) + 1)
 
-    def best(self, price: Callable[[Call], float]) -> Tree:
+    def best(self, price: Callable[[CallCost], float]) -> Tree:
         """The order of the lowest price, by the usual dynamic program; the first one on the left among equals."""
         count = len(self.factors)
         cost = {(i, i + 1): 0.0 for i in range(count)}
@@ -135,7 +138,7 @@ class Chain:
                 tree[start, end] = tree[start, -cut], tree[-cut, end]
         return tree[0, count]
 
-    def _call(self, start: int, cut: int, end: int) -> Call:
+    def _call(self, start: int, cut: int, end: int) -> CallCost:
         return product_of_sizes(self.sizes[start], self.sizes[cut], self.sizes[end], self.value)
 
 
@@ -165,13 +168,13 @@ def _is_inner(node: fx.Node) -> bool:
 def _roots(graph: fx.Graph) -> list[fx.Node]:
     """The last product of each chain of at least two."""
     products = graph.find_nodes(op="call_function", target=_MM)
-    return [one for one in products if not _is_inner(one) and any(_is_inner(factor) for factor in _factors(one))]
+    return [product for product in products if not _is_inner(product) and any(map(_is_inner, _factors(product)))]
 
 
 def _replace(
     program: Program, root: fx.Node, factors: tuple[fx.Node, ...], tree: Tree, aliasing: Aliasing
 ) -> str | None:
-    """Compute the chain by another tree, unless somebody would see that in memory: then, how."""
+    """Compute the chain by another tree, unless that would be visible in memory: then, how."""
 
     def multiplied(matrices: list[Tensor], tree: Tree) -> Tensor:
         if not isinstance(tree, tuple):

@@ -52,6 +52,11 @@ class BuildOnDevice(Pass):
     What is computed from constructors alone moves with them, if it gives the same bits there. Values that meet in one
     user move together or not at all. Random draws stay, since each device has its own generator.
 
+    Not in a default pipeline: only models that make masks or positions on the CPU for an accelerator need it:
+    `simplification().before("fold-constants", BuildOnDevice())`.
+
+    Also known as: Inductor's `ConstructorMoverPass` (`move_constructors_to_gpu`).
+
     Before:
         x: f32[4] = input("x")
         c: f32[4] = aten._to_copy(x, device=device("cuda:0"))
@@ -74,7 +79,7 @@ class BuildOnDevice(Pass):
     numerics = Numerics.BITWISE
 
     def run(self, program: Program) -> PassResult:
-        """Find the families of values built on the CPU, ask all their users, and move those that may."""
+        """Find the families of values built on the CPU, look at all their users, and move those that may move."""
         aliasing = Aliasing(program)
         moved, verdicts = 0, []
         for family in _families(program, aliasing):
@@ -108,7 +113,7 @@ class _Family:
 
 
 def _families(program: Program, aliasing: Aliasing) -> list[_Family]:
-    """All values made of CPU constructors alone, by family, with the answers of their users."""
+    """All values made of CPU constructors alone, by family, with what their users mean for them."""
     sets = _Sets()
     members: dict[fx.Node, None] = {}
     for node in program.graph.nodes:
@@ -151,8 +156,8 @@ def _is_on_cpu(node: fx.Node) -> bool:
 
 def _is_whole_arange(node: fx.Node) -> bool:
     """Whether an arange counts in whole numbers: devices compute fractions in precisions of their own."""
-    told = arguments(node)
-    numbers = [told.get(name, default) for name, default in (("start", 0), ("end", 0), ("step", 1))]
+    given = arguments(node)
+    numbers = [given.get(name, default) for name, default in (("start", 0), ("end", 0), ("step", 1))]
     if not node.meta["val"].dtype.is_floating_point:
         return True
     return all(isinstance(number, (int, float)) and number == int(number) and abs(number) < 256 for number in numbers)
@@ -168,7 +173,7 @@ def _gives_same_bits(node: fx.Node) -> bool:
 
 
 def _ask(family: _Family, node: fx.Node, user: fx.Node) -> None:
-    """Note what a user outside the family says to a member: its device, or why it may not move."""
+    """Note what a user outside the family means for a member: its device, or why it may not move."""
     reason = _reason_against(node, user)
     if reason is not None:
         family.reason = family.reason or reason
@@ -201,11 +206,11 @@ def _devices(node: fx.Node) -> set[torch.device]:
 
 def _flat_tensors(value: Any) -> list[Tensor]:
     values: Iterable[Any] = value if isinstance(value, (tuple, list)) else [value]
-    return [one for one in values if isinstance(one, Tensor)]
+    return [item for item in values if isinstance(item, Tensor)]
 
 
 def _move(program: Program, family: _Family, device: torch.device, aliasing: Aliasing) -> None:
-    """Say the device in every constructor, describe all members anew, and drop the copies that only changed device."""
+    """Name the device in every constructor, update all metadata, and drop the copies that only changed the device."""
     for node in family.members:
         if node.target in _CONSTRUCTORS or node.kwargs.get("device") is not None:
             node.update_kwarg("device", device)
@@ -235,7 +240,7 @@ class _Sets:
         self.parent: dict[fx.Node, fx.Node] = {}
 
     def find(self, node: fx.Node) -> fx.Node:
-        """The node that stands for a node's set."""
+        """The node that represents a node's set."""
         while (above := self.parent.setdefault(node, node)) is not node:
             self.parent[node] = self.parent[above]
             node = above

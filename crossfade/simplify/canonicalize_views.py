@@ -22,7 +22,7 @@ REORDERINGS = (
     "(aten.transpose.int | aten.swapaxes)({0}, _, _)",
     "(aten.t | aten.mT | aten.numpy_T)({0})",
 )
-"""The ways to order dims anew, as patterns with a gap for what they order."""
+"""The ways to reorder dims, as patterns with a gap for what they order."""
 
 
 @dataclass(frozen=True)
@@ -31,6 +31,8 @@ class CanonicalizeViews(RulePass):
 
     `view` says the most: it never copies. A `reshape` that stays is one that copies, or may. With symbolic sizes, a
     size is left to torch as -1 where it is the only one, and no node is added to compute it.
+
+    Also known as: Inductor's `view_to_reshape`, which settles on the other spelling.
 
     Before:
         x: f32[4, 6] = input("x")
@@ -113,7 +115,7 @@ def _is_cut_within(runs: list[int], shape: list[int]) -> bool:
 
 
 def spelled_sizes(value: Tensor) -> list[int] | None:
-    """A tensor's sizes for `view`: numbers, and -1 for the one that is symbolic; None where that does not tell all.
+    """A tensor's sizes for `view`: numbers, and -1 for the one that is symbolic; None where that does not say all.
 
     >>> spelled_sizes(torch.empty(2, 3))
     [2, 3]
@@ -141,8 +143,8 @@ def permutation_of(node: fx.Node) -> list[int]:
     if node.target is _aten.numpy_T.default:
         return order[::-1]
     if rank > 1:
-        one, other = given.values() or (-2, -1)
-        order[one], order[other] = order[other], order[one]
+        first, other = given.values() or (-2, -1)
+        order[first], order[other] = order[other], order[first]
     return order
 
 

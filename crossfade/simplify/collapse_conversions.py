@@ -58,6 +58,8 @@ class CollapseConversions(RulePass):
 
     `to` is spelled `_to_copy` where it does copy. Through a narrower dtype, nothing is changed: that rounds.
 
+    Also known as: Inductor's `pointless_convert`; XLA's `simplify-fp-conversions`.
+
     Before:
         x: bf16[4] = input("x")
         _to_copy: f32[4] = aten._to_copy(x, dtype=f32)

@@ -27,6 +27,9 @@ class CollapseViews(RulePass):
     Each rule makes a chain one step shorter, or leads back to where it began. What lies in between stays if something
     else reads it.
 
+    Also known as: Inductor's `pointless_view_pair` and `pointless_permute_pair`; XLA's algebraic simplifier (reshape of
+    reshape, transpose of transpose).
+
     Before:
         x: f32[4, 6] = input("x")
         view: f32[4, 2, 3] = aten.view(x, [4, 2, 3])

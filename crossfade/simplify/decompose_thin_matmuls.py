@@ -14,8 +14,8 @@ from crossfade.graph.private import statically_equal
 from crossfade.graph.program import Program
 from crossfade.graph.rewrite import Match, Rule
 from crossfade.simplify.products import (
-    Call,
-    Comparison,
+    CallCost,
+    CostComparison,
     are_pointwise,
     bytes_of,
     product_of,
@@ -34,6 +34,8 @@ class DecomposeThinMatmuls(Pass):
     that is known of outer products alone, which sum nothing. Run op by op, the pieces are passes of their own over more
     memory than the product takes: without `compiled` nothing is done. Half precision is multiplied and summed in
     float32, as the product does.
+
+    Also known as: Inductor's `decompose_mem_bound_mm`; dot strength reduction in XLA's algebraic simplifier.
 
     Before:
         a: f32[64, 1] = input("a")
@@ -83,11 +85,11 @@ def _is_outer(match: Match) -> bool:
     return statically_equal(match["a"].meta["val"].shape[1], 1)
 
 
-def _compared(match: Match) -> Comparison:
+def _compared(match: Match) -> CostComparison:
     """The product and one pointwise pass over its result, against one loop that keeps the result in registers."""
     product, result = product_of(match["a"], match["b"]), bytes_of(match.root)
-    loop = Call(product.flops, product.bytes, torch.float32)
-    return Comparison((product, Call(0, 2 * result)), (loop,))
+    loop = CallCost(product.flops, product.bytes, torch.float32)
+    return CostComparison((product, CallCost(0, 2 * result)), (loop,))
 
 
 def _multiplied(match: Match) -> Any:

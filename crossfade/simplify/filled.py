@@ -38,7 +38,7 @@ def fill_of(node: Any) -> bool | int | float | None:
 
 
 def held_exactly(value: bool | int | float, dtype: torch.dtype) -> bool:
-    """Whether a dtype holds a number in the same bits whoever converts it: no overflow, no fraction cut off, no NaN.
+    """Whether a dtype holds a number in the same bits, however converted: no overflow, no fraction cut off, no NaN.
 
     >>> held_exactly(300, torch.uint8), held_exactly(0.1, torch.float32), held_exactly(1e9, torch.float16)
     (False, True, False)

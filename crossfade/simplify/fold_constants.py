@@ -72,6 +72,8 @@ class FoldConstants(Pass):
     Values are those that this machine computes: they are the same bits where the same kernels run. `kept` promises
     that the tensors the program already keeps never change, so that what is made of them can be folded too.
 
+    Also known as: constant folding: XLA's `constant-folding`, Inductor's `constant_fold_uniform_value`.
+
     Before:
         x: f32[4] = input("x")
         a: f32[4] = aten.full([4], 2.0)
@@ -139,7 +141,7 @@ class _Known:
     def _reads_constants(self, node: fx.Node) -> bool:
         """Whether all that a node reads is constant, and there is some."""
         inputs = node.all_input_nodes
-        return bool(inputs) and all(one in self.foldable or one in self.uncomputed for one in inputs)
+        return bool(inputs) and all(source in self.foldable or source in self.uncomputed for source in inputs)
 
     def _look_at_constant(self, node: fx.Node) -> None:
         value = self.program.constants.get(str(node.target))
@@ -160,11 +162,11 @@ class _Known:
         return self._reason_against_values([value])
 
     def _look_at_source(self, node: fx.Node) -> None:
-        value, told = node.meta["val"], arguments(node)
-        if self.aliasing.is_written(node) or told.get("pin_memory") or any(map(_is_number, node.all_input_nodes)):
+        value, given = node.meta["val"], arguments(node)
+        if self.aliasing.is_written(node) or given.get("pin_memory") or any(map(_is_number, node.all_input_nodes)):
             return
-        if (one := _one_element(value, fill_of(node))) is not None:
-            self.uniform[node] = one
+        if (element := _one_element(value, fill_of(node))) is not None:
+            self.uniform[node] = element
         reason = self._reason_against_values([value])
         if reason is None or node in self.uniform:  # what is like another tensor has no values to compute
             self.foldable[node] = reason is None and not node.all_input_nodes
@@ -177,8 +179,8 @@ class _Known:
         if self.aliasing.is_written(node):
             self.leave(node, _WRITTEN)
             return
-        if (one := self._one_value(node)) is not None:
-            self.uniform[node] = one
+        if (element := self._one_value(node)) is not None:
+            self.uniform[node] = element
         reason = self._reason_against(node)
         if reason is None or node in self.uniform:
             self.foldable[node] = reason is None
@@ -209,12 +211,13 @@ class _Known:
             return None
         name = _name(node.target)
         if name in _KEEPS_VALUES:
-            one = self.uniform[node.all_input_nodes[0]]
-            return one if one.dtype is value.dtype else None  # or it is a view of the same bits as other numbers
+            element = self.uniform[node.all_input_nodes[0]]
+            # a view of the same bits as another dtype is of other numbers
+            return element if element.dtype is value.dtype else None
         if name == "_to_copy":
-            one = self.uniform[node.all_input_nodes[0]]
-            whole_from_float = one.dtype.is_floating_point and not value.dtype.is_floating_point
-            return _surely(lambda: one.to(value.dtype)) if not whole_from_float else None
+            element = self.uniform[node.all_input_nodes[0]]
+            whole_from_float = element.dtype.is_floating_point and not value.dtype.is_floating_point
+            return _surely(lambda: element.to(value.dtype)) if not whole_from_float else None
         exact = name in _EXACT and not value.dtype.is_complex and value.device == _CPU
         if not exact or arguments(node).get("alpha", 1) != 1 or arguments(node).get("rounding_mode") is not None:
             return None
@@ -230,16 +233,16 @@ class _Known:
         """The real value of a foldable node and of all that leads to it, without recursion."""
         stack = [node]
         while stack:
-            one = stack[-1]
-            missing = [source for source in one.all_input_nodes if source not in self.real]
+            top = stack[-1]
+            missing = [source for source in top.all_input_nodes if source not in self.real]
             if missing:
                 stack += missing
                 continue
             stack.pop()
-            if one not in self.real:
-                args, kwargs = fx.map_arg((one.args, one.kwargs), self.real.__getitem__)
+            if top not in self.real:
+                args, kwargs = fx.map_arg((top.args, top.kwargs), self.real.__getitem__)
                 with torch.no_grad():
-                    self.real[one] = one.target(*args, **kwargs)  # type: ignore[operator]
+                    self.real[top] = top.target(*args, **kwargs)  # type: ignore[operator]
         return self.real[node]
 
 
@@ -258,13 +261,13 @@ class _Folder:
         value = None if node._erased else node.meta["val"]
         if not isinstance(value, Tensor) or not node.users or _is_source(node.target) or node.op == "get_attr":
             return
-        one, whole = self.known.uniform.get(node), None
-        if one is None:
+        element, whole = self.known.uniform.get(node), None
+        if element is None:
             whole = self._evaluate(node)
-            one = _one_value_of(whole) if whole is not None else None
-        if one is not None and value.is_contiguous():
-            replacement, reason = self._full(node, one), None
-        elif one is not None:
+            element = _one_value_of(whole) if whole is not None else None
+        if element is not None and value.is_contiguous():
+            replacement, reason = self._full(node, element), None
+        elif element is not None:
             if memory_of(node) is node:  # what is not is a view, which costs nothing
                 self.known.leave(node, _OTHER_LAYOUT)
             return
@@ -288,11 +291,11 @@ class _Folder:
             self.known.leave(node, _REFUSED)
             return None
 
-    def _full(self, node: fx.Node, one: Tensor) -> fx.Node:
+    def _full(self, node: fx.Node, element: Tensor) -> fx.Node:
         value = node.meta["val"]
         how = {"dtype": value.dtype, "layout": torch.strided, "device": value.device, "pin_memory": False}
         target = _aten.full.default
-        return insert_call(self.program, target, list(value.shape), one.item(), before=node, like=node, **how)
+        return insert_call(self.program, target, list(value.shape), element.item(), before=node, like=node, **how)
 
     def _constant(self, node: fx.Node, whole: Tensor) -> tuple[fx.Node, str | None]:
         name = next(self.names)
@@ -331,8 +334,8 @@ def _makes_number(target: Any) -> bool:
 
 def _number(node: fx.Node) -> int | float | bool | None:
     if node.target is _aten.sym_size.int:
-        told = arguments(node)
-        size = told["self"].meta["val"].shape[told["dim"]]
+        given = arguments(node)
+        size = given["self"].meta["val"].shape[given["dim"]]
         return size if isinstance(size, int) else None
     if node.all_input_nodes or node.kwargs:
         return None
@@ -359,7 +362,7 @@ def _is_static(node: fx.Node) -> bool:
     """Whether a node makes strided tensors of known sizes, on any device that has real memory."""
     value = node.meta.get("val")
     values = list(value) if isinstance(value, (tuple, list)) else [value]
-    return bool(values) and all(_is_static_tensor(one) for one in values)
+    return bool(values) and all(_is_static_tensor(item) for item in values)
 
 
 def _is_static_tensor(value: Any) -> bool:
@@ -385,10 +388,10 @@ def _surely(compute: Callable[[], Tensor]) -> Tensor | None:
     """One element, if torch computes it and a `full` of its number has its bits: NaNs come in several."""
     try:
         with torch.no_grad():
-            one = compute()
+            element = compute()
     except RuntimeError:  # so will the program, when it runs
         return None
-    return one if not one.dtype.is_complex and _is_full_of(one, one) else None
+    return element if not element.dtype.is_complex and _is_full_of(element, element) else None
 
 
 def _one_value_of(whole: Tensor) -> Tensor | None:
@@ -399,8 +402,8 @@ def _one_value_of(whole: Tensor) -> Tensor | None:
     return first if _is_full_of(whole, first) else None
 
 
-def _is_full_of(whole: Tensor, one: Tensor) -> bool:
-    number = one.item()
+def _is_full_of(whole: Tensor, element: Tensor) -> bool:
+    number = element.item()
     written = math.nan if number != number else number  # a program's text has one NaN
     return torch.equal(_bits(torch.full(whole.shape, written, dtype=whole.dtype)), _bits(whole))
 

@@ -25,6 +25,11 @@ class FormAddmm(RulePass):
     alone. So set, this pass and `unfuse-bias`, which takes apart exactly those, never undo one another; otherwise a
     pipeline has one of the two. In half precision the product is no longer rounded before the sum.
 
+    Not in a default pipeline: it reassociates, and matters only where a bias is added to an `mm` by hand: `nn.Linear`
+    is an `addmm` already. Add it with `simplification().after("simplify-nodes", FormAddmm())`.
+
+    Also known as: Inductor's `addmm` pattern; XLA's gemm rewriter (bias epilogue).
+
     Before:
         x: f32[4, 2] = input("x")
         w: f32[2, 3] = input("w")

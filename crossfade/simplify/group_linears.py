@@ -24,8 +24,8 @@ from crossfade.graph.splice import insert_call
 from crossfade.simplify.products import (
     VIEW,
     WORTH_IT,
-    Call,
-    Comparison,
+    CallCost,
+    CostComparison,
     copy_of,
     product_of_sizes,
     sizes_of,
@@ -46,6 +46,11 @@ class GroupLinears(Pass):
     without one, where it needs no more bytes and no more calls, and nothing is batched. Only products that do not need
     one another are put together. Results that the program returns keep memory of their own. Sums may be taken in
     another order.
+
+    Not in a default pipeline: concatenating weights at every step seldom pays in training. For inference, where q, k
+    and v share an input: `simplification(machine).after("simplify-nodes", GroupLinears(machine))`.
+
+    Also known as: Inductor's `group_batch_fusion`; XLA's `dot-merger`; Megatron's fused `linear_qkv`.
 
     Before:
         x: f32[64, 8] = input("x")
@@ -101,7 +106,7 @@ class GroupLinears(Pass):
         if formed:
             _bring_together(program, order, formed)
             for group in formed:
-                group.as_it_is_now().carry_out(program)
+                group.refreshed().carry_out(program)
         return sum(len(group.members) for group in formed)
 
     def _verdict(self, group: Group, strides: Strides) -> Verdict:
@@ -114,16 +119,16 @@ class GroupLinears(Pass):
             return Verdict.of(first, Outcome.LEFT, reason, detail=numbers)
         return Verdict.of(first, Outcome.FUSED, group.why, detail=numbers)
 
-    def _of_one_shape(self, one: Linear) -> Hashable:
+    def _of_one_shape(self, linear: Linear) -> Hashable:
         """What products in a batch have in common; None for those that no batch would make faster."""
         assert self.machine is not None
-        if one.node.target is not _aten.mm.default or not all(type(n) is int for n in (*one.shape, one.inner)):
+        if linear.node.target is not _aten.mm.default or not all(type(n) is int for n in (*linear.shape, linear.inner)):
             return None
-        alone = one.call()
-        share = Call(alone.flops, alone.bytes + copy_of(one.input, one.weight).bytes, alone.dtype)
+        alone = linear.call()
+        share = CallCost(alone.flops, alone.bytes + copy_of(linear.input, linear.weight).bytes, alone.dtype)
         if share.seconds(self.machine) - self.machine.overhead > WORTH_IT * alone.seconds(self.machine):
             return None
-        return *one.shape, one.inner, one.like
+        return *linear.shape, linear.inner, linear.like
 
 
 @dataclass(frozen=True)
@@ -171,7 +176,7 @@ class Linear:
         value = self.weight.meta["val"]
         return self.node.target, self.bias is None, value.dtype, value.device
 
-    def call(self) -> Call:
+    def call(self) -> CallCost:
         """What it costs."""
         *rows, columns = sizes_of(self.node)
         return product_of_sizes(math.prod(rows), sizes_of(self.input)[-1], columns, self.node.meta["val"])
@@ -186,11 +191,11 @@ class Group:
 
     why: ClassVar[str]
 
-    def compared(self) -> Comparison:
+    def compared(self) -> CostComparison:
         """The products apart, and as one."""
-        return Comparison(tuple(one.call() for one in self.members), self.calls())
+        return CostComparison(tuple(member.call() for member in self.members), self.calls())
 
-    def calls(self) -> tuple[Call, ...]:
+    def calls(self) -> tuple[CallCost, ...]:
         """What computing all at once takes."""
         raise NotImplementedError
 
@@ -211,23 +216,24 @@ class Group:
         with strides.program.fake_mode:
             whole = self.members[0].node.meta["val"].new_empty(self.whole_shape())
             parts = self.parts(whole)
-        return strides.take({one.node: part for one, part in zip(self.members, parts, strict=True)})
+        return strides.take({member.node: part for member, part in zip(self.members, parts, strict=True)})
 
-    def as_it_is_now(self) -> Group:
+    def refreshed(self) -> Group:
         """The group after others were carried out, whose results its members may read."""
-        return replace(self, members=tuple(now for one in self.members if (now := Linear.of(one.node)) is not None))
+        now = (Linear.of(member.node) for member in self.members)
+        return replace(self, members=tuple(linear for linear in now if linear is not None))
 
     def carry_out(self, program: Program) -> None:
         """Replace the members, which stand together."""
         first = self.members[0].node
         parts = self.build(program, first)
         new = {
-            one.node: insert_call(program, operator.getitem, parts, index, before=first, like=one.node)
-            for index, one in enumerate(self.members)
+            member.node: insert_call(program, operator.getitem, parts, index, before=first, like=member.node)
+            for index, member in enumerate(self.members)
         }
         replace_strided(program, new)
-        for one in self.members:
-            program.graph.erase_node(one.node)
+        for member in self.members:
+            program.graph.erase_node(member.node)
 
 
 class Concatenation(Group):
@@ -235,12 +241,12 @@ class Concatenation(Group):
 
     why = "one product by all weights is cheaper"
 
-    def calls(self) -> tuple[Call, ...]:
+    def calls(self) -> tuple[CallCost, ...]:
         """Copies of what is not concatenated beforehand, the product, its parts."""
-        one = self.members[0]
-        *rows, _ = sizes_of(one.node)
+        first = self.members[0]
+        *rows, _ = sizes_of(first.node)
         columns = sum(sizes_of(member.node)[-1] for member in self.members)
-        whole = product_of_sizes(math.prod(rows), sizes_of(one.input)[-1], columns, one.node.meta["val"])
+        whole = product_of_sizes(math.prod(rows), sizes_of(first.input)[-1], columns, first.node.meta["val"])
         weights = [member.weight for member in self.members]
         biases = [member.bias for member in self.members if member.bias is not None]
         copies = [copy_of(*nodes) for nodes in (weights, biases) if nodes and not self._is_folded(nodes)]
@@ -251,11 +257,11 @@ class Concatenation(Group):
 
     def whole_shape(self) -> tuple[Any, ...]:
         """All columns side by side."""
-        return (*self.members[0].shape[:-1], sum(one.columns for one in self.members))
+        return (*self.members[0].shape[:-1], sum(member.columns for member in self.members))
 
     def parts(self, whole: Tensor) -> Sequence[Tensor]:
         """Some columns each."""
-        return torch.split(whole, [one.columns for one in self.members], dim=-1)
+        return torch.split(whole, [member.columns for member in self.members], dim=-1)
 
     def build(self, program: Program, before: fx.Node) -> fx.Node:
         """Concatenate, multiply, split."""
@@ -263,17 +269,17 @@ class Concatenation(Group):
         def insert(target: Any, *args: Any) -> fx.Node:
             return insert_call(program, target, *args, before=before, like=before)
 
-        one = self.members[0]
-        target, weights = one.node.target, [member.weight for member in self.members]
+        first = self.members[0]
+        target, weights = first.node.target, [member.weight for member in self.members]
         weight = insert(_aten.cat.default, weights, _ACROSS[target])
         biases = [member.bias for member in self.members]
-        bias = insert(_aten.cat.default, biases) if one.bias is not None else None
+        bias = insert(_aten.cat.default, biases) if first.bias is not None else None
         if target is _aten.addmm.default:
-            whole = insert(target, bias, one.input, weight)
+            whole = insert(target, bias, first.input, weight)
         else:
-            whole = insert(target, one.input, weight, *([bias] if bias is not None else []))
+            whole = insert(target, first.input, weight, *([bias] if bias is not None else []))
         columns = [member.columns for member in self.members]
-        return insert(_aten.split_with_sizes.default, whole, columns, len(one.shape) - 1)
+        return insert(_aten.split_with_sizes.default, whole, columns, len(first.shape) - 1)
 
 
 class Batch(Group):
@@ -281,12 +287,12 @@ class Batch(Group):
 
     why = "one batch of products is faster on this machine"
 
-    def calls(self) -> tuple[Call, ...]:
+    def calls(self) -> tuple[CallCost, ...]:
         """Two stacks, the batch, its parts."""
-        one, count = self.members[0], len(self.members)
+        first, count = self.members[0], len(self.members)
         inputs, weights = ([getattr(member, name) for member in self.members] for name in ("input", "weight"))
-        (rows, columns), inner = sizes_of(one.node), sizes_of(one.input)[1]
-        batch = product_of_sizes(rows, inner, columns, one.node.meta["val"], stack=count)
+        (rows, columns), inner = sizes_of(first.node), sizes_of(first.input)[1]
+        batch = product_of_sizes(rows, inner, columns, first.node.meta["val"], stack=count)
         return copy_of(*inputs), copy_of(*weights), batch, VIEW
 
     def whole_shape(self) -> tuple[Any, ...]:
@@ -303,14 +309,14 @@ class Batch(Group):
         def insert(target: Any, *args: Any) -> fx.Node:
             return insert_call(program, target, *args, before=before, like=before)
 
-        inputs = insert(_aten.stack.default, [one.input for one in self.members])
-        weights = insert(_aten.stack.default, [one.weight for one in self.members])
+        inputs = insert(_aten.stack.default, [member.input for member in self.members])
+        weights = insert(_aten.stack.default, [member.weight for member in self.members])
         whole = insert(_aten.bmm.default, inputs, weights)
         return insert(_aten.unbind.int, whole)
 
 
-def _of_one_input(one: Linear) -> Hashable:
-    return (one.input, one.like) if type(one.columns) is int else None
+def _of_one_input(linear: Linear) -> Hashable:
+    return (linear.input, linear.like) if type(linear.columns) is int else None
 
 
 _SHOWN = "its memory is returned, written to, or looked at by strides"
@@ -320,16 +326,16 @@ _READS_WRITTEN = "what it reads is written to"
 def _candidates(
     program: Program, nodes: list[fx.Node], key: Any, verdicts: list[Verdict]
 ) -> dict[fx.Node, tuple[Hashable, Linear]]:
-    """Products that share their key with another one and whose memory nobody looks at, by node."""
+    """Products that share their key with another one and whose memory nothing looks at, by node."""
     roots = alias_roots(nodes)
     written = written_owners(nodes, roots)
     shown = {roots[value] for value in program.results if isinstance(value, fx.Node)} | written
     shown |= {roots[source] for node in nodes if _goes_by_strides(node.target) for source in node.all_input_nodes}
     found: dict[fx.Node, tuple[Hashable, Linear]] = {}
     for node in nodes:
-        one = Linear.of(node)
-        if one is not None and (shared := key(one)) is not None:
-            found[node] = shared, one
+        linear = Linear.of(node)
+        if linear is not None and (shared := key(linear)) is not None:
+            found[node] = shared, linear
     for node in _not_alone(found):
         seen = _SHOWN if node in shown else None
         reads = _READS_WRITTEN if any(roots[source] in written for source in node.all_input_nodes) else None
@@ -360,20 +366,20 @@ def _independent(order: Order, candidates: dict[fx.Node, tuple[Hashable, Linear]
         units.walk(node)
         if node not in candidates:
             continue
-        key, one = candidates[node]
+        key, linear = candidates[node]
         unit = current.get(key)
         if unit is not None and units.may_join(node, unit):
             units.join(node, unit)
         else:
             unit = current[key] = units.open(node)
-        groups.setdefault(unit, []).append(one)
+        groups.setdefault(unit, []).append(linear)
     return list(groups.values())
 
 
 def _bring_together(program: Program, order: Order, groups: list[Group]) -> None:
     """Let the members of each group stand side by side, below all that they need."""
     units = Contraction(order)
-    head = {one.node: group.members[0].node for group in groups for one in group.members}
+    head = {member.node: group.members[0].node for group in groups for member in group.members}
     for node in order.nodes:
         units.walk(node)
         if head.get(node) is node:

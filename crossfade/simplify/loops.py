@@ -16,7 +16,7 @@ from crossfade.graph.program import Input, InputKind, Output, OutputKind, Progra
 from crossfade.graph.splice import insert_call
 
 _aten = torch.ops.aten
-_RELAID = "what it carries lies otherwise in memory after a turn"
+_RELAID = "what it carries is laid out differently in memory after a turn"
 
 
 @dataclass(frozen=True)
@@ -29,10 +29,15 @@ class Turns:
 
     program: Program
     node: fx.Node
-    body: fx.GraphModule
+    called: fx.Node
     carried: Sequence[fx.Node]
     rows: Sequence[fx.Node]
     others: Sequence[Any]
+
+    @property
+    def body(self) -> fx.GraphModule:
+        """The graph that it runs."""
+        return self.program.constants[str(self.called.target)]
 
     @property
     def results(self) -> list[Any]:
@@ -62,10 +67,12 @@ class Turns:
         if len(set(homes)) < len(homes) or not all(_is_made_here(home) for home in homes):
             return "what it carries is what it was given, or one tensor twice"
         stacked = self.node.meta["val"][len(self.carried) :]
-        return None if all(map(_is_contiguous, stacked)) else "its results would lie otherwise in memory"
+        return None if all(map(_is_contiguous, stacked)) else "its results would be laid out differently in memory"
 
     def lower(self) -> str | None:
-        """Put the loop in the call's place; return why not, if that turns out only when a turn is written down."""
+        """Put the loop in the call's place; return why not, which may turn out only when a turn is written down."""
+        if (reason := self.reason_against()) is not None:
+            return reason
         program, node, like = self.program, self.node, self.rows[0].meta["val"]
         with program.fake_mode:
             index = torch.empty([], dtype=torch.int64, device=like.device)
@@ -78,7 +85,7 @@ class Turns:
         graphs = [self._named("goes_on", self._goes_on(carried, list(map(_value, others)))), self._named("turn", turn)]
         first = self._insert(_aten.full.default, [], 0, dtype=torch.int64, device=like.device)
         empty = _aten.empty.memory_format
-        rows = [self._insert(empty, list(one.shape), dtype=one.dtype, device=one.device) for one in buffers]
+        rows = [self._insert(empty, list(buffer.shape), dtype=buffer.dtype, device=buffer.device) for buffer in buffers]
         arguments: Any = (*graphs, (first, *self.carried, *rows), tuple(others))
         with program.graph.inserting_before(node):
             loop = program.graph.call_function(torch.ops.higher_order.while_loop, arguments)
@@ -100,10 +107,9 @@ class Turns:
         for user in list(self.node.users):
             index: Any = user.args[1]
             user.args = (loop, index % len(self.results) + 1)
-        called = self.node.all_input_nodes[0]
         self.program.graph.erase_node(self.node)
-        if not called.users:
-            self.program.graph.erase_node(called)
+        if not self.called.users:
+            self.program.graph.erase_node(self.called)
 
     def _goes_on(self, carried: Sequence[Any], others: Sequence[Any]) -> fx.GraphModule:
         """Whether there is a turn left."""
@@ -123,8 +129,8 @@ class Turns:
 
         index = call(_aten.view.default, nodes[0], [1])
         given = nodes[len(carried) :]
-        picked = [call(_aten.index_select.default, one, 0, index) for one in given[: len(self.rows)]]
-        rows = [call(_aten.squeeze.dim, one, 0) for one in picked]
+        picked = [call(_aten.index_select.default, tensor, 0, index) for tensor in given[: len(self.rows)]]
+        rows = [call(_aten.squeeze.dim, row, 0) for row in picked]
         arguments = [*nodes[1 : 1 + number], *rows, *given[len(self.rows) :]]
         results = _inlined(inside, self.body, arguments, end)
         buffers = nodes[1 + number : len(carried)]
@@ -133,7 +139,7 @@ class Turns:
             for buffer, row in zip(buffers, results[number:], strict=True)
         ]
         carried_on = results[:number]
-        if not all(_alike(_value(one), other) for one, other in zip(carried_on, carried[1:], strict=False)):
+        if not all(_alike(_value(result), other) for result, other in zip(carried_on, carried[1:], strict=False)):
             return None
         inside.output_node.args = ((call(_aten.add.Tensor, nodes[0], 1), *carried_on, *put),)
         return inside.module()
@@ -154,10 +160,10 @@ def _is_made_here(home: Any) -> bool:
     return not isinstance(home, str) and (isinstance(home, tuple) or home.op == "call_function")
 
 
-def _alike(one: Tensor, other: Tensor) -> bool:
-    if one.dtype != other.dtype:
+def _alike(value: Tensor, other: Tensor) -> bool:
+    if value.dtype != other.dtype:
         return False
-    return statically_equal(tuple(one.shape), tuple(other.shape)) and statically_equal(one.stride(), other.stride())
+    return statically_equal(tuple(value.shape), tuple(other.shape)) and statically_equal(value.stride(), other.stride())
 
 
 def _is_contiguous(value: Any) -> bool:
@@ -182,7 +188,7 @@ def _graph_of(program: Program, values: Sequence[Any]) -> tuple[Program, list[fx
 
 
 def _inlined(inside: Program, body: fx.GraphModule, arguments: Sequence[fx.Node], end: fx.Node) -> list[Any]:
-    """Copy a graph's nodes, described anew on the arguments given, and return its results."""
+    """Copy a graph's nodes, with metadata for the arguments given, and return its results."""
     mapping: dict[fx.Node, fx.Node] = dict(zip(body.graph.find_nodes(op="placeholder"), arguments, strict=True))
     constants: dict[str, Any] = {}
     for node in body.graph.nodes:

@@ -9,22 +9,28 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from crossfade.graph.passes import Numerics, Outcome, Pass, PassResult, Verdict
+from crossfade.graph.passes import Numerics, Pass, PassResult
 from crossfade.graph.private import statically_equal, views_of_bases
 from crossfade.graph.program import Program
 from crossfade.graph.splice import splice
-from crossfade.simplify.needless_clones import drop_needless_clones
+from crossfade.simplify.lowering import lower_wrappers
 
 _CLONE = torch.ops.aten.clone.default
 _BASES = "_all_bases"
+_WRAPPERS = ("auto_functionalized", "auto_functionalized_v2")
 
 
 @dataclass(frozen=True)
 class LowerAutoFunctionalized(Pass):
     """Call what `auto_functionalized` wraps on clones of what it writes, or on the values themselves.
 
-    torch wraps operators that write their arguments so that graphs stay functional. A clone is needless where nobody
+    torch wraps operators that write their arguments so that graphs stay functional. A clone is needless where nothing
     reads the value afterwards, and its memory is neither an input's nor a result's.
+
+    Not in a default pipeline: torch runs the wrapper itself, and the graph is no longer functional. For a graph that is
+    run as it is: `simplification() + [LowerAutoFunctionalized()]`.
+
+    Also known as: Inductor's `decompose_auto_functionalized`.
 
     Before:
         x: f32[4] = input("x")
@@ -47,29 +53,19 @@ class LowerAutoFunctionalized(Pass):
     nested = True
 
     def run(self, program: Program) -> PassResult:
-        """Write clones everywhere first; which of them are needless is seen in the graph that has them all."""
-        verdicts, clones = [], []
-        for node in list(program.graph.nodes):
-            if node.op == "call_function" and str(node.target) in ("auto_functionalized", "auto_functionalized_v2"):
-                reason = _reason_against(program, node)
-                outcome = Outcome.LEFT if reason is not None else Outcome.REPLACED
-                verdicts.append(Verdict.of(node, outcome, reason or "it is called by itself"))
-                clones += [] if reason is not None else _lower(program, node)
-        lowered = sum(verdict.outcome is Outcome.REPLACED for verdict in verdicts)
-        dropped = drop_needless_clones(program, clones)
-        counts = {"lowered": lowered, "left": len(verdicts) - lowered, "clones": len(clones) - dropped}
-        return PassResult(bool(lowered), {**counts, "dropped": dropped}, tuple(verdicts))
+        """Lower each wrapper of an operator that writes known memory."""
+        return lower_wrappers(program, _WRAPPERS, "it is called by itself", _reason_against, _lower)
 
 
 def _reason_against(program: Program, node: fx.Node) -> str | None:
-    called, told = node.args[0], node.kwargs
+    called, given = node.args[0], node.kwargs
     if not isinstance(called, torch._ops.OpOverload):
         return "it calls something that is no operator"
-    if str(node.target) == "auto_functionalized_v2" and not told.get(_BASES):
+    if str(node.target) == "auto_functionalized_v2" and not given.get(_BASES):
         return "it writes memory that it makes itself"
     if not all(user.target is operator.getitem for user in node.users):
         return "its results are used as a whole"
-    by_strides = any(name.endswith("_storage_offset") for name in told)
+    by_strides = any(name.endswith("_storage_offset") for name in given)
     for base in _bases(node):
         value = base.meta["val"]
         with program.fake_mode:
@@ -106,24 +102,24 @@ def _lower(program: Program, node: fx.Node) -> list[fx.Node]:
     while (before := before.next) is not node:
         made.append(before)
     program.graph.erase_node(node)
-    return [one for one in made if one.target is _CLONE and one.args[0] in bases]
+    return [new for new in made if new.target is _CLONE and new.args[0] in bases]
 
 
-def _on_clones(called: Any, told: dict[str, Any]) -> list[Any]:
+def _on_clones(called: Any, given: dict[str, Any]) -> list[Any]:
     """What the first wrapper does: the operator's results, then the new value of each argument it writes."""
     written = [
         item.name for item in called._schema.arguments if item.alias_info is not None and item.alias_info.is_write
     ]
-    new = {name: _cloned(told.get(name)) for name in written}
-    return [*_as_list(called(**{**told, **new})), *new.values()]
+    new = {name: _cloned(given.get(name)) for name in written}
+    return [*_as_list(called(**{**given, **new})), *new.values()]
 
 
-def _on_bases(called: Any, told: dict[str, Any]) -> list[Any]:
+def _on_bases(called: Any, given: dict[str, Any]) -> list[Any]:
     """What the second wrapper does: the arguments written are views of bases, whose new values it returns."""
-    told = dict(told)
-    bases = _cloned(told.pop(_BASES))
-    new = views_of_bases(called, told, bases)
-    return [*_as_list(called(**{**told, **new})), *bases]
+    given = dict(given)
+    bases = _cloned(given.pop(_BASES))
+    new = views_of_bases(called, given, bases)
+    return [*_as_list(called(**{**given, **new})), *bases]
 
 
 def _cloned(value: Any) -> Any:

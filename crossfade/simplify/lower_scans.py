@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 from torch import fx
 
-from crossfade.graph.passes import Numerics, Outcome, Pass, PassResult, Verdict
+from crossfade.graph.passes import Numerics, Pass, PassResult
 from crossfade.graph.program import Program
 from crossfade.simplify.loops import Turns
+from crossfade.simplify.lowering import lower_calls
 
 
 @dataclass(frozen=True)
 class LowerScans(Pass):
-    """Run a `scan` as a `while_loop` that carries what the scan does, so that whoever follows knows one kind of loop.
+    """Run a `scan` as a `while_loop` that carries what the scan does, so that later passes meet one kind of loop.
 
-    Each turn makes a new tensor of all rows, with its own row in it; who may write in place saves that.
+    Each turn makes a new tensor of all rows, with its own row in it; a pass that writes in place saves that.
+
+    Not in a default pipeline: torch runs `scan` itself. For a backend that knows only `while_loop`:
+    `simplification().before("simplify-nodes", LowerScans())`.
+
+    Also known as: Inductor's `decompose_scan_to_while_loop`; `jax.lax.scan`, which is an XLA while loop.
 
     Before:
         def body():
@@ -73,18 +78,9 @@ class LowerScans(Pass):
 
     def run(self, program: Program) -> PassResult:
         """Lower each call whose sizes and memory are known."""
-        verdicts = []
-        for node in list(program.graph.nodes):
-            if node.op == "call_function" and str(node.target) == "scan":
-                verdicts.append(_lowered(program, node))
-        lowered = sum(verdict.outcome is Outcome.REPLACED for verdict in verdicts)
-        return PassResult(bool(lowered), {"lowered": lowered, "left": len(verdicts) - lowered}, tuple(verdicts))
 
+        def lower(node: fx.Node) -> str | None:
+            called, carried, rows, others = (*node.args, *node.kwargs.values())
+            return Turns(program, node, called, carried, rows, others).lower()  # type: ignore[arg-type]
 
-def _lowered(program: Program, node: fx.Node) -> Verdict:
-    called, carried, rows, others = (*node.args, *node.kwargs.values())
-    graph: Any = called
-    turns = Turns(program, node, program.constants[str(graph.target)], carried, rows, others)  # type: ignore[arg-type]
-    verdict = Verdict.of(node, Outcome.REPLACED, "a loop does the same")
-    reason = turns.reason_against() or turns.lower()
-    return verdict if reason is None else Verdict.of(node, Outcome.LEFT, reason)
+        return lower_calls(program, ("scan",), "a loop does the same", lower)

@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from crossfade.graph.passes import Numerics, Outcome, Pass, PassResult, Verdict
+from crossfade.graph.passes import Numerics, Pass, PassResult
 from crossfade.graph.private import statically_equal
 from crossfade.graph.program import Program
 from crossfade.graph.splice import insert_call
-from crossfade.simplify.needless_clones import drop_needless_clones
+from crossfade.simplify.lowering import lower_wrappers
 
 _FUNCTIONAL = "triton_kernel_wrapper_functional"
 
@@ -22,7 +22,12 @@ _FUNCTIONAL = "triton_kernel_wrapper_functional"
 class LowerTritonWrappers(Pass):
     """Call the user's Triton kernels on clones of what they write, or on the values themselves.
 
-    A clone is needless where nobody reads the value afterwards, and its memory is neither an input's nor a result's.
+    A clone is needless where nothing reads the value afterwards, and its memory is neither an input's nor a result's.
+
+    Not in a default pipeline: torch runs the wrapper itself, and the graph is no longer functional. For a graph that is
+    run as it is: `simplification() + [LowerTritonWrappers()]`.
+
+    Also known as: Inductor's `decompose_triton_kernel_wrapper_functional`.
 
     Before:
         x: f32[4] = input("x")
@@ -47,45 +52,36 @@ constant_args_idx=0, grid=[(1, 1, 1)], tma_descriptor_metadata={}, kwargs={"out"
     nested = True
 
     def run(self, program: Program) -> PassResult:
-        """Write clones everywhere first; which of them are needless is seen in the graph that has them all."""
-        verdicts: list[Verdict] = []
-        clones: list[fx.Node] = []
-        for node in list(program.graph.nodes):
-            if node.op == "call_function" and str(node.target) == _FUNCTIONAL:
-                reason = _reason_against(program, node)
-                outcome = Outcome.LEFT if reason is not None else Outcome.REPLACED
-                verdicts.append(Verdict.of(node, outcome, reason or "its kernel is called by itself"))
-                clones += [] if reason is not None else _lower(program, node)
-        lowered = sum(verdict.outcome is Outcome.REPLACED for verdict in verdicts)
-        dropped = drop_needless_clones(program, clones)
-        counts = {"lowered": lowered, "left": len(verdicts) - lowered, "clones": len(clones) - dropped}
-        return PassResult(bool(lowered), {**counts, "dropped": dropped}, tuple(verdicts))
+        """Lower each wrapper whose kernel writes known tensors."""
+        return lower_wrappers(program, (_FUNCTIONAL,), "its kernel is called by itself", _reason_against, _lower)
 
 
 def _reason_against(program: Program, node: fx.Node) -> str | None:
-    told: dict[str, Any] = dict(node.kwargs)
-    written = [told["kwargs"].get(name) for name in told["tensors_to_clone"]]
-    if node.args or not all(isinstance(one, fx.Node) and isinstance(one.meta.get("val"), Tensor) for one in written):
+    given: dict[str, Any] = dict(node.kwargs)
+    written = [given["kwargs"].get(name) for name in given["tensors_to_clone"]]
+    if node.args or not all(
+        isinstance(value, fx.Node) and isinstance(value.meta.get("val"), Tensor) for value in written
+    ):
         return "what its kernel writes is not all known tensors"
     if not all(user.target is operator.getitem for user in node.users):
         return "its results are used as a whole"
-    for one in written:
+    for value in written:
         with program.fake_mode:
-            again = one.meta["val"].clone()
-        if not statically_equal(again.stride(), one.meta["val"].stride()):
+            again = value.meta["val"].clone()
+        if not statically_equal(again.stride(), value.meta["val"].stride()):
             return "what its kernel writes has gaps or overlaps, which a clone would not keep"
     return None
 
 
 def _lower(program: Program, node: fx.Node) -> list[fx.Node]:
     """Put clones and the call in the wrapper's place; return the clones."""
-    told: dict[str, Any] = dict(node.kwargs)
-    names = told.pop("tensors_to_clone")
+    given: dict[str, Any] = dict(node.kwargs)
+    names = given.pop("tensors_to_clone")
     clone = torch.ops.aten.clone.default
-    new = {name: insert_call(program, clone, told["kwargs"][name], before=node, like=node) for name in names}
-    told["kwargs"] = {**told["kwargs"], **new}
+    new = {name: insert_call(program, clone, given["kwargs"][name], before=node, like=node) for name in names}
+    given["kwargs"] = {**given["kwargs"], **new}
     with program.graph.inserting_before(node):
-        call = program.graph.call_function(torch.ops.higher_order.triton_kernel_wrapper_mutation, (), told)
+        call = program.graph.call_function(torch.ops.higher_order.triton_kernel_wrapper_mutation, (), given)
     call.meta = {**node.meta, "val": None}
     for user in list(node.users):
         user.replace_all_uses_with(new[user.args[1]])  # type: ignore[index]

@@ -1,4 +1,4 @@
-"""Clones of values that nobody reads any more."""
+"""Clones of values that nothing reads any more."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from crossfade.graph.program import Program
 
 
 def drop_needless_clones(program: Program, clones: Sequence[fx.Node]) -> int:
-    """Let what a clone is made for have the value itself, where its memory is read by nobody afterwards.
+    """Let what a clone is made for have the value itself, where nothing reads its memory afterwards.
 
     The memory must be the program's own: not an input's, a constant's or a result's. Clones come in the order of the
     graph, and are contiguous or dense copies that lie as the value does. Returns how many went.
@@ -39,9 +39,10 @@ class _Homes:
         self.roots = alias_roots(nodes)
         self.moved: dict[fx.Node, fx.Node] = {}
         self.last_use = {self.roots[source]: position[node] for node in nodes for source in node.all_input_nodes}
-        for one in collectives.find(program.graph):  # what it sends is read, and a list written, until the last wait
-            end = max((position[wait] for wait in one.waits), default=len(nodes))
-            for held in (*one.inputs, *(one.results if one.coalesced else ())):
+        # what a collective sends is read, and a list written, until the last wait
+        for collective in collectives.find(program.graph):
+            end = max((position[wait] for wait in collective.waits), default=len(nodes))
+            for held in (*collective.inputs, *(collective.results if collective.coalesced else ())):
                 root = self.roots[held]
                 self.last_use[root] = max(self.last_use.get(root, 0), end)
 
@@ -53,7 +54,7 @@ class _Homes:
         return root
 
     def is_needed(self, node: fx.Node, after: int) -> bool:
-        """Whether somebody sees what becomes of a node's memory after a position."""
+        """Whether something sees what becomes of a node's memory after a position."""
         root = self.of(node)
         return root.op != "call_function" or self.last_use.get(root, 0) > after
 

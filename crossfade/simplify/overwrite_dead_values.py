@@ -33,6 +33,11 @@ class OverwriteDeadValues(Pass):
     of memory of their own. The graph is not functional afterwards: this pass is for the end of a pipeline. Inputs are
     taken not to share memory with one another.
 
+    Not in a default pipeline: the graph is no longer functional, and a compiled step ends in `update-in-place` instead.
+    For a graph that is run as it is: `optimization() + [OverwriteDeadValues()]`.
+
+    Also known as: Inductor's `reinplace_inplaceable_ops`; XLA's buffer assignment, which reuses dead operands.
+
     Before:
         x: f32[4] = input("x")
         y: f32[2] = input("y")
@@ -107,7 +112,7 @@ def _overwrite(memory: Memory, node: fx.Node) -> None:
 
 
 def _scatter(program: Program, memory: Memory, node: fx.Node) -> None:
-    """Copy into a view of the base, which then stands for the result."""
+    """Copy into a view of the base, which then is the result."""
     view, names = _SCATTERS[node.target]
     given = arguments(node)
     base = given["self"]
@@ -117,8 +122,8 @@ def _scatter(program: Program, memory: Memory, node: fx.Node) -> None:
     memory.merge(node, region)
     node.replace_all_uses_with(base)
     program.graph.erase_node(node)
-    for one in (base, part, copied):
-        memory.add(one, node if one is not base else base, region)
+    for value in (base, part, copied):
+        memory.add(value, node if value is not base else base, region)
 
 
 # -------------------------------------------------------------------------------------------- inputs that are updated

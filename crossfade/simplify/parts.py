@@ -59,7 +59,7 @@ def size_along(node: fx.Node, dim: int) -> Any:
 
 
 def dim_of(node: fx.Node, rank: int) -> int:
-    """The dim that an operator is told, counted from the first of `rank`."""
+    """The dim that an operator is given, counted from the first of `rank`."""
     return arguments(node)["dim"] % rank if rank else 0
 
 

@@ -31,6 +31,11 @@ class PrepareSoftmaxOnline(RulePass):
     exponentials again and costs a second exponential for each element: it pays on `devices` whose kernels are bound by
     memory and have one for it, CUDA with Triton. `_softmax` itself, when not in parts, is one kernel already.
 
+    Not in a default pipeline: it needs CUDA with Triton, and softmax written out in parts (not `_softmax`). Add it with
+    `simplification().after("simplify-nodes", PrepareSoftmaxOnline())`.
+
+    Also known as: online softmax; Inductor's `prepare_softmax_pattern`.
+
     Before:
         x: f32[8, 512] = input("x")
         c: f32[8, 512] = aten._to_copy(x, device=device("cuda"))

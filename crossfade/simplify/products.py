@@ -19,7 +19,7 @@ WORTH_IT = 0.9
 """Estimates are rough: a rewrite must take at most this share of the time before."""
 
 
-class Call(NamedTuple):
+class CallCost(NamedTuple):
     """What one operator does: floating-point operations at its dtype's rate, and bytes read and written."""
 
     flops: float
@@ -41,21 +41,21 @@ class Call(NamedTuple):
         return self.flops / machine.flops.get(str(self.dtype).removeprefix("torch."), machine.flops["float32"])
 
 
-VIEW = Call(0, 0, is_view=True)
+VIEW = CallCost(0, 0, is_view=True)
 """A call that only looks at memory differently."""
 
 
 @dataclass(frozen=True)
-class Comparison:
+class CostComparison:
     """Two ways to compute the same thing.
 
-    >>> small, large = Call(flops=100, bytes=10), Call(flops=1000, bytes=10)
-    >>> print(Comparison((large,), (small,)))
+    >>> small, large = CallCost(flops=100, bytes=10), CallCost(flops=1000, bytes=10)
+    >>> print(CostComparison((large,), (small,)))
     1000 FLOP, 10 B, 1 call -> 100 FLOP, 10 B, 1 call
     """
 
-    before: tuple[Call, ...]
-    after: tuple[Call, ...]
+    before: tuple[CallCost, ...]
+    after: tuple[CallCost, ...]
 
     def reason_against(self, machine: Machine | None) -> str | None:
         """None if the second way pays: on the machine, or without one on every machine, as it needs less of all."""
@@ -69,7 +69,7 @@ class Comparison:
 
     def seconds(self, machine: Machine) -> tuple[float, float]:
         """The seconds of both ways."""
-        return sum(one.seconds(machine) for one in self.before), sum(one.seconds(machine) for one in self.after)
+        return sum(call.seconds(machine) for call in self.before), sum(call.seconds(machine) for call in self.after)
 
     def on(self, machine: Machine | None) -> str:
         """The numbers as text, with the machine's seconds if there is one."""
@@ -82,18 +82,18 @@ class Comparison:
         return f"{_described(self.before)} -> {_described(self.after)}"
 
 
-def _needs(calls: tuple[Call, ...]) -> tuple[float, float, int]:
-    return sum(one.flops for one in calls), sum(one.bytes for one in calls), len(calls)
+def _needs(calls: tuple[CallCost, ...]) -> tuple[float, float, int]:
+    return sum(call.flops for call in calls), sum(call.bytes for call in calls), len(calls)
 
 
-def _described(calls: tuple[Call, ...]) -> str:
+def _described(calls: tuple[CallCost, ...]) -> str:
     flops, size, count = _needs(calls)
     return f"{flops:.0f} FLOP, {size:.0f} B, {count} call{'' if count == 1 else 's'}"
 
 
 def bytes_of(*nodes: fx.Node) -> float:
     """The bytes of memory behind the values of some nodes; symbolic sizes count by their hint."""
-    return float(sum(one.bytes for node in nodes for one in described(node.meta.get("val"))))
+    return float(sum(tensor.bytes for node in nodes for tensor in described(node.meta.get("val"))))
 
 
 def sizes_of(node: fx.Node) -> tuple[int, ...]:
@@ -101,23 +101,23 @@ def sizes_of(node: fx.Node) -> tuple[int, ...]:
     return tuple(size_hint(size) for size in node.meta["val"].shape)
 
 
-def product_of(left: fx.Node, right: fx.Node) -> Call:
+def product_of(left: fx.Node, right: fx.Node) -> CallCost:
     """The product of two matrices."""
     (rows, inner), (_, columns) = sizes_of(left), sizes_of(right)
     value = left.meta["val"]
     result = rows * columns * value.element_size()
-    return Call(2 * rows * inner * columns, bytes_of(left, right) + result, value.dtype)
+    return CallCost(2 * rows * inner * columns, bytes_of(left, right) + result, value.dtype)
 
 
-def product_of_sizes(rows: int, inner: int, columns: int, value: Tensor, stack: int = 1) -> Call:
+def product_of_sizes(rows: int, inner: int, columns: int, value: Tensor, stack: int = 1) -> CallCost:
     """A product of dense matrices of some sizes and a tensor's dtype, or a stack of such."""
     elements = rows * inner + inner * columns + rows * columns
-    return Call(2 * stack * rows * inner * columns, stack * elements * value.element_size(), value.dtype)
+    return CallCost(2 * stack * rows * inner * columns, stack * elements * value.element_size(), value.dtype)
 
 
-def copy_of(*nodes: fx.Node) -> Call:
+def copy_of(*nodes: fx.Node) -> CallCost:
     """Values read and written once, as `cat` and `stack` do."""
-    return Call(0, 2 * bytes_of(*nodes), nodes[0].meta["val"].dtype)
+    return CallCost(0, 2 * bytes_of(*nodes), nodes[0].meta["val"].dtype)
 
 
 def is_only_read_by(node: Any, user: fx.Node) -> bool:
@@ -138,7 +138,7 @@ def are_pointwise(users: Iterable[fx.Node]) -> bool:
 
 
 def run_priced_rules(program: Program, rules: Iterable[Rule], prices: dict[fx.Node, tuple[str, str]]) -> PassResult:
-    """Apply rules and tell what became of every candidate, with the numbers that decided.
+    """Apply rules and report what became of every candidate, with the numbers that decided.
 
     The rules' checks leave in `prices`, under a match's root, why they agree and the numbers. Rules used here must not
     erase the root of another candidate: a root that is gone was replaced.

@@ -46,7 +46,7 @@ class Strides:
         self._taken: dict[fx.Node, Any] = {}
 
     def take(self, values: Mapping[fx.Node, Tensor]) -> str | None:
-        """Plan some values; or say why they cannot stand there, as some reader could not take them, and plan none.
+        """Plan some values; or plan none and say which reader could not take them.
 
         Views of such a value have other strides too, or cannot be taken; what is computed from it mostly has not.
         """
@@ -58,7 +58,7 @@ class Strides:
 
 
 def replace_strided(program: Program, others: Mapping[fx.Node, fx.Node]) -> None:
-    """Give the users of some nodes others of equal values and other strides, and describe the users anew."""
+    """Give the users of some nodes others of equal values and other strides, and update the users' metadata."""
     found = _followed(program, {node: other.meta["val"] for node, other in others.items()}, {})
     if isinstance(found, str):
         raise RewriteError(f"values laid out differently, though {found}", remedy="plan them with Strides first")
@@ -91,13 +91,13 @@ def _followed(
         if (reason := _against_reader(user)) is not None:
             return reason
         try:
-            new = _described(program, user, lambda one: changed.get(one, taken.get(one, one.meta["val"])))
+            new = _described(program, user, lambda source: changed.get(source, taken.get(source, source.meta["val"])))
         except (RuntimeError, ValueError):
             return "a view of it could not be taken"
         if not _is_laid_out_as(taken.get(user, user.meta["val"]), new):
             changed[user] = new
-            for one in user.users:
-                heapq.heappush(waiting, one)
+            for below in user.users:
+                heapq.heappush(waiting, below)
     return {node: value for node, value in changed.items() if node not in values}
 
 
@@ -121,7 +121,7 @@ def _against_reader(user: fx.Node) -> str | None:
 
 
 def _is_laid_out_as(old: Any, new: Any) -> bool:
-    """Whether nobody could tell two values apart by shape or strides."""
+    """Whether two values have the same shape and strides."""
     before, after = tree_flatten(old)[0], tree_flatten(new)[0]
     return len(before) == len(after) and all(map(_is_alike, before, after))
 

@@ -20,6 +20,8 @@ _RULES = (
 class RemoveAliases(RulePass):
     """Let users of `detach`, `alias` and double transposes read the value itself: autograd leaves hundreds of them.
 
+    Also known as: part of Inductor's `remove_noop_ops`.
+
     Before:
         x: f32[4, 2] = input("x")
         t: f32[2, 4] = aten.t(x)

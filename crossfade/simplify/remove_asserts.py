@@ -29,6 +29,8 @@ class RemoveAsserts(Pass):
     program that would have stopped goes on, with numbers that mean nothing or an error elsewhere. Ranges of such sizes
     are also what torch needs to trace the program again; `sizes` removes them too.
 
+    Also known as: Inductor's `remove_assert_ops` and `remove_profiler_ops`.
+
     Before:
         x: f32[4] = input("x")
         _assert_tensor_metadata: None = aten._assert_tensor_metadata(x, None, None, f32)
@@ -110,4 +112,4 @@ def _holds(node: fx.Node) -> bool:
 
 def _known(sizes: Any) -> list[Any] | None:
     """Sizes in an argument, the symbolic ones by their nodes' metadata."""
-    return None if sizes is None else [one.meta.get("val") if isinstance(one, fx.Node) else one for one in sizes]
+    return None if sizes is None else [size.meta.get("val") if isinstance(size, fx.Node) else size for size in sizes]

@@ -17,6 +17,8 @@ from crossfade.graph.program import Program
 class RemoveDeadCode(Pass):
     """Remove nodes without users or effects. Random draws stay: removing one would shift all later ones.
 
+    Also known as: dead code elimination: `fx.Graph.eliminate_dead_code`, XLA's `dce`.
+
     Before:
         x: f32[4] = input("x")
         relu: f32[4] = aten.relu(x)

@@ -1,4 +1,4 @@
-"""Collectives whose results nobody uses."""
+"""Collectives whose results are not used."""
 
 from __future__ import annotations
 
@@ -20,15 +20,17 @@ _UNKNOWN_GROUP = "the size of its group is not known"
 
 @dataclass(frozen=True)
 class RemoveDeadCollectives(Pass):
-    """Remove collectives whose results are waited for and then used by nobody.
+    """Remove collectives whose results are waited for and then not used.
 
     A collective goes on all ranks or on none, or they hang. It goes on all where their programs are the same but for
     constants and the order of computation, which every pass over collectives stands on; a compiled step compares its
     programs, `optimize` does not. Programs with sends, or with whatever else is no collective known here, may differ
     from rank to rank and keep theirs. A collective called only so that ranks meet goes too.
 
-    Not in a default pipeline: it removes a collective that is there to let ranks meet, and captured steps have no dead
-    ones. For graphs from elsewhere: `optimization().before("merge-duplicate-collectives", RemoveDeadCollectives())`.
+    Not in a default pipeline: it relies on all ranks having the same program, which `optimize` does not check. Where
+    they have: `optimization().before("merge-duplicate-collectives", RemoveDeadCollectives())`.
+
+    Also known as: none; dead code elimination that includes collectives.
 
     Before:
         x: f32[4] = input("x")
@@ -51,14 +53,14 @@ class RemoveDeadCollectives(Pass):
         differs = any(map(_is_own_communication, program.graph.nodes))
         verdicts = []
         for node in reversed(list(program.graph.nodes)):
-            one = None if node._erased else collectives.view(node)
-            if one is None or not _has_dead_result(one):
+            collective = None if node._erased else collectives.view(node)
+            if collective is None or not _has_dead_result(collective):
                 continue
-            reason = _OWN_PROGRAMS if differs else _reason_against(one, program)
+            reason = _OWN_PROGRAMS if differs else _reason_against(collective, program)
             outcome = Outcome.LEFT if reason is not None else Outcome.REMOVED
-            verdicts.append(Verdict.of(node, outcome, reason or "nobody uses its result", bytes=one.bytes))
+            verdicts.append(Verdict.of(node, outcome, reason or "its result is not used", bytes=collective.bytes))
             if reason is None:
-                _remove(program, one)
+                _remove(program, collective)
         removed = sum(verdict.outcome is Outcome.REMOVED for verdict in verdicts)
         counts = {"removed": removed, "left": len(verdicts) - removed}
         return PassResult(bool(removed), counts, tuple(reversed(verdicts)))
@@ -69,26 +71,26 @@ def _is_own_communication(node: fx.Node) -> bool:
     return collectives.group_of(node) is not None and not collectives.is_collective(node)
 
 
-def _has_dead_result(one: Collective) -> bool:
-    return any(all(map(_is_dead_wait, result.users)) for result in one.results)
+def _has_dead_result(collective: Collective) -> bool:
+    return any(all(map(_is_dead_wait, result.users)) for result in collective.results)
 
 
 def _is_dead_wait(node: fx.Node) -> bool:
     return collectives.is_wait(node) and not node.users
 
 
-def _reason_against(one: Collective, program: Program) -> str | None:
-    if one.in_place or one.out is not None:
+def _reason_against(collective: Collective, program: Program) -> str | None:
+    if collective.in_place or collective.out is not None:
         return _WRITES
-    if not all(_is_dead_wait(user) for result in one.results for user in result.users):
+    if not all(_is_dead_wait(user) for result in collective.results for user in result.users):
         return _PARTLY
-    return None if program.groups.get(one.group) else _UNKNOWN_GROUP
+    return None if program.groups.get(collective.group) else _UNKNOWN_GROUP
 
 
-def _remove(program: Program, one: Collective) -> None:
-    inputs = one.node.all_input_nodes
-    for node in reversed(one.nodes):
+def _remove(program: Program, collective: Collective) -> None:
+    inputs = collective.node.all_input_nodes
+    for node in reversed(collective.nodes):
         program.graph.erase_node(node)
     for source in inputs:
-        if not collectives.is_wait(source):  # the collective that it waits for comes yet
+        if not collectives.is_wait(source):  # the collective that it waits for is still to come
             erase_if_dead(source)

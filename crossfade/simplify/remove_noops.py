@@ -28,6 +28,8 @@ class RemoveNoops(RulePass):
     Never where it would be seen: a copy before a write stays, and so does one that is a result of the program. `alias`
     and `detach` are `remove-aliases`'s.
 
+    Also known as: Inductor's `remove_noop_ops`; part of XLA's algebraic simplifier.
+
     Before:
         x: bf16[4, 6] = input("x")
         slice_1: bf16[4, 6] = aten.slice.Tensor(x, 0, 0, 9223372036854775807)
@@ -107,14 +109,14 @@ def _reason_against_padding(match: Match) -> str | None:
 def _only_filled(match: Match) -> Any:
     """The one input of a `cat` that has elements, or may; None if there are several."""
     tensors = list(match["tensors"])
-    filled = [one for one in tensors if not any(statically_equal(size, 0) for size in one.meta["val"].shape)]
+    filled = [tensor for tensor in tensors if not any(statically_equal(size, 0) for size in tensor.meta["val"].shape)]
     return (filled or tensors)[0] if len(filled) < 2 else None
 
 
 def _reason_against_joining(match: Match) -> str | None:
-    if (one := _only_filled(match)) is None:
+    if (filled := _only_filled(match)) is None:
         return "it joins several inputs"
-    same = statically_equal(one.meta["val"].shape, match.root.meta["val"].shape)
+    same = statically_equal(filled.meta["val"].shape, match.root.meta["val"].shape)
     return None if same else "it changes the shape"
 
 

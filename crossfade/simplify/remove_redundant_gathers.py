@@ -51,9 +51,14 @@ class RemoveRedundantGathers(Pass):
       there are two, and promised by `alike`, which says that all ranks have this very program.
 
     Ranks agree since their programs have the same operators. Not shown by one rank's graph, and left: a slice at a
-    number, which may be another rank's part; a reduce-scatter of what is the same everywhere, whose part is told by the
-    rank alone; anything over two groups, whose members the graph does not name; whatever stands between the two but a
-    wait.
+    number, which may be another rank's part; a reduce-scatter of what is the same everywhere, whose part depends
+    on the rank alone; anything over two groups, whose members the graph does not name; pairs with anything but a wait
+    between them.
+
+    Not in a default pipeline: graphs that this package shards have no such collectives. For graphs that others sharded:
+    `optimization().before("merge-duplicate-collectives", RemoveRedundantGathers())`.
+
+    Also known as: XLA's `AllReduceSimplifier` and `AllGatherDynamicSliceSimplifier`.
 
     Not in a default pipeline: what this package writes has no needless collectives. For graphs from elsewhere, add it
     with `optimization().before("merge-duplicate-collectives", RemoveRedundantGathers())`.
@@ -84,9 +89,9 @@ class RemoveRedundantGathers(Pass):
         """One walk: each collective is compared with the one whose result it takes."""
         remover = _Remover(program, self.alike)
         for node in list(program.graph.nodes):
-            one = None if node._erased else collectives.view(node)
-            if one is not None and one.plain and not one.coalesced:
-                remover.look_at(one)
+            collective = None if node._erased else collectives.view(node)
+            if collective is not None and collective.plain and not collective.coalesced:
+                remover.look_at(collective)
         for node in list(program.graph.nodes):
             if not node._erased:
                 remover.look_at_part(node)
@@ -94,7 +99,7 @@ class RemoveRedundantGathers(Pass):
 
 
 class _Remover:
-    """What was removed and left, and who may stand for whom."""
+    """What was removed and left, and what may replace what."""
 
     def __init__(self, program: Program, alike: bool) -> None:
         self.program, self.alike = program, alike
@@ -108,91 +113,91 @@ class _Remover:
         counts = {"removed": len(self.verdicts) - left, "left": left}
         return PassResult(bool(counts["removed"]), counts, tuple(self.verdicts))
 
-    def look_at(self, one: Collective) -> None:
+    def look_at(self, outer: Collective) -> None:
         """Find the collective behind a collective's input, and the rule that fits the two."""
-        source = one.inputs[0]
+        source = outer.inputs[0]
         start = collectives.started_by(source) if collectives.is_wait(source) else None
         inner = collectives.view(start) if start is not None else None
-        if inner is None or inner.group != one.group:
+        if inner is None or inner.group != outer.group:
             return
-        kinds = (inner.kind, one.kind)
-        if kinds not in _PAIRS and not (inner.kind in _ALIKE_AFTER and one.kind in _ALIKE_AFTER):
+        kinds = (inner.kind, outer.kind)
+        if kinds not in _PAIRS and not (inner.kind in _ALIKE_AFTER and outer.kind in _ALIKE_AFTER):
             return
         if inner.coalesced or inner.in_place or inner.out is not None:
-            self._leave(one, _NOT_PLAIN)
+            self._leave(outer, _NOT_PLAIN)
         elif kinds == (Kind.REDUCE_SCATTER, Kind.ALL_GATHER):
-            self._reduce_at_once(inner, one)
+            self._reduce_at_once(inner, outer)
         elif kinds == (Kind.ALL_GATHER, Kind.REDUCE_SCATTER):
-            self._copies(one, inner.inputs[0], inner, "it adds up copies of what this rank gave")
+            self._copies(outer, inner.inputs[0], inner, "it adds up copies of what this rank gave")
         elif kinds == (Kind.ALL_TO_ALL, Kind.ALL_TO_ALL):
-            self._undone(inner, one)
-        elif inner.kind in _ALIKE_AFTER and one.kind in (Kind.ALL_REDUCE, Kind.BROADCAST):
-            self._copies(one, source, inner, "all ranks have the same value already")
-        elif inner.kind in _ALIKE_AFTER and one.kind is Kind.ALL_GATHER:
-            self._repeated(one, source, inner)
+            self._undone(inner, outer)
+        elif inner.kind in _ALIKE_AFTER and outer.kind in (Kind.ALL_REDUCE, Kind.BROADCAST):
+            self._copies(outer, source, inner, "all ranks have the same value already")
+        elif inner.kind in _ALIKE_AFTER and outer.kind is Kind.ALL_GATHER:
+            self._repeated(outer, source, inner)
 
-    def _reduce_at_once(self, inner: Collective, one: Collective) -> None:
+    def _reduce_at_once(self, inner: Collective, outer: Collective) -> None:
         value = inner.inputs[0]
-        old, new = one.node.meta["val"], value.meta["val"]
-        if len(inner.waits) != 1 or list(inner.waits[0].users) != [one.node]:
-            return self._leave(one, _USED_TOO)
-        if inner.group_size != one.group_size or not statically_equal(old.stride(), new.stride()):
-            return self._leave(one, "its result would lie otherwise in memory")
+        old, new = outer.node.meta["val"], value.meta["val"]
+        if len(inner.waits) != 1 or list(inner.waits[0].users) != [outer.node]:
+            return self._leave(outer, _USED_TOO)
+        if inner.group_size != outer.group_size or not statically_equal(old.stride(), new.stride()):
+            return self._leave(outer, "its result would be laid out differently in memory")
 
         def reduce(tensor: Tensor) -> Tensor:
             return collectives.all_reduce(tensor, str(inner.reduce_op), inner.group)
 
-        start = splice(self.program, reduce, value, before=inner.node, like=one.node)
-        self._account(one, Outcome.REPLACED, "it gathers what was scattered just before")
-        for wait in one.waits:
-            wait.replace_input_with(one.node, start)
-        for node in (one.node, *inner.waits, inner.node):
+        start = splice(self.program, reduce, value, before=inner.node, like=outer.node)
+        self._account(outer, Outcome.REPLACED, "it gathers what was scattered just before")
+        for wait in outer.waits:
+            wait.replace_input_with(outer.node, start)
+        for node in (outer.node, *inner.waits, inner.node):
             self.program.graph.erase_node(node)
         return None
 
-    def _copies(self, one: Collective, value: fx.Node, inner: Collective, why: str) -> None:
-        """Reduce `ranks` copies of a value without asking anybody."""
-        ranks = self.program.groups.get(one.group)
-        summed = one.reduce_op == "sum"
+    def _copies(self, outer: Collective, value: fx.Node, inner: Collective, why: str) -> None:
+        """Reduce `ranks` copies of a value without communicating."""
+        ranks = self.program.groups.get(outer.group)
+        summed = outer.reduce_op == "sum"
         if summed and not ranks:
-            return self._leave(one, _UNKNOWN_SIZE)
-        if one.kind is not Kind.BROADCAST and one.reduce_op not in ("sum", "avg", "max", "min"):
-            return self._leave(one, _NO_COPIES)
+            return self._leave(outer, _UNKNOWN_SIZE)
+        if outer.kind is not Kind.BROADCAST and outer.reduce_op not in ("sum", "avg", "max", "min"):
+            return self._leave(outer, _NO_COPIES)
         if summed and value.meta["val"].dtype == torch.bool:
-            return self._leave(one, _NO_COPIES)
-        return self._take(one, value, inner, (lambda tensor: tensor * ranks) if summed else None, why)
+            return self._leave(outer, _NO_COPIES)
+        return self._take(outer, value, inner, (lambda tensor: tensor * ranks) if summed else None, why)
 
-    def _repeated(self, one: Collective, value: fx.Node, inner: Collective) -> None:
-        ranks = one.group_size or 0
-        self._take(one, value, inner, lambda tensor: torch.cat([tensor] * ranks), "all ranks give the same value")
+    def _repeated(self, outer: Collective, value: fx.Node, inner: Collective) -> None:
+        ranks = outer.group_size or 0
+        self._take(outer, value, inner, lambda tensor: torch.cat([tensor] * ranks), "all ranks give the same value")
 
-    def _undone(self, inner: Collective, one: Collective) -> None:
-        to, back = collectives.settings(inner.node), collectives.settings(one.node)
-        ranks = self.program.groups.get(one.group) or 0
+    def _undone(self, inner: Collective, outer: Collective) -> None:
+        to, back = collectives.settings(inner.node), collectives.settings(outer.node)
+        ranks = self.program.groups.get(outer.group) or 0
         inverse = _same_sizes(to[0], back[1]) and _same_sizes(to[1], back[0])
         if not inverse or (ranks != 2 and not self.alike):
-            return self._leave(one, _NOT_INVERSE)
-        return self._take(one, inner.inputs[0], inner, None, "it undoes the exchange before it")
+            return self._leave(outer, _NOT_INVERSE)
+        return self._take(outer, inner.inputs[0], inner, None, "it undoes the exchange before it")
 
     def _take(
-        self, one: Collective, value: fx.Node, inner: Collective, function: Callable[..., Any] | None, why: str
+        self, outer: Collective, value: fx.Node, inner: Collective, function: Callable[..., Any] | None, why: str
     ) -> None:
-        """Let what is made of a value stand for a collective's result; the collective before it goes if unused."""
-        if self.aliasing.is_written(value) or self.aliasing.is_written(one.node):
-            return self._leave(one, "its memory is written to")
-        new = splice(self.program, function, value, before=one.node, like=one.node) if function is not None else value
-        reason = self.aliasing.may_replace(one.node, new)
-        if reason is None and sum(user.op == "output" for wait in one.waits for user in wait.users) > 1:
+        """Let what is made of a value replace a collective's result; the collective before it goes if unused."""
+        if self.aliasing.is_written(value) or self.aliasing.is_written(outer.node):
+            return self._leave(outer, "its memory is written to")
+        new = value if function is None else splice(self.program, function, value, before=outer.node, like=outer.node)
+        reason = self.aliasing.may_replace(outer.node, new)
+        if reason is None and sum(user.op == "output" for wait in outer.waits for user in wait.users) > 1:
             reason = "two results of the program would be one tensor"
         if reason is not None:
             if function is not None:
                 erase_if_dead(new)
-            return self._leave(one, reason)
-        self._account(one, Outcome.REMOVED, why)
-        self.aliasing.replaced(one.node, new)
-        for wait in one.waits:
+            return self._leave(outer, reason)
+        self._account(outer, Outcome.REMOVED, why)
+        self.aliasing.replaced(outer.node, new)
+        for wait in outer.waits:
             wait.replace_all_uses_with(new)
-        for node in (*one.waits, one.node):
+        for node in (*outer.waits, outer.node):
             self.program.graph.erase_node(node)
         self._drop_if_unused(inner)
         return None
@@ -206,7 +211,7 @@ class _Remover:
             self.program.graph.erase_node(node)
 
     def look_at_part(self, node: fx.Node) -> None:
-        """Let what this rank gave stand for its part of the gathered value."""
+        """Let what this rank gave replace its part of the gathered value."""
         source = _part_at_rank(node, self.rank) if self.rank is not None else None
         start = collectives.started_by(source) if source is not None and collectives.is_wait(source) else None
         gather = collectives.view(start) if start is not None else None
@@ -228,18 +233,18 @@ class _Remover:
         erase_if_dead(node)
         self._drop_if_unused(gather)
 
-    def _account(self, one: Collective, outcome: Outcome, reason: str) -> None:
-        self.verdicts.append(Verdict.of(one.node, outcome, reason, bytes=one.bytes))
+    def _account(self, collective: Collective, outcome: Outcome, reason: str) -> None:
+        self.verdicts.append(Verdict.of(collective.node, outcome, reason, bytes=collective.bytes))
 
-    def _leave(self, one: Collective, reason: str) -> None:
+    def _leave(self, collective: Collective, reason: str) -> None:
         remedy = "alike=True promises it" if reason == _NOT_INVERSE else ""
-        self.verdicts.append(Verdict.of(one.node, Outcome.LEFT, reason, remedy=remedy, bytes=one.bytes))
+        self.verdicts.append(Verdict.of(collective.node, Outcome.LEFT, reason, remedy=remedy, bytes=collective.bytes))
 
 
-def _same_sizes(one: Any, other: Any) -> bool:
+def _same_sizes(sizes: Any, other: Any) -> bool:
     """Whether two lists of split sizes are the same numbers or nodes."""
-    return len(one) == len(other) and all(
-        a is b or (isinstance(a, int) and a == b) for a, b in zip(one, other, strict=True)
+    return len(sizes) == len(other) and all(
+        a is b or (isinstance(a, int) and a == b) for a, b in zip(sizes, other, strict=True)
     )
 
 
@@ -247,20 +252,20 @@ def _part_at_rank(node: fx.Node, rank: fx.Node) -> fx.Node | None:
     """The tensor of which a node takes rows from `rank` times their number on, or None."""
     if node.target not in (_aten.slice.Tensor, _aten.narrow.default):
         return None
-    told = arguments(node)
+    given = arguments(node)
     rows = node.meta["val"].shape[0] if node.meta["val"].dim() else None
-    begin = told["start"]
-    if told["dim"] != 0 or told.get("step", 1) != 1 or not isinstance(rows, int):
+    begin = given["start"]
+    if given["dim"] != 0 or given.get("step", 1) != 1 or not isinstance(rows, int):
         return None
     if not _is_call(begin, operator.mul, rank, rows):
         return None
-    if node.target is _aten.slice.Tensor and not _is_call(told["end"], operator.add, begin, rows):
+    if node.target is _aten.slice.Tensor and not _is_call(given["end"], operator.add, begin, rows):
         return None
-    return told.get("self", told.get("input"))
+    return given.get("self", given.get("input"))
 
 
-def _is_call(node: Any, target: Any, one: fx.Node, number: int) -> bool:
-    """Whether a node is `target(one, number)`, either way round."""
+def _is_call(node: Any, target: Any, operand: fx.Node, number: int) -> bool:
+    """Whether a node is `target(operand, number)`, either way round."""
     if not isinstance(node, fx.Node) or node.target is not target:
         return False
-    return node.args in ((one, number), (number, one))
+    return node.args in ((operand, number), (number, operand))

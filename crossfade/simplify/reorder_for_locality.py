@@ -31,6 +31,8 @@ class ReorderForLocality(Pass):
     raise the peak of live bytes: what a node reads for the last time must take less memory than what it makes, and no
     more than what is made just below its new place.
 
+    Also known as: Inductor's `reorder_for_locality`.
+
     Before:
         x: f32[4, 4] = input("x")
         exp: f32[4, 4] = aten.exp(x)
@@ -89,7 +91,7 @@ class _Mover:
             self._segment[node] = seen
             seen += node in self._barriers
         self._run: dict[fx.Node, list[fx.Node]] = {}
-        """For a user, the nodes right above it that are there for it and have nobody above them for their own sake."""
+        """For a user, the nodes right above it that are there for it and have nothing above them for their own sake."""
         self._in_run_of: dict[fx.Node, tuple[fx.Node, int]] = {}
 
     def first_user(self, node: fx.Node) -> fx.Node | None:
@@ -119,7 +121,7 @@ class _Mover:
         return ""
 
     def put_above(self, user: fx.Node, node: fx.Node) -> bool:
-        """Put a node above its first user, and above what stands there alike; True if that moved it."""
+        """Put a node above its first user, and above what was put there before; True if that moved it."""
         below = self._place_above(user)
         moves = node.next is not below
         if moves:

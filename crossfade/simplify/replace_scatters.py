@@ -17,7 +17,7 @@ from crossfade.simplify.filled import fill_of, held_exactly
 
 _aten = torch.ops.aten
 _NOT_FILLED = "what it scatters, or into, is not one number everywhere"
-_NOT_HELD = "its dtype does not hold its numbers in the same way whoever converts them"
+_NOT_HELD = "its dtype does not hold its numbers exactly"
 _ONE_BYTE = "its elements are of one byte, as those of a comparison would be"
 _SEVERAL = "its index is not provably of size one along the dim and as large as the result along the others"
 _UNKNOWN_SIZE = "its size along the dim is not a known number"
@@ -31,6 +31,8 @@ class ReplaceScatters(RulePass):
     for each element and then the result, half the bytes in float32. Both are pointwise, so that a compiler that fuses
     them into a pointwise user writes neither. The index has one entry for each line along the dim, so that no two
     entries meet. An index out of range, which scatter refuses on CPU, selects nothing.
+
+    Also known as: Inductor's `scatter_upon_const_tensor`.
 
     Before:
         index: i64[4, 1] = input("index")
@@ -63,7 +65,8 @@ class ReplaceScatters(RulePass):
 
 
 def _reason_against(match: Match) -> str | None:
-    if match.is_written(*(one for one in (match["background"], match["value"]) if isinstance(one, fx.Node))):
+    operands = (match["background"], match["value"])
+    if match.is_written(*(operand for operand in operands if isinstance(operand, fx.Node))):
         return WRITTEN
     background, value = fill_of(match["background"]), _scattered(match)
     if background is None or value is None:
@@ -98,8 +101,8 @@ def _as_where(match: Match) -> fx.Node:
     def selected(index: Tensor) -> Tensor:
         place = _aten.arange.default(view[dim], dtype=index.dtype, device=result.device)
         mask = (place if len(view) == 1 else place.view(view)) == index
-        one = _aten.full.default([], value, dtype=result.dtype, device=result.device)
+        scattered = _aten.full.default([], value, dtype=result.dtype, device=result.device)
         other = _aten.full.default([], background, dtype=result.dtype, device=result.device)
-        return torch.where(mask, one, other)
+        return torch.where(mask, scattered, other)
 
     return match.splice(selected, match["index"])

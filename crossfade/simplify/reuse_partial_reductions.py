@@ -34,7 +34,7 @@ _WITHOUT_NEW_ZEROS = frozenset({
 """Operators whose result has no negative zeros if their first argument has none."""
 
 _MOST_USERS = 256
-"""How many users of a value are looked at: whoever has more is a parameter or a bucket, not an activation."""
+"""How many users of a value are looked at: a value with more is a parameter or a bucket, not an activation."""
 
 _NONE = "no other reduction of this kind takes fewer dims of the same value"
 _BELOW = "the reduction of fewer dims stands below it"
@@ -49,8 +49,10 @@ class ReusePartialReductions(RulePass):
     their order shows in the last bits. So does that of zeros of both signs in a maximum: floats are taken only where
     their value is an absolute value, an exponential or a sigmoid, or a view of one, which has no negative zeros.
 
-    Not in a default pipeline: few graphs take both reductions. Where yours quantizes by rows and by tensors, add it
-    with `optimization().after("simplify-nodes", ReusePartialReductions())`.
+    Not in a default pipeline: only quantization asks for both. Add it with
+    `simplification().after("simplify-nodes", ReusePartialReductions())`.
+
+    Also known as: Inductor's `register_partial_reduction_pattern`.
 
     Before:
         x: f32[64, 64] = input("x")
@@ -109,8 +111,8 @@ def _partial(root: fx.Node) -> Any:
     """The reduction of fewer dims of the same value that leaves least to do, those above it first."""
     kind, dims = _KINDS[root.target], _dims(root)  # type: ignore[index]
     users = itertools.islice(_argument(root).users, _MOST_USERS)
-    found = [one for one in users if _KINDS.get(one.target) == kind and _dims(one) < dims]  # type: ignore[call-overload]
-    return max(found, key=lambda one: (one < root, len(_dims(one))), default=None)
+    found = [user for user in users if _KINDS.get(user.target) == kind and _dims(user) < dims]  # type: ignore[call-overload]
+    return max(found, key=lambda user: (user < root, len(_dims(user))), default=None)
 
 
 def _dims(reduction: fx.Node) -> frozenset[int]:
@@ -129,7 +131,7 @@ def _reduce_further(match: Match) -> fx.Node:
     reduce = _OVER_DIMS[_KINDS[root.target]]  # type: ignore[index]
     keep = bool(arguments(root).get("keepdim", False))
     kept = arguments(partial)["keepdim"]
-    rest = sorted(dims) if kept else [dim - sum(one < dim for one in gone) for dim in sorted(dims - set(gone))]
+    rest = sorted(dims) if kept else [dim - sum(before < dim for before in gone) for dim in sorted(dims - set(gone))]
 
     def further(value: Tensor) -> Tensor:
         result = reduce(value, rest, keep) if keep else reduce(value, rest)

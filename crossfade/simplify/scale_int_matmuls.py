@@ -30,6 +30,11 @@ class ScaleIntMatmuls(RulePass):
     multiplication makes the converted copy itself. Nothing else about such products is rewritten: the matrix product
     stays `_int_mm`, as no operator of torch takes integers and a scale in one.
 
+    Not in a default pipeline: only int8-quantized inference has such products. Add it with
+    `simplification().after("simplify-nodes", ScaleIntMatmuls())`.
+
+    Also known as: Inductor's `force_fuse_int_mm_with_mul`, which goes further: its own kernel scales too.
+
     Before:
         a: i8[32, 8] = input("a")
         b: i8[8, 16] = input("b")
@@ -53,8 +58,8 @@ class ScaleIntMatmuls(RulePass):
 
     def rules(self) -> Sequence[Rule]:
         """One rule for each spelling of the conversion and each side of the multiplication."""
-        patterns = [f"aten.mul.Tensor({one}, scale)" for one in _CONVERTED]
-        patterns += [f"aten.mul.Tensor(scale, {one})" for one in _CONVERTED]
+        patterns = [f"aten.mul.Tensor({converted}, scale)" for converted in _CONVERTED]
+        patterns += [f"aten.mul.Tensor(scale, {converted})" for converted in _CONVERTED]
         return [Rule("conversion", pattern, _scaled, _against) for pattern in patterns]
 
 

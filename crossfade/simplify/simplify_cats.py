@@ -40,6 +40,9 @@ class SimplifyCats(RulePass):
     Parts joined in their order are what they were cut from, or one slice of it; parts of a joined value are the inputs
     that were joined, or slices of them; nested cats and slices are one each; `stack` and `unbind` likewise.
 
+    Also known as: Inductor's `cat_slice_cat`, `splitwithsizes_cat_replace` and `cat_splitwithsizes_replace`; part of
+    XLA's algebraic simplifier.
+
     Before:
         x: f32[6, 2] = input("x")
         y: f32[3, 2] = input("y")
@@ -125,7 +128,7 @@ def _opened(cat: fx.Node, parts: list[Part], dim: int) -> list[Part] | str:
     if not inner:
         return _NOTHING_TO_JOIN
     taken = {part.node for part in parts}
-    mine = {one for one in inner if all(_ends_in(user, cat, taken) for user in one.users)}
+    mine = {source for source in inner if all(_ends_in(user, cat, taken) for user in source.users)}
     if not mine:
         return _USED_ELSEWHERE
     opened: list[Part] = []
@@ -142,7 +145,7 @@ def _opened(cat: fx.Node, parts: list[Part], dim: int) -> list[Part] | str:
 def _ends_in(user: fx.Node, cat: fx.Node, taken: set[fx.Node | None]) -> bool:
     """Whether what a user makes of an inner cat reaches nothing but the outer one, as parts that it takes."""
     if user in taken:
-        return all(one is cat for one in user.users)
+        return all(reader is cat for reader in user.users)
     return user is cat or (user.target in SPLITS and all(_ends_in(piece, cat, taken) for piece in user.users))
 
 

@@ -46,9 +46,11 @@ _NO_CANDIDATES = frozenset(
 
 @dataclass(frozen=True)
 class SimplifyNodes(RulePass):
-    """Apply the rules of several passes together, to one fixed point: what one makes possible, another one finds.
+    """Apply the rules of several passes together, to a common fixed point: each finds what the others make possible.
 
     The rules of each pass in `passes` count under its name: `remove-aliases/detach`. Each of them keeps every bit.
+
+    Also known as: XLA's algebraic simplifier; the pattern matcher passes of Inductor's `joint_graph` and `post_grad`.
 
     Before:
         x: f32[4, 2] = input("x")
@@ -70,19 +72,20 @@ class SimplifyNodes(RulePass):
     passes: tuple[RulePass, ...] = MEMBERS
 
     def __post_init__(self) -> None:
-        for one in self.passes:
-            if not isinstance(one, RulePass) or one.numerics is not Numerics.BITWISE:
-                what = "not made of rules" if not isinstance(one, RulePass) else f"whose numerics are {one.numerics}"
+        for member in self.passes:
+            if not isinstance(member, RulePass) or member.numerics is not Numerics.BITWISE:
+                rules = isinstance(member, RulePass)
+                what = f"whose numerics are {member.numerics}" if rules else "not made of rules"
                 raise PassError(
-                    f"{one.name}, {what}, inside {self.name}",
+                    f"{self.name} cannot hold {member.name}, {what}",
                     expected="passes of rules that keep every bit",
-                    remedy="run it before or after it",
+                    remedy=f"run it before or after {self.name}",
                 )
 
     def run(self, program: Program) -> PassResult:
-        """Apply the rules of all members to one fixed point; nodes that do what they are for need no verdict."""
+        """Apply the rules of all members to a common fixed point; nodes that do what they are for need no verdict."""
         return run_rules(program, self.rules(), unspoken=_NO_CANDIDATES)
 
     def rules(self) -> Sequence[Rule]:
         """The rules of all members, named after the pass they are from."""
-        return [replace(rule, name=f"{one.name}/{rule.name}") for one in self.passes for rule in one.rules()]
+        return [replace(rule, name=f"{member.name}/{rule.name}") for member in self.passes for rule in member.rules()]

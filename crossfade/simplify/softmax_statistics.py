@@ -75,7 +75,7 @@ def _has_triton() -> bool:
 def _checked_dim(x: Tensor, dim: int) -> int:
     if not x.is_floating_point() or x.dim() == 0 or not -x.dim() <= dim < x.dim():
         raise RewriteError(
-            f"a tensor of {x.dtype} with {x.dim()} dims, and dim {dim}",
+            f"softmax statistics of a tensor of {x.dtype} with {x.dim()} dims along dim {dim}",
             expected="floating-point numbers and one of their dims",
             remedy="convert the tensor, or correct the dim",
         )

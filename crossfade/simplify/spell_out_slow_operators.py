@@ -30,6 +30,8 @@ class SpellOutSlowOperators(Pass):
     stays. None spells everything out that the pass knows: a program to measure the parts in. Only what is computed in
     single or double precision anyway.
 
+    Also known as: operator decomposition (`torch.export`'s and Inductor's decomposition tables), here by measured time.
+
     Before:
         g: f32[8] = input("g")
         x: f32[8] = input("x")
@@ -71,7 +73,7 @@ class SpellOutSlowOperators(Pass):
             outcome = Outcome.LEFT if against else Outcome.REPLACED
             verdicts.append(Verdict.of(node, outcome, against or _WHY, detail=detail))
             parts.take_back() if against else parts.replace()
-        count = sum(one.outcome is Outcome.REPLACED for one in verdicts)
+        count = sum(verdict.outcome is Outcome.REPLACED for verdict in verdicts)
         return PassResult(bool(count), {"spelled out": count}, tuple(verdicts))
 
 
@@ -99,7 +101,7 @@ def _candidates(program: Program) -> list[fx.Node]:
 
 
 def _is_precise(node: fx.Node) -> bool:
-    dtypes = {one.meta["val"].dtype for one in (node, *node.all_input_nodes)}
+    dtypes = {value.meta["val"].dtype for value in (node, *node.all_input_nodes)}
     return len(dtypes) == 1 and dtypes <= _PRECISE
 
 
@@ -121,8 +123,8 @@ class _Parts:
             return "its parts would lay the result out in another way", ""
         if seconds is None:
             return "", f"{len(self.nodes)} parts"
-        whole, parts = seconds.get(keys.of(self.node)), [seconds.get(keys.of(one)) for one in self.nodes]
-        known = [one for one in parts if one is not None]
+        whole, parts = seconds.get(keys.of(self.node)), [seconds.get(keys.of(part)) for part in self.nodes]
+        known = [time for time in parts if time is not None]
         if whole is None or len(known) < len(parts):
             return "it or its parts were not measured", ""
         detail = f"{1e6 * whole:.1f} -> {1e6 * sum(known):.1f} us"
@@ -133,8 +135,8 @@ class _Parts:
         self.program.graph.erase_node(self.node)
 
     def take_back(self) -> None:
-        for one in reversed(self.nodes):
-            self.program.graph.erase_node(one)
+        for part in reversed(self.nodes):
+            self.program.graph.erase_node(part)
 
 
 def _exact_gelu_backward(node: fx.Node) -> tuple[Callable[..., Tensor], tuple[Any, ...]] | None:

@@ -15,11 +15,16 @@ from crossfade.simplify.products import are_pointwise
 
 @dataclass(frozen=True)
 class UnfuseBias(RulePass):
-    """Take the bias out of an `addmm` whose users are all pointwise: a compiler adds it in their loop for nothing.
+    """Take the bias out of an `addmm` whose users are all pointwise: a compiler adds it in their loop for free.
 
     For programs that a compiler fuses, on the `devices` where it does; run op by op, the sum is one more pass over the
-    result. It undoes what `form-addmm` does unless that is told `compiled`. In half precision the product is rounded
+    result. It undoes what `form-addmm` does unless that has `compiled` set. In half precision the product is rounded
     before the sum.
+
+    Not in a default pipeline: it pays only where Inductor compiles the result, not where operators run one by one. Add
+    it with `simplification().after("simplify-nodes", UnfuseBias())`.
+
+    Also known as: Inductor's `unfuse_bias_add_to_pointwise`.
 
     Before:
         x: f32[4, 2] = input("x")

@@ -22,7 +22,7 @@ from crossfade.errors import MeshError, PlanError, StateError
 from crossfade.graph.private import FakeTensorMode
 from crossfade.shard.tensor.devices import device_types
 from crossfade.shard.tensor.placements import REPLICATE, Shard
-from tests.shard import lockstep
+from tests.shard.tensor import lockstep
 
 PLAN = {"up": "colwise", "down": "rowwise"}
 
@@ -110,8 +110,8 @@ def test_weights_come_from_every_form_of_checkpoint(tmp_path: Path, form: str) -
 def test_states_that_do_not_fit_say_so(tmp_path: Path) -> None:
     program, state = exported(), dict(net().state_dict())
     cases: list[tuple[Any, str]] = [
-        ({**state, "up.weight": torch.ones(64, 8)}, "up.weight of shape (64, 8) in the state: expected (32, 8)"),
-        ({**state, "up.weight": state["up.weight"].half()}, "type torch.float16 in the state: expected torch.float32"),
+        ({**state, "up.weight": torch.ones(64, 8)}, "the state has up.weight of shape (64, 8): expected (32, 8)"),
+        ({**state, "up.weight": state["up.weight"].half()}, "type torch.float16: expected torch.float32"),
         ({name: value for name, value in state.items() if name != "shift"}, "no tensor named 'shift'"),
         ({"net." + name: value for name, value in state.items()}, "did you mean net.up.weight"),
         (tmp_path, "no state in"),
@@ -133,10 +133,10 @@ def test_folders_of_several_checkpoints_are_refused(tmp_path: Path) -> None:
     found = checkpoints(tmp_path)
     index = found["index"] / "model.safetensors.index.json"
     (found["index"] / "other.safetensors.index.json").write_text(index.read_text())
-    with pytest.raises(StateError, match=r"model.safetensors.index.json and other.safetensors.index.json in"):
+    with pytest.raises(StateError, match=r"has model.safetensors.index.json and other.safetensors.index.json"):
         shards(exported(), state=found["index"])
     save_file({"up.weight": torch.ones(32, 8)}, found["folder"] / "c.safetensors")
-    with pytest.raises(StateError, match=r"up.weight in [ab].safetensors and in c.safetensors"):
+    with pytest.raises(StateError, match=r"up.weight is both in [ab].safetensors and in c.safetensors"):
         shards(exported(), state=found["folder"])
 
 
@@ -199,9 +199,9 @@ def test_programs_without_numbers_take_all_from_the_state(make: Any) -> None:
     assert device_types(sharded[0].program) == {"cpu"}
     assert_right(sharded)
     assert torch.equal(sharded[0].program.constants["offset"], whole.offset)
-    with pytest.raises(StateError, match=r"up.weight without numbers.*pass state="):
+    with pytest.raises(StateError, match=r"up.weight has no numbers.*pass state="):
         shards(program)
-    with pytest.raises(StateError, match=r"without numbers, a buffer that is not saved or a constant"):
+    with pytest.raises(StateError, match=r"a constant or a buffer that is not saved, has no numbers"):
         shards(program, state=whole.state_dict())
 
 
@@ -279,20 +279,20 @@ def test_folders_that_do_not_fit_say_so(tmp_path: Path) -> None:
     refused(StateError, "no sharded.json", folder=tmp_path / "none")
     own = (tmp_path / "rank-1-of-2.safetensors").read_bytes()
     shards(exported(), {})[1].save(tmp_path)
-    refused(StateError, "rank-1-of-2.safetensors of another program")
+    refused(StateError, "rank-1-of-2.safetensors belongs to another program")
     (tmp_path / "rank-1-of-2.safetensors").write_bytes(own)
     with safe_open(tmp_path / "rank-1-of-2.safetensors", framework="pt") as opened:
         said, held = opened.metadata(), {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
     held.pop("down.bias")
     save_file(held, tmp_path / "rank-1-of-2.safetensors", metadata=said)
-    refused(StateError, "rank-1-of-2.safetensors without down.bias")
+    refused(StateError, "rank-1-of-2.safetensors lacks down.bias")
     (tmp_path / "rank-1-of-2.safetensors").unlink()
-    refused(StateError, "no rank-1-of-2.safetensors in")
+    refused(StateError, "has no rank-1-of-2.safetensors")
     (tmp_path / "rank-1-of-2.safetensors").write_bytes(own)
     cf.Sharded.load(tmp_path, {"tp": 2}, rank=1)
     said = json.loads((tmp_path / "sharded.json").read_text())
     (tmp_path / "sharded.json").write_text(json.dumps({**said, "program": "0" * 32}))
-    refused(StateError, "program.pt2 of another program")
+    refused(StateError, "program.pt2 belongs to another program")
     (tmp_path / "sharded.json").write_text(json.dumps({**said, "format": 7}))
     refused(StateError, "sharded.json, format = 7")
     (tmp_path / "sharded.json").write_text(json.dumps(said))
@@ -354,12 +354,12 @@ def test_partial_outputs_add_up() -> None:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"inputs": {"y": BY_HEAD}}, "an input 'y': expected x"),
-        ({"inputs": {"x": torch_placements.Shard(2)}}, "of a value of 2 dims"),
-        ({"inputs": {"x": torch_placements.Partial()}}, "the input x as partial sums"),
-        ({"outputs": {1: BY_HEAD}}, "an output 1: expected a position from 0 to 0"),
+        ({"inputs": {"y": BY_HEAD}}, "no input is named 'y': expected one of x"),
+        ({"inputs": {"x": torch_placements.Shard(2)}}, "does not fit a value of 2 dims"),
+        ({"inputs": {"x": torch_placements.Partial()}}, "the input x cannot be partial sums"),
+        ({"outputs": {1: BY_HEAD}}, "no output 1 exists: expected a position from 0 to 0"),
         ({"outputs": {0: torch_placements.Partial("max")}}, "expected Shard(dim) or Replicate()"),
-        ({"outputs": {0: "sharded"}}, "the placement 'sharded'"),
+        ({"outputs": {0: "sharded"}}, "'sharded' is no placement"),
     ],
 )
 def test_placements_that_cannot_be_say_so(options: dict[str, Any], words: str) -> None:
@@ -369,7 +369,7 @@ def test_placements_that_cannot_be_say_so(options: dict[str, Any], words: str) -
 
 
 def test_sizes_that_do_not_divide_are_refused() -> None:
-    with pytest.raises(PlanError, match=r"the input x of shape \(4, 8\), split on dim 0, over 3 ranks"):
+    with pytest.raises(PlanError, match=r"the input x of shape \(4, 8\) cannot be split on dim 0 over 3 ranks"):
         shards(exported(), {}, ranks=3, inputs={"x": torch_placements.Shard(0)})
 
 

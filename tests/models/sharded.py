@@ -96,32 +96,32 @@ def minimum(name: str, ranks: int) -> tuple[int, int] | None:
     if name not in _COUNTED:
         return None
     options = zoo.architecture(name).options
-    apart, fused = (options.get(one, ranks) % ranks != 0 for one in ("num_key_value_heads", "num_kv_heads"))
+    apart, fused = (options.get(name, ranks) % ranks != 0 for name in ("num_key_value_heads", "num_kv_heads"))
     return _COUNTED[name], 1 + 2 * (2 * apart + fused)
 
 
-def plan_for(one: zoo.Architecture, exported: ExportedProgram) -> tuple[str, Plan]:
+def plan_for(architecture: zoo.Architecture, exported: ExportedProgram) -> tuple[str, Plan]:
     """The library's own plan where it splits projections where they stand, else the one that the graph suggests."""
-    if one.name in PLANNED:
-        return "transformers", Plan.from_model(one.build())
+    if architecture.name in PLANNED:
+        return "transformers", Plan.from_model(architecture.build())
     return "megatron", Plan.megatron(exported, vocab=True)
 
 
-def shard_on_ranks(pool: Ranks, one: zoo.Architecture, variant: str) -> Row:
+def shard_on_ranks(pool: Ranks, architecture: zoo.Architecture, variant: str) -> Row:
     """Split an architecture, run it on the pool's ranks and on one device, and compare."""
-    row = Row(one.name, pool.count, variant)
+    row = Row(architecture.name, pool.count, variant)
     dynamic = variant.startswith("dynamic")
-    raw = one.export(dynamic)
+    raw = architecture.export(dynamic)
     try:
-        exported = one.export(dynamic, variant.endswith("decomposed"))
+        exported = architecture.export(dynamic, variant.endswith("decomposed"))
     except ValueError as error:  # gpt2: a view of what a reshape gives, which is another one then
         row.refused = f"torch cannot decompose it: {str(error).partition(chr(10))[0]}"
         return row
-    inputs = one.inputs()
+    inputs = architecture.inputs()
     with torch.no_grad(), FlopCounterMode(display=False) as counter:
         whole = exported.module()(**inputs)
     try:
-        row.plan, plan = plan_for(one, raw)
+        row.plan, plan = plan_for(architecture, raw)
         resolved = plan.resolve(exported, pool.count)
         local = localize(exported, resolved, pool.count, "tp", Request())
     except CrossfadeError as error:
@@ -133,11 +133,11 @@ def shard_on_ranks(pool: Ranks, one: zoo.Architecture, variant: str) -> Row:
         saved = io.BytesIO()
         torch.export.save(program, saved)
         programs.append(saved.getvalue())
-    answers = pool.run(run_saved, one.name, programs, inputs)
+    answers = pool.run(run_saved, architecture.name, programs, inputs)
     expected = _tensors(whole)
     row.error = max(_difference(expected, found) for found, _ in answers)
     row.flops = max(flops for _, flops in answers) / max(counter.get_total_flops(), 1)
-    row.planned = sum(one.dim is not None for one in resolved.parameters.values())
+    row.planned = sum(sharding.dim is not None for sharding in resolved.parameters.values())
     shapes = {name: value.shape for name, value in exported.state_dict.items()}
     parts = program.state_dict
     row.split = sum(parts[name].shape != shapes[name] for name in resolved.parameters if name in parts)

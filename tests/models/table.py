@@ -25,14 +25,14 @@ DOCS = Path(__file__).parents[2] / "docs" / "models.md"
 def main() -> None:
     """Run what is asked for and write the table."""
     parser = argparse.ArgumentParser(description=__doc__)
-    every = ",".join(one.name for one in zoo.ARCHITECTURES)
+    every = ",".join(architecture.name for architecture in zoo.ARCHITECTURES)
     parser.add_argument("--names", default=every, help="architectures, by comma")
     parser.add_argument("--ranks", default="2,4", help="numbers of ranks, by comma")
     parser.add_argument("--variants", default=";".join(VARIANTS), help="forms of the exported program, by semicolon")
     parser.add_argument("--output", type=Path, default=DOCS, help="the file to write")
     parser.add_argument("--jobs", type=int, default=2, help="architectures at a time")
     options = parser.parse_args()
-    counts, variants = [int(one) for one in options.ranks.split(",")], options.variants.split(";")
+    counts, variants = [int(count) for count in options.ranks.split(",")], options.variants.split(";")
     rows: list[Row] = []
     with ProcessPoolExecutor(options.jobs, get_context("spawn"), max_tasks_per_child=1) as workers:
         pending = [workers.submit(rows_of, name, counts, variants) for name in options.names.split(",")]
@@ -126,7 +126,7 @@ def page(rows: Sequence[Row]) -> str:
 
 
 def _place(row: Row) -> tuple[int, int]:
-    return [one.name for one in zoo.ARCHITECTURES].index(row.name), row.ranks
+    return [architecture.name for architecture in zoo.ARCHITECTURES].index(row.name), row.ranks
 
 
 def _cell(text: object) -> str:

@@ -29,7 +29,7 @@ from tests.models.zoo import ARCHITECTURES, Architecture, architecture
 
 pytest.importorskip("transformers")
 
-NAMES = [one.name for one in ARCHITECTURES]
+NAMES = [architecture.name for architecture in ARCHITECTURES]
 DECOMPOSED = ["llama", "bert", "mixtral", "vit"]
 DYNAMIC = ["llama", "distilbert", "vit"]
 TRAINED = ["llama", "gpt2", "bert"]
@@ -41,8 +41,8 @@ def every_simplification() -> list[Pass]:
     for module in pkgutil.iter_modules(importlib.import_module("crossfade.simplify").__path__):
         if not module.name.endswith("_triton"):
             importlib.import_module(f"crossfade.simplify.{module.name}")
-    found = [one for one in known_passes().values() if one.__module__.startswith("crossfade.simplify.")]
-    return [one() for one in found if all(option.default is not MISSING for option in fields(one))]
+    found = [kind for kind in known_passes().values() if kind.__module__.startswith("crossfade.simplify.")]
+    return [kind() for kind in found if all(option.default is not MISSING for option in fields(kind))]
 
 
 def arguments(exported: ExportedProgram, program: Program, inputs: dict[str, Any]) -> list[Any]:
@@ -74,13 +74,13 @@ def copied(values: Sequence[Any]) -> list[Any]:
     return [value.clone() if isinstance(value, Tensor) else value for value in values]
 
 
-def check_exported(one: Architecture, *, dynamic: bool = False, decomposed: bool = False) -> None:
-    exported = one.export(dynamic)
+def check_exported(chosen: Architecture, *, dynamic: bool = False, decomposed: bool = False) -> None:
+    exported = chosen.export(dynamic)
     if decomposed:
         exported = exported.run_decompositions()
     program = capture_exported(exported)
     for batch, seq in [(3, 20), (2, 12)] if dynamic else [(2, 12)]:
-        check_same(program, arguments(exported, program, one.inputs(batch, seq)))
+        check_same(program, arguments(exported, program, chosen.inputs(batch, seq)))
 
 
 @pytest.mark.parametrize("name", some(NAMES))
@@ -116,22 +116,22 @@ def test_forward_and_backward(name: str):
     check_same(program, values)
 
 
-def training_program(one: Architecture) -> tuple[Program, list[Any]]:
+def training_program(chosen: Architecture) -> tuple[Program, list[Any]]:
     """A loss and its gradients as one program, and values for its inputs."""
-    model = one.build()
+    model = chosen.build()
     parameters, buffers = dict(model.named_parameters()), dict(model.named_buffers())
     names = list(parameters)
 
     def step(weights: list[Tensor], state: list[Tensor], inputs: list[Tensor]) -> list[Tensor]:
         leaves = [weight.detach().requires_grad_() for weight in weights]
         swapped = {**dict(zip(names, leaves, strict=True)), **dict(zip(buffers, state, strict=True))}
-        given = dict(zip(one.inputs(), inputs, strict=True))
+        given = dict(zip(chosen.inputs(), inputs, strict=True))
         logits = torch.func.functional_call(model, swapped, (), given, tie_weights=True).logits
         loss = logits.float().log_softmax(-1).square().mean()
         gradients = torch.autograd.grad(loss, leaves, allow_unused=True)
         return [loss, *(gradient for gradient in gradients if gradient is not None)]
 
-    values = [value.detach() for value in parameters.values()], list(buffers.values()), list(one.inputs().values())
+    values = [value.detach() for value in parameters.values()], list(buffers.values()), list(chosen.inputs().values())
     module = make_fx(step, tracing_mode="fake", _allow_non_fake_inputs=True)(*values)
     module.graph.eliminate_dead_code()
     return from_graph_module(module), [value for many in values for value in many]

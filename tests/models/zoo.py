@@ -85,18 +85,19 @@ def _transformers() -> Any:
 _EXPORTED: dict[tuple[str, bool, bool], ExportedProgram] = {}
 
 
-def _export(one: Architecture, dynamic: bool, decomposed: bool) -> ExportedProgram:
-    key = (one.name, dynamic, decomposed)
+def _export(chosen: Architecture, dynamic: bool, decomposed: bool) -> ExportedProgram:
+    key = (chosen.name, dynamic, decomposed)
     if key not in _EXPORTED:
         with torch.no_grad(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            _EXPORTED[key] = _export(one, dynamic, False).run_decompositions() if decomposed else _raw(one, dynamic)
+            raw = _export(chosen, dynamic, False) if decomposed else _raw(chosen, dynamic)
+            _EXPORTED[key] = raw.run_decompositions() if decomposed else raw
     return _EXPORTED[key]
 
 
-def _raw(one: Architecture, dynamic: bool) -> ExportedProgram:
-    shapes = one.dynamic_shapes if dynamic else None
-    return torch.export.export(one.build(), (), one.inputs(), dynamic_shapes=shapes, strict=False)
+def _raw(chosen: Architecture, dynamic: bool) -> ExportedProgram:
+    shapes = chosen.dynamic_shapes if dynamic else None
+    return torch.export.export(chosen.build(), (), chosen.inputs(), dynamic_shapes=shapes, strict=False)
 
 
 def _tokens(batch: int, seq: int) -> torch.Tensor:
@@ -176,9 +177,9 @@ def _encoder(name: str, prefix: str, options: Mapping[str, Any], note: str = "")
     return Architecture(name, f"{prefix}ForMaskedLM", f"{prefix}Config", options, _encoder_inputs, _MASKED, note)
 
 
-def _spelled_out(one: Architecture) -> Architecture:
+def _spelled_out(chosen: Architecture) -> Architecture:
     """An architecture that the library only runs with attention written as matmuls and a softmax."""
-    return replace(one, attention="eager")
+    return replace(chosen, attention="eager")
 
 
 ARCHITECTURES: tuple[Architecture, ...] = (
@@ -391,4 +392,4 @@ ARCHITECTURES: tuple[Architecture, ...] = (
 
 def architecture(name: str) -> Architecture:
     """The architecture of that name."""
-    return next(one for one in ARCHITECTURES if one.name == name)
+    return next(known for known in ARCHITECTURES if known.name == name)

@@ -158,10 +158,10 @@ def test_whole_tensors_load_into_parts_and_parts_do_not(ranks: Any) -> None:
     for losses, state, messages in ranks(2).run(whole_into_parts):
         assert_like_one_device(losses, state)
         assert (
-            "down.weight of shape (8, 6) in the state: expected a DTensor or a whole tensor of shape (8, 12)"
+            "the state has down.weight of shape (8, 6): expected a DTensor or a whole tensor of shape (8, 12)"
             in (messages[0])
         )
-        assert "down.weight as a float in the state" in messages[1]
+        assert "the state has down.weight as a float" in messages[1]
 
 
 def changed_later() -> list[tuple[float, float]]:

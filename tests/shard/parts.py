@@ -13,7 +13,7 @@ from crossfade.graph.verify import verify
 def after(text: str, *passes: Pass) -> tuple[list[str], Program]:
     """The lines of a program after some passes, and the program."""
     program = parse(textwrap.dedent(text), groups={"dp": 2, "dp_replicate": 2})
-    program.facts |= frozenset().union(*(one.requires for one in passes))
+    program.facts |= frozenset().union(*(step.requires for step in passes))
     done = run_passes(program, list(passes))
     verify(done, recompute=True)
     return render(done).splitlines(), done

@@ -69,7 +69,7 @@ def test_parts_are_those_of_one_device(name: str, ranks: int):
         assert torch.equal(found, own_part(expected, blocks, rank, ranks))
 
 
-UNKNOWN = r"nothing tells which elements along dim 0 are which sample's.*semantics=\"per-rank\""
+UNKNOWN = r"it is not known which elements along dim 0 belong to which sample.*semantics=\"per-rank\""
 
 
 @pytest.mark.parametrize(

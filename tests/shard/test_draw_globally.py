@@ -58,8 +58,8 @@ def test_parts_are_those_of_one_device(name: str, ranks: int):
         torch.manual_seed(7)
         parts.append(Executable(done, {})([x[rank * rows : (rank + 1) * rows], rank]))
         assert torch.equal(torch.get_rng_state(), state), "later draws would differ"
-    for one, *mine in zip(expected, *parts, strict=True):
-        assert torch.equal(torch.cat(mine), one)
+    for drawn, *mine in zip(expected, *parts, strict=True):
+        assert torch.equal(torch.cat(mine), drawn)
 
 
 def test_another_dim_and_two_draws_share_one_rank_input():
@@ -116,8 +116,8 @@ def test_numbers_follow_the_layout_in_memory(name: str, dim: int):
     for rank in range(ranks):
         torch.manual_seed(7)
         parts.append(Executable(done, {})([x.chunk(ranks, cut)[rank].contiguous(), rank]))
-    for one, *mine in zip(expected, *parts, strict=True):
-        assert torch.equal(torch.cat(mine, dim), one)
+    for drawn, *mine in zip(expected, *parts, strict=True):
+        assert torch.equal(torch.cat(mine, dim), drawn)
 
 
 def test_a_tensor_of_the_model_named_rank_is_no_rank():
@@ -125,7 +125,7 @@ def test_a_tensor_of_the_model_named_rank_is_no_rank():
     program = parse(text)
     for node in program.graph.nodes:
         node.meta[BATCH_DIMS] = (0,)
-    with pytest.raises(PassError, match="a tensor of the model named 'rank'"):
+    with pytest.raises(PassError, match="the model has a tensor named 'rank'"):
         run_passes(program, [DrawGlobally()])
 
 

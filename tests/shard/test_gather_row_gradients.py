@@ -46,7 +46,7 @@ def test_each_rank_adds_up_its_own_rows():
     assert [str(verdict) for verdict in done.history[0].verdicts] == [
         "start: replaced: gradients of the rows looked up are gathered instead",
         "all_gather_into_tensor: inserted: gathers gradients of rows",
-        "all_gather_into_tensor_1: inserted: tells others which rows they are of",
+        "all_gather_into_tensor_1: inserted: says which rows these are of",
     ]
 
 
@@ -80,7 +80,7 @@ LEFT = {
 
 @pytest.mark.parametrize("reason", LEFT)
 def test_left(reason: str):
-    text, one = LEFT[reason]
-    _, done = after(text, one)
+    text, step = LEFT[reason]
+    _, done = after(text, step)
     assert [str(verdict) for verdict in done.history[0].verdicts] == [f"start: left alone: {reason}"]
     assert not done.history[0].changed

@@ -136,4 +136,4 @@ def test_what_is_told_and_what_is_found() -> None:
     assert "the captured loss is a sum" in LossParts("sum").warning("mean")
     assert LossParts(None, "because").warning("sum") == ""
     assert "because" in LossParts(None, "because").warning("auto")
-    assert [LossParts(None).put_together(told) for told in ("auto", "mean", "sum")] == ["mean", "mean", "sum"]
+    assert [LossParts(None).put_together(requested) for requested in ("auto", "mean", "sum")] == ["mean", "mean", "sum"]

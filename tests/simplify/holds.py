@@ -1,4 +1,4 @@
-"""What every simplification is held to: the text it makes, the values it keeps, the memory nobody sees change."""
+"""What every simplification is held to: the text it makes, the values it keeps, the memory that must not change."""
 
 from __future__ import annotations
 
@@ -19,31 +19,31 @@ def program_of(text: str, **groups: int) -> Program:
     return parse(textwrap.dedent(text), groups=groups)
 
 
-def rewrites(one: Pass, before: str, after: str, counts: dict[str, int] | None = None, **groups: int) -> Program:
+def rewrites(tested: Pass, before: str, after: str, counts: dict[str, int] | None = None, **groups: int) -> Program:
     """Assert that a pass makes exactly `after` of `before`, with the same results; counts too, if given."""
     program = program_of(before, **groups)
-    done = run_passes(program, [one])
+    done = run_passes(program, [tested])
     assert render(done) == textwrap.dedent(after).strip()
     if counts is not None:
         assert {name: count for name, count in done.history[0].counts.items() if count} == counts
     if not groups:
-        same_results(program, done, one.numerics)
+        same_results(program, done, tested.numerics)
     verify(done, recompute=not groups)
     return done
 
 
-def declines(one: Pass, text: str, reason: str, **groups: int) -> None:
+def declines(tested: Pass, text: str, reason: str, **groups: int) -> None:
     """Assert that a pass leaves a program as it is and says why in one verdict at least."""
     program = program_of(text, **groups)
-    done = run_passes(program, [one])
+    done = run_passes(program, [tested])
     assert render(done) == render(program)
     reasons = [verdict.reason for verdict in done.history[0].verdicts if verdict.outcome == Outcome.LEFT]
     assert any(reason in given for given in reasons), f"{reason!r} is not among {reasons}"
 
 
-def same_results(one: Program, other: Program, numerics: Numerics, seed: int = 0) -> None:
+def same_results(before: Program, other: Program, numerics: Numerics, seed: int = 0) -> None:
     """Run both on the same inputs: equal results, and the same inputs and results on the same memory."""
-    first, first_inputs = run(one, seed)
+    first, first_inputs = run(before, seed)
     second, second_inputs = run(other, seed)
     for expected, actual in zip(first + first_inputs, second + second_inputs, strict=True):
         if not isinstance(expected, Tensor):

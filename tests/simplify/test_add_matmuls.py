@@ -130,8 +130,8 @@ REASONS = {
 
 @pytest.mark.parametrize("reason", REASONS)
 def test_declined(reason: str):
-    program, one = REASONS[reason]
-    declines(one, program, reason)
+    program, step = REASONS[reason]
+    declines(step, program, reason)
 
 
 def test_a_scaled_sum_is_not_concatenated():

@@ -1,4 +1,4 @@
-"""Chains are computed in the best of all orders, and only those that nobody looks into."""
+"""Chains are computed in the best of all orders, and only those that nothing looks into."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def fewest(sizes: tuple[int, ...]) -> int:
 
 def flops(program) -> int:
     products = program.graph.find_nodes(op="call_function", target=torch.ops.aten.mm.default)
-    shapes = [(*one.args[0].meta["val"].shape, one.args[1].meta["val"].shape[1]) for one in products]
+    shapes = [(*product.args[0].meta["val"].shape, product.args[1].meta["val"].shape[1]) for product in products]
     return sum(2 * m * k * n for m, k, n in shapes)
 
 
@@ -55,8 +55,8 @@ def test_the_best_order_of_all(sizes: tuple[int, ...], dtype: str):
     if verdict.reason != "it does not need less of everything, and no machine says what that costs":
         assert flops(done) == fewest(sizes)
     (found,), inputs = run(done, 0)
-    expected = torch.linalg.multi_dot([one.double() for one in inputs])
-    scale = torch.linalg.multi_dot([one.double().abs() for one in inputs]).clamp(min=1)
+    expected = torch.linalg.multi_dot([matrix.double() for matrix in inputs])
+    scale = torch.linalg.multi_dot([matrix.double().abs() for matrix in inputs]).clamp(min=1)
     tolerance = {"bf16": 0.05, "f32": 1e-5}.get(dtype, 1e-12)
     assert ((found.double() - expected).abs() <= tolerance * scale).all()
 

@@ -93,8 +93,8 @@ def test_the_device_gets_the_same_bits(name: str) -> None:
     program = parse(textwrap.dedent(MOVED[name][0]))
     done = run_passes(program, [BuildOnDevice()])
     inputs = [torch.randn(node.meta["val"].shape) for node in program.placeholders]
-    for one, other in zip(program.module()(*inputs), done.module()(*inputs), strict=True):
-        assert one.device == other.device and torch.equal(one, other)
+    for expected, other in zip(program.module()(*inputs), done.module()(*inputs), strict=True):
+        assert expected.device == other.device and torch.equal(expected, other)
 
 
 def used(*lines: str, results: str = 'output("n", n)') -> str:

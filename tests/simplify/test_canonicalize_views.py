@@ -130,11 +130,11 @@ def test_symbolic_sizes():
 
     def function(x, y):
         rows = aten.view(x, [x.shape[0], 2, 3])  # a row of x has 6 elements from here on
-        one = aten.unsqueeze(rows, 0)
+        row = aten.unsqueeze(rows, 0)
         given = aten._unsafe_view(y, [y.shape[0], 1, y.shape[1]])
         several = aten.unsqueeze(y, 0)
         inferred = aten.view(x, [-1, 3])
-        return one.neg(), given.neg(), several.neg(), inferred.neg()
+        return row.neg(), given.neg(), several.neg(), inferred.neg()
 
     program = traced(function, torch.ones(5, 6), torch.ones(7, 8))
     shapes = program.fake_mode.shape_env

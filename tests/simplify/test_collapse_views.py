@@ -118,8 +118,8 @@ def renamed(text: str) -> str:
     lines = text.strip().splitlines()
     for index, line in enumerate(lines[1:-2]):
         name = line.partition(":")[0]
-        lines = [f" {one} ".replace(f"{name}:", f"a{index}:").replace(f"({name},", f"(a{index},") for one in lines]
-        lines = [one.replace(f"({name})", f"(a{index})").strip() for one in lines]
+        lines = [f" {line} ".replace(f"{name}:", f"a{index}:").replace(f"({name},", f"(a{index},") for line in lines]
+        lines = [line.replace(f"({name})", f"(a{index})").strip() for line in lines]
     return "\n".join(lines)
 
 
@@ -189,12 +189,12 @@ def test_symbolic_sizes():
 
     def function(x, y):
         rows, columns = x.shape
-        one = aten.view(aten.view(x, [rows, 1, columns]), [columns, rows])
+        first = aten.view(aten.view(x, [rows, 1, columns]), [columns, rows])
         back = aten.squeeze.dim(aten.unsqueeze(aten.t(x), 1), 1)
         several = aten.unsqueeze(aten.unsqueeze(y, 0), 0)
         turned = aten.view(aten.unsqueeze(aten.t(y), 0), [y.shape[1], y.shape[0], 1])
         moved = aten.squeeze.dim(aten.permute(aten.unsqueeze(aten.t(y), 0), [1, 0, 2]), 1)
-        return one.neg(), back.neg(), several.neg(), turned.neg(), moved.neg()
+        return first.neg(), back.neg(), several.neg(), turned.neg(), moved.neg()
 
     program = from_graph_module(
         make_fx(function, tracing_mode="symbolic")(torch.ones(5, 6), torch.ones(7, 8)),

@@ -63,9 +63,9 @@ REASONS = [
 ]
 
 
-@pytest.mark.parametrize(("one", "program", "reason"), REASONS)
-def test_declined(one: DecomposeThinMatmuls, program: str, reason: str):
-    declines(one, program, reason)
+@pytest.mark.parametrize(("step", "program", "reason"), REASONS)
+def test_declined(step: DecomposeThinMatmuls, program: str, reason: str):
+    declines(step, program, reason)
     if "machine" in reason:
-        (verdict,) = run_passes(program_of(program), [one]).history[0].verdicts
+        (verdict,) = run_passes(program_of(program), [step]).history[0].verdicts
         assert "FLOP" in verdict.detail

@@ -109,9 +109,9 @@ def test_folded(name: str) -> None:
     rewrites(FoldConstants(), *FOLDED[name])
 
 
-def folded(text: str, one: FoldConstants, constants: dict | None = None) -> tuple[Program, Program]:
+def folded(text: str, step: FoldConstants, constants: dict | None = None) -> tuple[Program, Program]:
     program = parse(textwrap.dedent(text), constants=constants)
-    done = run_passes(program, [one])
+    done = run_passes(program, [step])
     verify(done, recompute=True)
     return program, done
 
@@ -164,13 +164,13 @@ def test_tensors_that_the_program_keeps_need_a_promise() -> None:
 
 
 @pytest.mark.parametrize(
-    ("one", "line", "reason"),
+    ("step", "line", "reason"),
     [
         (FoldConstants(limit_bytes=15, kept=True), "w: f32[4] = aten.neg(x)", "its values take more than limit_bytes"),
         (FoldConstants(kept=True), "w: f32[4] = aten.add_.Tensor(k, x)", "its memory is written to"),
     ],
 )
-def test_kept_tensors_that_are_not_folded_say_why(one: FoldConstants, line: str, reason: str) -> None:
+def test_kept_tensors_that_are_not_folded_say_why(step: FoldConstants, line: str, reason: str) -> None:
     text = f"""
         x: f32[4] = input("x")
         k: f32[4] = constant("k")
@@ -178,7 +178,7 @@ def test_kept_tensors_that_are_not_folded_say_why(one: FoldConstants, line: str,
         {line}
         return output("n", n), output("w", w)
     """
-    _, done = folded(text, one, {"k": torch.tensor([1.0, 5.0, 2.0, 3.0])})
+    _, done = folded(text, step, {"k": torch.tensor([1.0, 5.0, 2.0, 3.0])})
     assert [verdict.reason for verdict in done.history[0].verdicts] == [reason]
 
 
@@ -197,8 +197,8 @@ def test_nans_of_other_bits_are_not_fulls() -> None:
     )
     torch.manual_seed(0)
     inputs = [torch.tensor([True, False, True, False]), torch.randn(4)]
-    one, other = before.module()(*inputs)[0], done.module()(*inputs)[0]
-    assert torch.equal(one.view(torch.int32), other.view(torch.int32))
+    expected, other = before.module()(*inputs)[0], done.module()(*inputs)[0]
+    assert torch.equal(expected.view(torch.int32), other.view(torch.int32))
 
 
 DECLINED = {
@@ -294,12 +294,12 @@ DECLINED = {
 
 @pytest.mark.parametrize("name", DECLINED)
 def test_declined(name: str) -> None:
-    text, reason, one = DECLINED[name]
+    text, reason, step = DECLINED[name]
     if name == "what torch refuses":  # its input can still be folded
-        done = run_passes(parse(textwrap.dedent(text)), [one])
+        done = run_passes(parse(textwrap.dedent(text)), [step])
         assert next(v.reason for v in done.history[0].verdicts if v.outcome is Outcome.LEFT).startswith(reason)
     else:
-        declines(one, text, reason)
+        declines(step, text, reason)
 
 
 def test_other_devices_are_left() -> None:

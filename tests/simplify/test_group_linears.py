@@ -1,4 +1,4 @@
-"""Products become one where that pays, none needs another, and nobody sees it in memory."""
+"""Products become one where that pays, none needs another, and nothing sees it in memory."""
 
 from __future__ import annotations
 
@@ -138,8 +138,8 @@ READERS = {
 
 @pytest.mark.parametrize("reason", READERS)
 def test_declined(reason: str):
-    one = GroupLinears() if "everything" in reason else SLOW_MEMORY
-    declines(one, PAIR.format(more=READERS[reason].strip()), reason, dp=2)
+    step = GroupLinears() if "everything" in reason else SLOW_MEMORY
+    declines(step, PAIR.format(more=READERS[reason].strip()), reason, dp=2)
 
 
 def test_products_that_need_one_another_stay_apart():
@@ -241,8 +241,8 @@ def test_weights_that_are_concatenated_beforehand_cost_no_copy():
     program = program_of(text)
     program.constants = {"v": torch.ones(256, 256), "w": torch.ones(256, 256)}
     machine = preset("h200-nvlink-node")
-    dear = run_passes(program, [GroupLinears(machine)])
-    verdict = dear.history[0].verdicts[0]
+    expensive = run_passes(program, [GroupLinears(machine)])
+    verdict = expensive.history[0].verdicts[0]
     assert verdict.reason == "it would not be faster on this machine" and "B, 2 calls ->" in verdict.detail
     assert run_passes(program, [GroupLinears(machine, folds_constants=True)]).history[0].changed
 
@@ -282,8 +282,8 @@ def test_values(rows: int, columns: list[int], dtype: str):
     assert done.history[0].changed or rows < 40
     found, (x, *weights) = run(done, 0)
     tolerance = {"bf16": 0.02, "f32": 1e-5}.get(dtype, 1e-12)
-    for one, weight in zip(found, weights, strict=True):
-        torch.testing.assert_close(one.double(), -(x.double() @ weight.double()), rtol=tolerance, atol=tolerance)
+    for product, weight in zip(found, weights, strict=True):
+        torch.testing.assert_close(product.double(), -(x.double() @ weight.double()), rtol=tolerance, atol=tolerance)
 
 
 def test_a_captured_attention_block():

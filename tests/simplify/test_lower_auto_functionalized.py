@@ -1,4 +1,4 @@
-"""Operators that write their arguments are called by themselves, on clones where somebody would see the writing."""
+"""Operators that write their arguments are called by themselves, on clones where something would see the writing."""
 
 from __future__ import annotations
 

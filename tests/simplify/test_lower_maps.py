@@ -1,4 +1,4 @@
-"""Maps become loops that run to the same bits; what the loop could not be told stays, with the reason."""
+"""Maps become loops that run to the same bits; what cannot be a loop stays, with the reason."""
 
 from __future__ import annotations
 
@@ -167,7 +167,7 @@ def test_results_that_lie_otherwise_or_are_used_whole_are_left() -> None:
     call = next(node for node in program.graph.nodes if node.name == "m")
     value = call.meta["val"]
     call.meta["val"] = (value[0].t(),)
-    assert LowerMaps().run(program).verdicts[0].reason == "its results would lie otherwise in memory"
+    assert LowerMaps().run(program).verdicts[0].reason == "its results would be laid out differently in memory"
     call.meta["val"] = value
     program.output_node.args = ((call,),)
     assert LowerMaps().run(program).verdicts[0].reason == "its results are used as a whole"

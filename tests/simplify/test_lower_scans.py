@@ -63,8 +63,8 @@ def test_what_torch_makes_of_a_scan() -> None:
     program = from_graph_module(make_fx(function, tracing_mode="fake")(start, x))
     done = run_passes(program, [LowerScans()])
     assert done.history[0].counts["lowered"] == 1
-    for one, other in zip(done.module()(start, x), function(start, x), strict=True):
-        torch.testing.assert_close(one, other, rtol=0, atol=0)
+    for found, other in zip(done.module()(start, x), function(start, x), strict=True):
+        torch.testing.assert_close(found, other, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("results", [("b", "total"), ("b", "b"), ("b", "k")])
@@ -78,7 +78,7 @@ def test_what_is_carried_must_be_made_in_the_turn(results: tuple[str, str]) -> N
 
 
 DECLINED = {
-    "what it carries lies otherwise in memory after a turn": """
+    "what it carries is laid out differently in memory after a turn": """
         def body():
             total: f32[3, 3] = input("total")
             row: f32[3] = input("row")

@@ -1,4 +1,4 @@
-"""Wrapped Triton kernels are called by themselves, on clones only where somebody would see what they write."""
+"""Wrapped Triton kernels are called by themselves, on clones only where something would see what they write."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def wrapped(text: str, out: str, device: str = "cpu", kernel: int = 0, constants
     program = parse(textwrap.dedent(text))
     nodes = {node.name: node for node in program.graph.nodes}
     target = torch.ops.higher_order.triton_kernel_wrapper_functional
-    told: dict[str, Any] = {
+    given: dict[str, Any] = {
         "kernel_idx": kernel,
         "constant_args_idx": constants,
         "grid": [(1, 1, 1)],
@@ -29,7 +29,7 @@ def wrapped(text: str, out: str, device: str = "cpu", kernel: int = 0, constants
         "tensors_to_clone": ["out"],
     }
     with program.graph.inserting_before(nodes["after"]):
-        call = program.graph.call_function(target, (), told)
+        call = program.graph.call_function(target, (), given)
         element = program.graph.call_function(operator.getitem, (call, "out"))
     with program.fake_mode:
         element.meta["val"] = nodes[out].meta["val"].clone()
@@ -78,14 +78,14 @@ def test_declined() -> None:
     text = TEXT.replace("{last}", 'return output("after", after)')
     program = wrapped(text, "n")
     call = next(node for node in program.graph.nodes if "functional" in node.name)
-    told = dict(call.kwargs)
+    given = dict(call.kwargs)
 
     def reason() -> str:
         return LowerTritonWrappers().run(program).verdicts[0].reason
 
-    call.kwargs = {**told, "kwargs": {"x": call.all_input_nodes[0], "out": 3}}
+    call.kwargs = {**given, "kwargs": {"x": call.all_input_nodes[0], "out": 3}}
     assert reason() == "what its kernel writes is not all known tensors"
-    call.kwargs = told
+    call.kwargs = given
     program.output_node.args = ((call,),)
     assert reason() == "its results are used as a whole"
     program = wrapped(text.replace("n: f32[4] = aten.neg(x)", "n: f32[4] = aten.expand(f, [4])").replace(
@@ -112,6 +112,6 @@ def test_kernels_write_the_same() -> None:
         before, after = (wrapped(text, out, kernel=kernel, constants=constants) for _ in range(2))
         LowerTritonWrappers().run(after)
         x = torch.randn(4, device="cuda")
-        one, other = before.module()(x.clone()), after.module()(x.clone())
-        for expected, actual in zip(one, other, strict=True):
+        wrapped_results, lowered = before.module()(x.clone()), after.module()(x.clone())
+        for expected, actual in zip(wrapped_results, lowered, strict=True):
             torch.testing.assert_close(actual, expected, rtol=0, atol=0)

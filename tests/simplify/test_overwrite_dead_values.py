@@ -325,7 +325,7 @@ def test_work_grows_with_long_chains_and_many_readers():
             total = y = x * 2
             for _ in range(count):
                 total = total + 1
-            return [total, *(y + one for one in range(count))]
+            return [total, *(y + number for number in range(count))]
 
         program = from_graph_module(make_fx(function, tracing_mode="fake")(torch.ones(3)))
 

@@ -184,7 +184,7 @@ def test_sampled_statistics(
     actual, wanted = softmax_statistics(x, dim), expected(x, dim)
     torch.testing.assert_close(actual[0], wanted[0], rtol=0, atol=0, equal_nan=True)
     torch.testing.assert_close(actual[1], wanted[1], equal_nan=True)
-    assert all(one.stride() == other.stride() for one, other in zip(actual, wanted, strict=True))
+    assert all(found.stride() == other.stride() for found, other in zip(actual, wanted, strict=True))
 
 
 @pytest.mark.parametrize("value", [float("-inf"), float("inf"), float("nan"), 3.0])

@@ -1,4 +1,4 @@
-"""Collectives nobody uses go, with what only they used; what writes, is partly used or of one rank's own stays."""
+"""Unused collectives go, with what only they used; what writes, is partly used or of one rank's own stays."""
 
 from __future__ import annotations
 

@@ -199,7 +199,7 @@ DECLINED = {
         v: f32[4, 3] = c10d.wait_tensor(g)
         return output("v", v)
         """,
-        "its result would lie otherwise in memory",
+        "its result would be laid out differently in memory",
         2,
     ),
     "exchanges of many": (

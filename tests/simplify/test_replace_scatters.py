@@ -109,7 +109,7 @@ def test_a_symbolic_number_of_classes_is_left() -> None:
         torch.tensor([[1], [2]]), torch.ones(9)
     )
     done = run_passes(from_graph_module(module), [ReplaceScatters()])
-    assert [one.reason for one in done.history[0].verdicts] == ["its size along the dim is not a known number"]
+    assert [verdict.reason for verdict in done.history[0].verdicts] == ["its size along the dim is not a known number"]
 
 
 NUMBERS = [0, 1, -7, 2.5, -0.0, float("inf"), float("nan"), 1e-8, 0.1, 70000, 1e300, True]
@@ -131,16 +131,16 @@ def test_sampled_scatters(
     shape: list[int], dim: int, counted: bool, value: float, background: float, dtype: torch.dtype, seed: int
 ) -> None:
     dim %= len(shape)
-    one = [1 if d == dim else size for d, size in enumerate(shape)]
-    spelled = [repr(one) if math.isfinite(one) else f'float("{one}")' for one in (value, background)]
+    index_shape = [1 if d == dim else size for d, size in enumerate(shape)]
+    spelled = [repr(number) if math.isfinite(number) else f'float("{number}")' for number in (value, background)]
     text = f"""
-        i: i64{one} = input("i")
+        i: i64{index_shape} = input("i")
         full = aten.full({shape}, {spelled[1]}, dtype={NAMES[dtype]})
         y = aten.scatter.value(full, {dim - len(shape) * counted}, i, {spelled[0]})
         return output("y", y)
     """
     program = parse(text)
-    index = torch.randint(0, shape[dim], one, generator=torch.Generator().manual_seed(seed))
+    index = torch.randint(0, shape[dim], index_shape, generator=torch.Generator().manual_seed(seed))
     try:
         (expected,) = program.module()(index)
     except RuntimeError:  # a number that the dtype does not hold

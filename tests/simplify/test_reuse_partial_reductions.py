@@ -1,4 +1,4 @@
-"""A reduction of many dims starts from that of some, and nobody can tell: not by NaNs, nor by the signs of zeros."""
+"""A reduction of many dims starts from that of some, and it does not show: not by NaNs, nor by the signs of zeros."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ LEFT = {
 @pytest.mark.parametrize("name", LEFT)
 def test_left_alone(name: str) -> None:
     body, reason = LEFT[name]
-    results = ", ".join(f'output("{one}", {one})' for one in "ab" if f"\n{one}: " in f"\n{body}")
+    results = ", ".join(f'output("{name}", {name})' for name in "ab" if f"\n{name}: " in f"\n{body}")
     head = 'x: i64[3, 4] = input("x")\nf: f32[3, 4] = input("f")'
     declines(ReusePartialReductions(), f"{head}\n{body}\nreturn {results}", reason)
 

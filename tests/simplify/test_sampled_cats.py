@@ -44,7 +44,7 @@ def sampled(seed: int) -> str:
 
 
 def cut(draw: Random, known: dict[str, list[int]], fresh: str) -> list[tuple[str, str, list[int] | None]]:
-    name = draw.choice([one for one in known if known[one]] or list(known))
+    name = draw.choice([name for name in known if known[name]] or list(known))
     shape = known[name]
     if not shape:
         return []
@@ -69,9 +69,9 @@ def cut(draw: Random, known: dict[str, list[int]], fresh: str) -> list[tuple[str
         if kind == "sizes":
             call = f"aten.split_with_sizes({name}, {lengths}, {spelled})"
         elif kind == "chunk":
-            parts = [one.shape[0] for one in torch.empty(size).chunk(each)]
+            parts = [piece.shape[0] for piece in torch.empty(size).chunk(each)]
             call = f"aten.chunk({name}, {each}, {spelled})"
-    pieces = [(f"{fresh}_{i}", f"{fresh}[{i}]", changed(shape, dim, one)) for i, one in enumerate(parts)]
+    pieces = [(f"{fresh}_{i}", f"{fresh}[{i}]", changed(shape, dim, part)) for i, part in enumerate(parts)]
     return [(fresh, call, None), *pieces]
 
 
@@ -84,15 +84,17 @@ def join(draw: Random, known: dict[str, list[int]], fresh: str) -> list[tuple[st
     shape = known[name]
     if draw.random() < 0.3 or not shape:
         dim = draw.randint(0, len(shape))
-        like = [one for one in known if known[one] == shape]
+        like = [other for other in known if known[other] == shape]
         chosen = neighbours(draw, like, name)
         return [(fresh, f"aten.stack([{', '.join(chosen)}], {dim})", [*shape[:dim], len(chosen), *shape[dim:]])]
     dim = draw.randrange(len(shape))
     like = [
-        one for one in known if len(known[one]) == len(shape) and changed(known[one], dim, 0) == changed(shape, dim, 0)
+        other
+        for other in known
+        if len(known[other]) == len(shape) and changed(known[other], dim, 0) == changed(shape, dim, 0)
     ]
     chosen = neighbours(draw, like, name)
-    size = sum(known[one][dim] for one in chosen)
+    size = sum(known[other][dim] for other in chosen)
     spelled = draw.choice([dim, dim - len(shape)])
     return [(fresh, f"aten.cat([{', '.join(chosen)}], {spelled})", changed(shape, dim, size))]
 
@@ -142,10 +144,10 @@ def cut_and_joined(times: int) -> Program:
     last = x
     for _ in range(times):
         split = graph.call_function(torch.ops.aten.split.Tensor, (last, 2))
-        one, other = (graph.call_function(operator.getitem, (split, i)) for i in range(2))
-        joined = graph.call_function(torch.ops.aten.cat.default, ([one, other],))
+        first, other = (graph.call_function(operator.getitem, (split, i)) for i in range(2))
+        joined = graph.call_function(torch.ops.aten.cat.default, ([first, other],))
         last = graph.call_function(torch.ops.aten.neg.default, (joined,))
-        split.meta["val"], one.meta["val"], other.meta["val"] = pieces, *pieces
+        split.meta["val"], first.meta["val"], other.meta["val"] = pieces, *pieces
         joined.meta["val"] = last.meta["val"] = x.meta["val"]
     graph.output((last,))
     return Program(graph, (Input(InputKind.INPUT, "x"),), (Output(OutputKind.OUTPUT, "y"),))

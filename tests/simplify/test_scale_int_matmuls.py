@@ -56,19 +56,19 @@ def test_large_products_are_rounded_alike(dtype: str, shape: tuple[int, ...]):
     a = torch.randint(-128, 128, (32, 8), dtype=torch.int8)
     b = torch.randint(-128, 128, (8, 16), dtype=torch.int8)
     scale = torch.randn(shape).to(DTYPES[dtype])
-    (expected,), (found,) = (one.module()(a, b, scale) for one in (program, done))
+    (expected,), (found,) = (version.module()(a, b, scale) for version in (program, done))
     assert torch.equal(expected, found)
 
 
 def test_declined():
-    one = ScaleIntMatmuls()
-    declines(one, text(more=', output("f", f)'), "the converted product has other users")
-    declines(one, text(factors="f, 0.5"), "its scale is a number")
-    declines(one, text(factors="f, f"), "the converted product has other users")
+    step = ScaleIntMatmuls()
+    declines(step, text(more=', output("f", f)'), "the converted product has other users")
+    declines(step, text(factors="f, 0.5"), "its scale is a number")
+    declines(step, text(factors="f, f"), "the converted product has other users")
     mixed = text().replace('scale: f32[16] = input("scale")', 'scale: f64[16] = input("scale")')
-    declines(one, mixed.replace("y: f32", "y: f64"), "its scale has another dtype")
+    declines(step, mixed.replace("y: f32", "y: f64"), "its scale has another dtype")
     whole = text().replace('scale: f32[16] = input("scale")', 'scale: i32[16] = input("scale")')
-    declines(one, whole, "its scale has another dtype")
+    declines(step, whole, "its scale has another dtype")
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "f16"])

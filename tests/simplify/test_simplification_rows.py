@@ -37,7 +37,7 @@ def test_G1_a_pipeline_of_named_passes_with_the_users_own():
     assert [node.name for node in done.graph.nodes] == ["x", "w", "mm", "y", "output"]
     same_results(program, done, AddMatmuls.numerics)
     kept = run_passes(program, pipeline.without("remove-noops").after("fold-constants", AddMatmuls()))
-    assert [one.name for one in kept.history][1:3] == ["fold-constants", "add-matmuls"]
+    assert [record.name for record in kept.history][1:3] == ["fold-constants", "add-matmuls"]
     assert "clone" in [node.name for node in kept.graph.nodes]
 
 
@@ -82,9 +82,9 @@ def test_G2_no_ops_go_but_never_make_an_alias():
     ],
 )
 def test_G3_to_G12_do_what_they_show(name: str):
-    one = pass_from_spelling(name)
-    before, after = example(type(one))
-    done = run_passes(program_of(before), [one])
+    step = pass_from_spelling(name)
+    before, after = example(type(step))
+    done = run_passes(program_of(before), [step])
     assert str(done) == after
     assert done.history[0].changed
 
@@ -96,9 +96,9 @@ def test_G6_softmax_statistics_in_one_pass():
 
 
 def test_G12_linears_of_one_input_are_grouped_where_that_pays():
-    one = pass_from_spelling("group-linears")
-    before, after = example(type(one))
-    assert str(run_passes(program_of(before), [one])) == after
+    step = pass_from_spelling("group-linears")
+    before, after = example(type(step))
+    assert str(run_passes(program_of(before), [step])) == after
 
 
 def test_one_worklist_reaches_what_passes_in_turn_would_not():

@@ -389,8 +389,8 @@ LEFT = {
 def test_left_alone(name: str) -> None:
     body, reason = LEFT[name]
     lines = textwrap.dedent(HEAD) + textwrap.dedent(body)
-    used = [one for one in ("other", "w") if f"\n{one}: " in lines]
-    results = ", ".join(f'output("{one}", {one})' for one in ("cat", *used))
+    used = [name for name in ("other", "w") if f"\n{name}: " in lines]
+    results = ", ".join(f'output("{name}", {name})' for name in ("cat", *used))
     declines(SimplifyCats(), f"{lines}\nreturn {results}", reason)
 
 

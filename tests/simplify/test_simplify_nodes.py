@@ -77,8 +77,8 @@ def test_a_decline_names_the_member():
 @pytest.mark.parametrize(
     ("member", "found"),
     [
-        (RemoveDeadCode(), "remove-dead-code, not made of rules, inside simplify-nodes"),
-        (Reassociating(), "re-associating, whose numerics are reassociates, inside simplify-nodes"),
+        (RemoveDeadCode(), "simplify-nodes cannot hold remove-dead-code, not made of rules"),
+        (Reassociating(), "simplify-nodes cannot hold re-associating, whose numerics are reassociates"),
     ],
 )
 def test_members_that_do_not_fit_are_refused(member, found: str):
@@ -88,10 +88,10 @@ def test_members_that_do_not_fit_are_refused(member, found: str):
 
 def test_pipelines_reach_inside():
     pipeline = Pipeline([SimplifyNodes(), RemoveDeadCode()])
-    names = [one.name for one in MEMBERS]
+    names = [member.name for member in MEMBERS]
     assert pipeline.names() == ["simplify-nodes", *names, "remove-dead-code"]
     changed = pipeline.without("remove-noops").after("remove-aliases", RemoveDoubleNegation())
-    expected = ["remove-aliases", "remove-double-negation", *(one for one in names[1:] if one != "remove-noops")]
+    expected = ["remove-aliases", "remove-double-negation", *(name for name in names[1:] if name != "remove-noops")]
     assert changed.names() == ["simplify-nodes", *expected, "remove-dead-code"]
     with pytest.raises(PassError, match="not made of rules"):
         pipeline.before("remove-noops", RemoveDeadCode())

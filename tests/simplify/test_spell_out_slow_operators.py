@@ -67,7 +67,7 @@ def test_half_precision_is_left_to_the_operator_which_computes_it_in_single() ->
     program = parse(TEXT.replace("f32", "bf16"))
     assert slow_operators(program) == []
     done = run_passes(program, [SpellOutSlowOperators()])
-    reasons = [one.reason for one in done.history[-1].verdicts]
+    reasons = [verdict.reason for verdict in done.history[-1].verdicts]
     assert reasons == ["it is not computed in single or double precision"] and str(done) == str(program)
 
 
@@ -78,7 +78,9 @@ def test_inputs_of_two_dtypes_are_left_to_the_operator() -> None:
 def test_a_result_that_would_lie_otherwise_is_left_to_the_operator() -> None:
     text = TEXT.replace("x: f32[6, 8]", "w: f32[8, 6]").replace('"x")', '"w")\nx: f32[6, 8] = aten.permute(w, [1, 0])')
     done = run_passes(parse(text), [SpellOutSlowOperators()])
-    assert [one.reason for one in done.history[-1].verdicts] == ["its parts would lay the result out in another way"]
+    assert [verdict.reason for verdict in done.history[-1].verdicts] == [
+        "its parts would lay the result out in another way"
+    ]
     assert str(done) == text.strip()
 
 
@@ -93,5 +95,5 @@ def test_far_from_zero_the_numbers_are_the_same_too() -> None:
     program = parse(TEXT)
     done = run_passes(program, [SpellOutSlowOperators()])
     x = torch.tensor([-1e30, -100, -13, -5, -1e-30, 0, 5, 1e4]).expand(6, 8).contiguous()
-    (expected,), (found,) = (Executable(one, {})([torch.ones(6, 8), x.clone()]) for one in (program, done))
+    (expected,), (found,) = (Executable(version, {})([torch.ones(6, 8), x.clone()]) for version in (program, done))
     torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)

@@ -46,16 +46,16 @@ def to_data(account: Account) -> dict[str, Any]:
         "ranks": account.ranks,
         "program": account.program,
         "versions": {"torch": str(torch.__version__)},
-        "inputs": {name: _spelled(one) for name, one in account.inputs.items()},
-        "outputs": [_spelled(one) for one in account.outputs],
-        "placements": {name: _spelled(one) for name, one in account.placements.items()},
+        "inputs": {name: _spelled(placement) for name, placement in account.inputs.items()},
+        "outputs": [_spelled(placement) for placement in account.outputs],
+        "placements": {name: _spelled(placement) for name, placement in account.placements.items()},
         "plan": {
-            "parameters": [_parameter_data(one) for one in plan.parameters.values()],
-            "boundaries": [dataclasses.asdict(one) for one in plan.boundaries.values()],
+            "parameters": [_parameter_data(sharding) for sharding in plan.parameters.values()],
+            "boundaries": [dataclasses.asdict(boundary) for boundary in plan.boundaries.values()],
             "aliases": dict(plan.aliases),
             "notes": list(plan.notes),
         },
-        "verdicts": [dataclasses.asdict(one) for one in account.verdicts],
+        "verdicts": [dataclasses.asdict(verdict) for verdict in account.verdicts],
     }
 
 
@@ -111,8 +111,8 @@ def _misfit(folder: Path, place: str, found: str, expected: str) -> StateError:
     return StateError(f"{folder / 'sharded.json'}, {place}: {found}", expected=expected, remedy=remedy)
 
 
-def _parameter_data(one: ParameterSharding) -> dict[str, Any]:
-    return {**dataclasses.asdict(one), "dtype": str(one.dtype).removeprefix("torch.")}
+def _parameter_data(sharding: ParameterSharding) -> dict[str, Any]:
+    return {**dataclasses.asdict(sharding), "dtype": str(sharding.dtype).removeprefix("torch.")}
 
 
 def _parameter(data: Found) -> ParameterSharding:

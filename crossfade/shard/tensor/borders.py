@@ -26,10 +26,10 @@ def input_placements(exported: ExportedProgram, given: Mapping[str, Any], ranks:
     found = {}
     for name, placement in given.items():
         if name not in values:
-            raise PlanError(f"an input {name!r}", expected=", ".join(values), remedy="name an input of the program")
+            raise PlanError(f"no input is named {name!r}", expected=f"one of {', '.join(values)}", remedy="correct it")
         found[name] = _fitting(f"the input {name}", values[name], placement, ranks)
         if isinstance(found[name], Partial):
-            raise PlanError(f"the input {name} as partial sums", expected=_WORDS, remedy="add the parts up beforehand")
+            raise PlanError(f"the input {name} cannot be partial sums", expected=_WORDS, remedy="add them up first")
     return found
 
 
@@ -40,7 +40,9 @@ def output_placements(exported: ExportedProgram, given: Mapping[int, Any], ranks
     for position, placement in given.items():
         if not isinstance(position, int) or not -len(values) <= position < len(values):
             last = len(values) - 1
-            raise PlanError(f"an output {position!r}", expected=f"a position from 0 to {last}", remedy="correct it")
+            raise PlanError(
+                f"no output {position!r} exists", expected=f"a position from 0 to {last}", remedy="correct it"
+            )
         found[position % len(values)] = _fitting(f"output {position}", values[position], placement, ranks)
     return found
 
@@ -69,9 +71,9 @@ def read_placement(given: Any, rank: int) -> Placement:
     if isinstance(given, Partial) or (type(given) is tensor.Partial and given.reduce_op == "sum"):
         return PARTIAL
     if not isinstance(given, Shard) and type(given) is not tensor.Shard:
-        raise PlanError(f"the placement {given!r}", expected=_WORDS, remedy="use torch.distributed.tensor's")
+        raise PlanError(f"{given!r} is no placement", expected=_WORDS, remedy="use torch.distributed.tensor's")
     if not -rank <= given.dim < rank:
-        raise PlanError(f"{given} of a value of {rank} dims", expected="a dim it has", remedy="correct the dim")
+        raise PlanError(f"{given} does not fit a value of {rank} dims", expected="a dim it has", remedy="correct it")
     return given.on(given.dim % rank) if isinstance(given, Shard) else Shard(given.dim % rank)
 
 
@@ -79,11 +81,11 @@ def _fitting(what: str, value: Any, given: Any, ranks: int) -> Placement:
     if not isinstance(value, Tensor):
         if read_placement(given, 1) == REPLICATE:
             return REPLICATE
-        raise PlanError(f"{what}, which is no tensor, placed as {given}", expected="a tensor", remedy="leave it out")
+        raise PlanError(f"{what} is no tensor and cannot be {given}", expected="a tensor", remedy="leave it out")
     placement = read_placement(given, value.dim())
     if isinstance(placement, Shard) and not divides(placement, value.shape[placement.dim], ranks):
         raise PlanError(
-            f"{what} of shape {tuple(value.shape)}, {placement}, over {ranks} ranks",
+            f"{what} of shape {tuple(value.shape)} cannot be {placement} over {ranks} ranks",
             expected=f"a size that divides by {ranks} whatever it is",
             remedy="split another dim, or export with a dynamic size that is so many times another",
         )

@@ -21,7 +21,7 @@ def has_numbers(tensor: Tensor) -> bool:
 
 
 def like(value: Tensor, original: Tensor) -> Tensor:
-    """A value as what it stands in for: a parameter, or a plain tensor.
+    """A value as what it replaces: a parameter, or a plain tensor.
 
     >>> like(torch.ones(1), torch.nn.Parameter(torch.ones(2), requires_grad=False))
     Parameter containing:
@@ -63,16 +63,16 @@ def _copied(graph: fx.Graph, where: Mapping[str, torch.device]) -> fx.Graph:
     copies: dict[fx.Node, fx.Node] = {}
     known: dict[int, Tensor] = {}
 
-    def value(one: Tensor) -> Tensor:
-        if id(one) not in known:
-            known[id(one)] = _moved_value(one, where)
-        return known[id(one)]
+    def value(tensor: Tensor) -> Tensor:
+        if id(tensor) not in known:
+            known[id(tensor)] = _moved_value(tensor, where)
+        return known[id(tensor)]
 
     for node in graph.nodes:
         copies[node] = made = new.node_copy(node, copies.__getitem__)
         made.name = node.name  # a copied graph renames what Python reserves, such as `input`
         made.args, made.kwargs = tree_map_only(
-            torch.device, lambda one: where.get(one.type, one), (made.args, made.kwargs)
+            torch.device, lambda device: where.get(device.type, device), (made.args, made.kwargs)
         )
         if "val" in made.meta:
             made.meta["val"] = tree_map_only(Tensor, value, made.meta["val"])

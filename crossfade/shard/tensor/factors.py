@@ -71,7 +71,7 @@ def parse_factors(text: str, ranks_of: tuple[int, ...], **more: Any) -> Factors:
     used = list(zip(left, ranks_of, strict=False))  # operands behind may be left out
     if len(used) < len(ranks_of) or any(rank > len(part) and "..." not in part for part, rank in used):
         raise PlanError(
-            f"operands of {', '.join(map(str, ranks_of))} dims for the factors {text!r}",
+            f"the factors {text!r} do not fit operands of {', '.join(map(str, ranks_of))} dims",
             expected="a name for every dim of every operand",
             remedy="register a rule that fits the operator",
         )
@@ -92,7 +92,7 @@ def read_factors(text: str) -> tuple[list[list[str]], list[list[str]]]:
     twice = any(len(set(part)) < len(part) for part in names)
     if len(sides) != 2 or twice or not all(re.fullmatch(r"\w+|\.\.\.", name) for part in names for name in part):
         raise PlanError(
-            f"the factors {text!r}",
+            f"the factors {text!r} cannot be read",
             expected="names of dims, each once in an operand, like '... i, o i -> ... o'",
             remedy="write one group of names for every operand, '->', and one for every result",
         )
@@ -214,7 +214,7 @@ def _linear_group(factors: Factors, operands: Sequence[Operand], partial: frozen
 def refuse(operand: str, placement: Placement, why: str) -> PlanError:
     """The error for a parameter that would have to be gathered."""
     return PlanError(
-        f"the parameter {operand}, {placement}, where {why}",
+        f"the parameter {operand} is {placement}, but {why}",
         expected="every split parameter used as it lies",
         remedy="change its plan entry, or pass allow_weight_gather=True to gather it at every run",
     )

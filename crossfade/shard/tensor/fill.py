@@ -59,7 +59,7 @@ class _Taken:
         if name == RANK:
             return torch.tensor(self.rank, device=self.devices[name])
         names = [name, *self.tied.get(name, ())]
-        known = next((one for one in names if one in self.source), None)  # files often have one of several
+        known = next((alias for alias in names if alias in self.source), None)  # files often have one of several
         if known is None:
             raise missing(name, self.source)
         placement = self.local.parameters.get(name, REPLICATE)
@@ -76,7 +76,7 @@ class _Taken:
             return self._part(InMemory({name: value}), name, placement, None)
         if name not in self.source:
             raise StateError(
-                f"{name} without numbers, a buffer that is not saved or a constant",
+                f"{name}, a constant or a buffer that is not saved, has no numbers",
                 expected="its numbers in the exported program, since no checkpoint has them",
                 remedy=f"build it on a device, or pass it too: state=[checkpoint, {{{name!r}: tensor}}]",
             )
@@ -95,5 +95,5 @@ class _Taken:
 def _check(what: str, found: object, expected: object) -> None:
     if found != expected:
         raise StateError(
-            f"{what} {found} in the state", expected=f"{expected}", remedy="give the state of the model as exported"
+            f"the state has {what} {found}", expected=f"{expected}", remedy="give the state of the model as exported"
         )

@@ -104,7 +104,7 @@ def read_account(folder: Path) -> Account:
     """What a folder says of itself."""
     path = folder / ACCOUNT
     if not path.exists():
-        raise StateError(f"no {ACCOUNT} in {folder}", expected="a folder that Sharded.save or `crossfade shard` wrote",
+        raise StateError(f"{folder} has no {ACCOUNT}", expected="a folder that Sharded.save or `crossfade shard` wrote",
                          remedy="correct the path, or save there first")  # fmt: skip
     remedy = "load it with the version of Crossfade that wrote it, or save it again"
     found = Found(read_json(path, StateError, remedy), str(path), "", StateError, remedy)
@@ -117,7 +117,7 @@ def read_program(folder: Path, account: Account, *, trusted: bool = False) -> Ex
     `trusted`."""
     path = folder / PROGRAM
     if not path.exists():
-        raise StateError(f"no {PROGRAM} in {folder}", expected="the file that rank 0 writes",
+        raise StateError(f"{folder} has no {PROGRAM}", expected="the file that rank 0 writes",
                          remedy="save on every rank of the axis, and wait for rank 0")  # fmt: skip
     exported, extra = load_exported(path, trusted=trusted)
     _check_program(path, extra.get(ACCOUNT, ""), account)
@@ -132,7 +132,7 @@ def read_weights(folder: Path, exported: ExportedProgram, account: Account, rank
     path = folder / weights_file(rank, account.ranks)
     if not path.exists():
         there = ", ".join(sorted(file.name for file in folder.glob("*.safetensors"))) or "none"
-        raise StateError(f"no {path.name} in {folder} (there: {there})", expected="a file of each rank",
+        raise StateError(f"{folder} has no {path.name} (but: {there})", expected="a file of each rank",
                          remedy="save on every rank of the axis, or copy the file here")  # fmt: skip
     opened = TensorsFile(path)
     _check_program(path, opened.metadata().get("program", ""), account)
@@ -143,12 +143,12 @@ def read_weights(folder: Path, exported: ExportedProgram, account: Account, rank
     aliases = account.plan.aliases
     needed = {aliases.get(name, name) for name in exported.state_dict}
     if lacking := sorted(needed.union(_split_constants(exported, account.placements)) - held.keys()):
-        raise StateError(f"{path.name} without {', '.join(lacking[:3])}",
+        raise StateError(f"{path.name} lacks {', '.join(lacking[:3])}",
                          expected="everything that the program splits or trains",
                          remedy="save this rank again")  # fmt: skip
     for name, empty in exported.state_dict.items():
         if name in held and (held[name].shape, held[name].dtype) != (empty.shape, empty.dtype):
-            raise StateError(f"{path}, {name!r}, of {render_type(held[name])}", expected=render_type(empty),
+            raise StateError(f"{path}: {name!r} is {render_type(held[name])}", expected=render_type(empty),
                              remedy="save this rank again")  # fmt: skip
     read = {name: like(held[name], empty) for name, empty in exported.state_dict.items() if name in held}
     state = {name: read[aliases.get(name, name)] for name in exported.state_dict}
@@ -158,7 +158,7 @@ def read_weights(folder: Path, exported: ExportedProgram, account: Account, rank
 def _check_program(path: Path, found: str | bytes, account: Account) -> None:
     found = found.decode() if isinstance(found, bytes) else found
     if found != account.program:
-        raise StateError(f"{path.name} of another program ({found[:8] or 'unnamed'})",
+        raise StateError(f"{path.name} belongs to another program ({found[:8] or 'unnamed'})",
                          expected=f"{account.program[:8]}, which {ACCOUNT} names",
                          remedy="save all ranks again, into an empty folder")  # fmt: skip
 

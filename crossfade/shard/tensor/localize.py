@@ -67,7 +67,7 @@ def localize(exported: ExportedProgram, plan: ResolvedPlan, ranks: int, group: s
     boundaries = find_boundaries(exported, plan.boundaries, ranks)
     exported = boundaries.exported
     signature = exported.graph_signature
-    placements = {name: placement_of(one, ranks) for name, one in plan.parameters.items()}
+    placements = {name: placement_of(sharding, ranks) for name, sharding in plan.parameters.items()}
     settings = _settings(exported, plan, placements, ranks, request, boundaries.placements)
     placed = propagate(exported.graph, settings)
     state = frozenset(spec.arg.name for spec in signature.input_specs if spec.kind in _STATE)
@@ -102,15 +102,17 @@ def _empty_state(
     return state | ({RANK: torch.empty((), dtype=torch.int64, device="meta")} if knows_rank else {})
 
 
-def placement_of(one: ParameterSharding, ranks: int) -> Placement:
+def placement_of(sharding: ParameterSharding, ranks: int) -> Placement:
     """The placement of a parameter; refused if its blocks do not divide by the ranks."""
-    if one.dim is None:
+    if sharding.dim is None:
         return REPLICATE
-    shard = in_blocks(one.dim, one.blocks or (one.shape[one.dim],))
-    if not divides(shard, one.shape[one.dim], ranks):
-        sizes = ", ".join(map(str, one.blocks or (one.shape[one.dim],)))
+    size, shape = sharding.shape[sharding.dim], tuple(sharding.shape)
+    blocks = sharding.blocks or (size,)
+    shard = in_blocks(sharding.dim, blocks)
+    if not divides(shard, size, ranks):
+        sizes = ", ".join(map(str, blocks))
         raise PlanError(
-            f"the parameter {one.name} of shape {tuple(one.shape)} split on dim {one.dim} ({sizes}) over {ranks} ranks",
+            f"{sharding.name} of shape {shape} cannot be split on dim {sharding.dim} ({sizes}) over {ranks} ranks",
             expected=f"sizes that divide by {ranks}",
             remedy="pad it, split another dim, or leave it out of the plan",
         )
@@ -131,7 +133,9 @@ def _settings(
     for name in request.inputs:
         if name not in known:
             raise PlanError(
-                f"an input named {name!r}", expected=", ".join(known), remedy="name an input of the program"
+                f"no input is named {name!r}",
+                expected=f"one of {', '.join(known)}",
+                remedy="name an input of the program",
             )
     for spec in exported.graph_signature.input_specs:
         if spec.kind is InputKind.USER_INPUT:

@@ -43,7 +43,7 @@ class Builder:
         """A call whose result is known, or else found by running it without data."""
         node = self.graph.call_function(target, args, kwargs)
         if known is None:
-            values, named = fx.map_arg((args, kwargs), lambda one: one.meta["val"])
+            values, named = fx.map_arg((args, kwargs), lambda source: source.meta["val"])
             with self.mode, torch.no_grad():
                 known = target(*values, **named)
         node.meta = {**self.meta, "val": known}
@@ -176,7 +176,7 @@ class Partitioner:
     def _known(self, node: fx.Node, tensors: list[fx.Node], local: list[fx.Node], decision: Decision) -> Any:
         """The description of a result where it need not be found by running: of symbolic sizes that is slow."""
         value = node.meta.get("val")
-        if all(one.meta["val"] is source.meta["val"] for one, source in zip(local, tensors, strict=True)):
+        if all(part.meta["val"] is source.meta["val"] for part, source in zip(local, tensors, strict=True)):
             return value
         if isinstance(value, Tensor) and any(isinstance(size, torch.SymInt) for size in value.shape):
             return self.builder.local(value, decision.results[0])
@@ -243,7 +243,7 @@ class Partitioner:
         step = sympy.cancel(size_expression(local.meta["val"].shape[shard.dim]) / shard.outer)
         if not step.is_Integer:
             raise PlanError(
-                f"{local.name}, {shard}, to be moved between ranks",
+                f"{local.name} is {shard} and has to be moved between ranks",
                 expected="blocks of a size that is known",
                 remedy="export without merging a dynamic dim with the split one, or with static sizes",
             )

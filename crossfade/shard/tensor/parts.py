@@ -93,7 +93,7 @@ class Parts:
         if not isinstance(value, Tensor) or tuple(value.shape) != expected:
             found = f"of shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"as a {type(value).__name__}"
             raise StateError(
-                f"{name} {found} in the state",
+                f"the state has {name} {found}",
                 expected=f"a DTensor or a whole tensor of shape {expected}",
                 remedy="give what step.state_dict() returned, or the state of the whole model",
             )

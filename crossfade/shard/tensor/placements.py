@@ -90,7 +90,7 @@ def reshaped(shard: Shard, before: Sequence[Any], after: Sequence[Any], ranks: i
     """The placement of a reshaped value, such that reshaping the parts is all there is to do; None if there is none.
 
     Blocks follow each other through the whole value, each split over all ranks. The dim of the result in which every
-    block is a multiple of the ranks, and in which the blocks come round a whole number of times, is the one that is
+    block is a multiple of the ranks, and in which the blocks recur a whole number of times, is the one that is
     split.
 
     >>> reshaped(Shard(2), (2, 12, 64), (2, 12, 4, 16), 2)  # heads apart
@@ -123,7 +123,7 @@ def _cycle(sizes: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def _in_cycles(dim: int, parts: list[Any], times: Any) -> Shard | None:
-    """A split in blocks that come round so often; None if that cannot be written, as the number is not known."""
+    """A split in blocks that recur so often; None if that cannot be written, as the number is not known."""
     times = times if times.is_Integer else sympy.cancel(times)
     if len(parts) == 1:
         return Shard(dim, int(times) if times.is_Integer else times)

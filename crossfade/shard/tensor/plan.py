@@ -48,7 +48,7 @@ class Plan(Mapping[str, Style]):
     def __init__(self, entries: Mapping[str, object], notes: tuple[str, ...] = ()) -> None:
         if not isinstance(entries, Mapping):
             remedy = "pass a dict, or use Plan.load, Plan.from_model or Plan.megatron"
-            raise PlanError(f"a plan given as {type(entries).__name__}", expected="names and styles", remedy=remedy)
+            raise PlanError(f"a plan cannot be a {type(entries).__name__}", expected="names and styles", remedy=remedy)
         self._entries = MappingProxyType({str(name): _read(name, entry) for name, entry in entries.items()})
         self.notes = notes
         """What was left out or left whole by what made the plan, and why; not part of its meaning."""
@@ -99,7 +99,7 @@ class Plan(Mapping[str, Style]):
         try:
             return cls(entries)
         except PlanError as error:
-            raise PlanError(f"{path}, {error.found}", expected=error.expected, remedy=error.remedy) from error
+            raise PlanError(f"{path}: {error.found}", expected=error.expected, remedy=error.remedy) from error
 
     def save(self, path: str | Path) -> None:
         """Write the plan where `load` reads it, `.json` or `.yaml`."""
@@ -117,6 +117,4 @@ def _read(name: str, entry: object) -> Style:
     try:
         return read_style(entry)
     except PlanError as error:
-        raise PlanError(
-            f"in the plan's {name!r} {error.found}", expected=error.expected, remedy=error.remedy
-        ) from error
+        raise PlanError(f"the plan's {name!r}: {error.found}", expected=error.expected, remedy=error.remedy) from error

@@ -19,7 +19,7 @@ from crossfade.shard.tensor.plan_resolved import ModuleBoundary
 
 
 @dataclass(frozen=True)
-class Found:
+class FoundBoundaries:
     """The program in which every value that a module takes in a placement of its own is a value of its own; where the
     values at boundaries are brought to, by node name; and what of the plan had nothing to act on."""
 
@@ -28,14 +28,14 @@ class Found:
     verdicts: tuple[Verdict, ...]
 
 
-def find_boundaries(exported: ExportedProgram, modules: Mapping[str, ModuleBoundary], ranks: int) -> Found:
+def find_boundaries(exported: ExportedProgram, modules: Mapping[str, ModuleBoundary], ranks: int) -> FoundBoundaries:
     """Find the values that enter and leave modules; `exported` is left as it is."""
-    if any(one.input is not None for one in modules.values()):
+    if any(boundary.input is not None for boundary in modules.values()):
         exported = moved(exported, {})  # a copy
     placements = _entering(exported, modules, ranks)
     taken = {module for module, _ in placements}
     found = {name: place for (_, name), place in placements.items()}
-    verdicts = [_idle(one.module, "takes") for one in modules.values() if one.input and one.module not in taken]
+    verdicts = [_idle(path, "takes") for path, boundary in modules.items() if boundary.input and path not in taken]
     returned = set()
     for module, node, value in _leaving(exported.graph, modules):
         output = modules[module].output
@@ -47,8 +47,9 @@ def find_boundaries(exported: ExportedProgram, modules: Mapping[str, ModuleBound
             continue
         found[node.name] = place
         returned.add(module)
-    verdicts += [_idle(one.module, "returns") for one in modules.values() if one.output and one.module not in returned]
-    return Found(exported, found, tuple(verdicts))
+    silent = [path for path, boundary in modules.items() if boundary.output and path not in returned]
+    verdicts += [_idle(path, "returns") for path in silent]
+    return FoundBoundaries(exported, found, tuple(verdicts))
 
 
 def _idle(module: str, does: str) -> Verdict:
@@ -84,17 +85,16 @@ def _entering(
     found: dict[tuple[str, str], Placement] = {}
     for call, nodes in inside.items():
         members, path = set(nodes), _plain_path(call)
-        taken = [
-            (node, one) for node in nodes for one in node.all_input_nodes if one not in members and one not in state
-        ]
-        first = next(((node, one) for node, one in taken if _is_activation(one)), None)
+        known = members | state
+        taken = [(node, source) for node in nodes for source in node.all_input_nodes if source not in known]
+        first = next(((node, source) for node, source in taken if _is_activation(source)), None)
         if first is None:
             continue
         user, value = first
         place = read_layout(str(modules[path].input), f"what {path} takes", value.meta["val"], ranks)
         if place is None:
             raise PlanError(
-                f"{modules[path].input} for what {path} takes, of {value.meta['val'].dim()} dims",
+                f"what {path} takes has {value.meta['val'].dim()} dims and cannot be {modules[path].input}",
                 expected="a dim it has",
                 remedy="correct the dim",
             )
@@ -142,7 +142,7 @@ def read_layout(text: str, what: str, value: Tensor, ranks: int) -> Placement | 
     place = Shard(dim % rank)
     if not divides(place, value.shape[place.dim], ranks):
         raise PlanError(
-            f"{text} for {what}, of shape {tuple(value.shape)}, over {ranks} ranks",
+            f"{what} has the shape {tuple(value.shape)} and cannot be {text} over {ranks} ranks",
             expected=f"a size that divides by {ranks} whatever it is",
             remedy="split another dim, pad it, or export with a dynamic size that is so many times another",
         )

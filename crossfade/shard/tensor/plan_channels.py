@@ -4,7 +4,7 @@ Channels are split between ranks in contiguous pieces. As long as an operator ke
 apart (heads, usually), each rank can go on with its piece alone. `follow` says where the channels are after a node, or
 that a rank would need the pieces of others.
 
-Sizes are numbers here: an open size is replaced by a large prime, so that reshapes of it are told apart.
+Sizes are numbers here: an open size is replaced by a large prime, so that reshapes of it can be distinguished.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ aten = torch.ops.aten
 
 
 @dataclass(frozen=True)
-class Factor:
+class ChannelFactor:
     """A factor of the channels in dim `dim` of a tensor, whose size is `outer * size * inner`."""
 
     dim: int
@@ -43,10 +43,10 @@ class Channels:
 
     start: int
     length: int
-    factors: tuple[Factor, ...]
+    factors: tuple[ChannelFactor, ...]
 
     @property
-    def first(self) -> Factor:
+    def first(self) -> ChannelFactor:
         return self.factors[0]
 
     @property
@@ -99,9 +99,9 @@ def follow(node: fx.Node, source: fx.Node, channels: Channels) -> Channels | Non
     return None
 
 
-def _keep(channels: Channels, moved: Callable[[Factor], Factor | None]) -> Channels | None:
+def _keep(channels: Channels, moved: Callable[[ChannelFactor], ChannelFactor | None]) -> Channels | None:
     """Each factor where it is now. The outermost must be somewhere; the first lost one takes the inner ones along."""
-    factors: list[Factor] = []
+    factors: list[ChannelFactor] = []
     for factor in channels.factors:
         now = moved(factor)
         if now is None:
@@ -130,7 +130,7 @@ def _transposed(node: fx.Node, source: fx.Node, channels: Channels) -> Channels 
 
 def _reshaped(node: fx.Node, source: fx.Node, channels: Channels) -> Channels | None:
     before, after = sizes_of(source), sizes_of(node)
-    factors: list[Factor] = []
+    factors: list[ChannelFactor] = []
     for factor in channels.factors:
         step = factor.inner * math.prod(before[factor.dim + 1 :])
         parts = _parts(step, factor.size, after)
@@ -140,14 +140,14 @@ def _reshaped(node: fx.Node, source: fx.Node, channels: Channels) -> Channels | 
     return replace(channels, factors=tuple(factors)) if factors else None
 
 
-def _parts(step: int, size: int, sizes: Sequence[int]) -> list[Factor]:
+def _parts(step: int, size: int, sizes: Sequence[int]) -> list[ChannelFactor]:
     """What dims of these sizes hold of a factor that is `size` steps of so many elements; outermost first."""
     parts = []
     for dim, extent in enumerate(sizes):
         below = math.prod(sizes[dim + 1 :])
         low, high = max(step, below), min(step * size, below * extent)
         if high > low and high % low == 0 and low % below == 0 and (below * extent) % high == 0:
-            parts.append(Factor(dim, high // low, below * extent // high, low // below))
+            parts.append(ChannelFactor(dim, high // low, below * extent // high, low // below))
     return parts
 
 
@@ -191,7 +191,7 @@ def _without(channels: Channels, dim: int) -> Channels | None:
     return _keep(channels, lambda factor: None if factor.dim == dim else _lowered(factor, dim))
 
 
-def _lowered(factor: Factor, gone: int) -> Factor:
+def _lowered(factor: ChannelFactor, gone: int) -> ChannelFactor:
     return replace(factor, dim=factor.dim - (factor.dim > gone))
 
 
@@ -267,7 +267,7 @@ def _across(node: fx.Node, source: fx.Node, channels: Channels) -> Channels | No
         return None
     lost = source.meta["val"].ndim - node.meta["val"].ndim
 
-    def moved(factor: Factor) -> Factor | None:
+    def moved(factor: ChannelFactor) -> ChannelFactor | None:
         below = sum(dim < factor.dim for dim in taken) if lost else 0
         return None if factor.dim in taken else replace(factor, dim=factor.dim - below)
 
@@ -315,11 +315,11 @@ def _by_equation(node: fx.Node, source: fx.Node, channels: Channels) -> Channels
     """An einsum: where the result has the dim of the same letter, in all places where the value is given."""
     given = arguments(node)
     left, arrow, right = str(given["equation"]).replace(" ", "").partition("->")
-    uses = [letters for letters, one in zip(left.split(","), given["tensors"], strict=True) if one is source]
+    uses = [letters for letters, tensor in zip(left.split(","), given["tensors"], strict=True) if tensor is source]
     if not arrow or "." in left or any(len(set(letters)) < len(letters) for letters in uses):
         return None
 
-    def moved(factor: Factor) -> Factor | None:
+    def moved(factor: ChannelFactor) -> ChannelFactor | None:
         now = {right.find(letters[factor.dim]) for letters in uses}
         return replace(factor, dim=now.pop()) if len(now) == 1 and -1 not in now else None
 

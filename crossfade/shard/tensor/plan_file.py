@@ -29,27 +29,23 @@ def read(path: Path) -> dict[str, Any]:
     text, remedy = read_text(path, PlanError, "correct the file"), "correct the file"
     data = _parsed_yaml(text, path) if _is_yaml(path) else decoded_json(text, str(path), PlanError, remedy)
     if not isinstance(data, dict) or not all(isinstance(name, str) for name in data):
-        raise PlanError(
-            f"{path} without a mapping in it", expected="names and styles", remedy="write 'name: style' lines"
-        )
+        raise PlanError(f"{path} holds no mapping", expected="names and styles", remedy="write 'name: style' lines")
     return data
 
 
 def _parsed_yaml(text: str, path: Path) -> Any:
     yaml = _yaml(path)
     if _ALIASES.search(text):  # aliases of aliases make much of little
-        raise PlanError(
-            f"{path} with an anchor or an alias in it", expected="names and styles", remedy="write them out"
-        )
+        raise PlanError(f"{path} has an anchor or an alias", expected="names and styles", remedy="write them out")
     try:
         return yaml.safe_load(text)
     except (yaml.YAMLError, ValueError, RecursionError) as error:
-        raise PlanError(f"{path}, which is not YAML ({error})", remedy="correct the file") from error
+        raise PlanError(f"{path} is not YAML ({error})", remedy="correct the file") from error
 
 
 def _is_yaml(path: Path) -> bool:
     if path.suffix not in (".json", ".yaml", ".yml"):
-        raise PlanError(f"{path}", expected="a suffix .json, .yaml or .yml", remedy="rename the file")
+        raise PlanError(f"{path} is no plan file", expected="a suffix .json, .yaml or .yml", remedy="rename the file")
     return path.suffix != ".json"
 
 
@@ -57,5 +53,7 @@ def _yaml(path: Path) -> ModuleType:
     try:
         import yaml
     except ImportError as error:
-        raise PlanError(f"{path} but no PyYAML", remedy="install pyyaml, or write the plan as .json") from error
+        raise PlanError(
+            f"{path} needs PyYAML, which is not installed", remedy="install pyyaml, or write the plan as .json"
+        ) from error
     return yaml

@@ -18,7 +18,7 @@ def entries_of_model(model: Any) -> tuple[dict[str, str], tuple[str, ...]]:
     plan = getattr(model, "tp_plan", None) or _base_plan(model)
     if not plan:
         remedy = "write a plan, or let Plan.megatron(exported_program) find one"
-        raise PlanError(f"a {type(model).__name__} without a tensor-parallel plan", expected="a tp_plan", remedy=remedy)
+        raise PlanError(f"{type(model).__name__} has no tensor-parallel plan", expected="a tp_plan", remedy=remedy)
     known = _names(model)
     usable, notes = {}, []
     for name, style in plan.items():

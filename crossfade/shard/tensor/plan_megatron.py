@@ -19,8 +19,8 @@ from torch.export import ExportedProgram
 
 from crossfade.graph.effects import written_inputs
 from crossfade.graph.operators import arguments
-from crossfade.shard.tensor.plan_channels import Channels, Factor, follow, is_summed, sizes_of
-from crossfade.shard.tensor.plan_names import Names, Use, is_glob, matches, names_of, owner, starred
+from crossfade.shard.tensor.plan_channels import ChannelFactor, Channels, follow, is_summed, sizes_of
+from crossfade.shard.tensor.plan_names import ProgramNames, Use, is_glob, matches, names_of, owner, starred
 from crossfade.shard.tensor.plan_styles import Fused, read_style
 
 aten = torch.ops.aten
@@ -92,7 +92,7 @@ def find_entries(exported: ExportedProgram, vocab: bool) -> tuple[dict[str, Any]
     names = names_of(exported)
     found = _paired(names, exported.graph)
     problems: tuple[str, ...] = ()
-    if any(one.is_written and one.style is None for one in found.values()):
+    if any(projection.is_written and projection.style is None for projection in found.values()):
         try:  # what becomes of it is seen once nothing is written in place
             exported = exported.run_decompositions({})
         except (RuntimeError, ValueError) as error:
@@ -105,13 +105,13 @@ def find_entries(exported: ExportedProgram, vocab: bool) -> tuple[dict[str, Any]
     return _patterns(styles, names), (*_notes(found.values(), names), *problems)
 
 
-def _paired(names: Names, graph: fx.Graph) -> dict[fx.Node, Projection]:
+def _paired(names: ProgramNames, graph: fx.Graph) -> dict[fx.Node, Projection]:
     found = _projections(names, graph)
     _pair(found)
     return found
 
 
-def _projections(names: Names, graph: fx.Graph) -> dict[fx.Node, Projection]:
+def _projections(names: ProgramNames, graph: fx.Graph) -> dict[fx.Node, Projection]:
     """In the order of the graph."""
     every = [(name, use) for name, uses in names.uses.items() for use in uses]
     biases = {use.node: name for name, use in every if use.role == "bias"}
@@ -134,34 +134,37 @@ def _pair(found: Mapping[fx.Node, Projection]) -> None:
     Pairs with a norm over channels between them cost one more reduction, so they take what the others leave.
     """
     for through_norms in (False, True):
-        for one in found.values():
-            if one.style is not None:
+        for projection in found.values():
+            if projection.style is not None:
                 continue
-            one.reason, one.apart, one.is_written, one.ends = "", True, False, set()
-            blocks = _followed(one, found, through_norms)
-            if one.reason or not _all_free(one, found, through_norms):
+            projection.reason, projection.apart, projection.is_written, projection.ends = "", True, False, set()
+            blocks = _followed(projection, found, through_norms)
+            if projection.reason or not _all_free(projection, found, through_norms):
                 continue
-            one.style = "colwise" if blocks == 1 else Fused("colwise", blocks)
-            for end in one.ends:
+            projection.style = "colwise" if blocks == 1 else Fused("colwise", blocks)
+            for end in projection.ends:
                 found[end].style = "rowwise"
                 found[end].reason = ""
 
 
-def _all_free(one: Projection, found: Mapping[fx.Node, Projection], through_norms: bool) -> bool:
-    ends = [found[end] for end in one.ends]
-    if any(end.style not in (None, "rowwise") or end is one for end in ends):
-        one.reason = "what it feeds is split by columns itself"
+def _all_free(projection: Projection, found: Mapping[fx.Node, Projection], through_norms: bool) -> bool:
+    ends = [found[end] for end in projection.ends]
+    if any(end.style not in (None, "rowwise") or end is projection for end in ends):
+        projection.reason = "what it feeds is split by columns itself"
     elif through_norms and any(end.is_table for end in ends):
-        one.reason = "what it feeds is a table of words, which is split by words"
+        projection.reason = "what it feeds is a table of words, which is split by words"
     elif not ends:
-        one.reason = "no other projection contracts over what it puts out"
-    return not one.reason
+        projection.reason = "no other projection contracts over what it puts out"
+    return not projection.reason
 
 
-def _followed(one: Projection, found: Mapping[fx.Node, Projection], through_norms: bool) -> int | tuple[int, ...]:
+def _followed(
+    projection: Projection, found: Mapping[fx.Node, Projection], through_norms: bool
+) -> int | tuple[int, ...]:
     """Follow a projection's channels to their ends; the blocks of a fused one, or a reason."""
-    whole = Channels(0, one.width, (Factor(one.node.meta["val"].ndim - one.back, one.width),))
-    seen, pending, pieces = {(one.node, whole)}, deque([(one.node, whole)]), set()  # near first: most end soon
+    start, width = projection.node, projection.width
+    whole = Channels(0, width, (ChannelFactor(start.meta["val"].ndim - projection.back, width),))
+    seen, pending, pieces = {(start, whole)}, deque([(start, whole)]), set()  # near first: most end soon
     summed = meets_residual = False
     while pending and not (summed and meets_residual):
         node, channels = pending.popleft()
@@ -169,34 +172,34 @@ def _followed(one: Projection, found: Mapping[fx.Node, Projection], through_norm
             contracted = _contracts(user, node, channels, found)
             summing = through_norms and is_summed(user, node, channels)
             if contracted:
-                one.ends.add(user)
+                projection.ends.add(user)
                 if found[user].style not in (None, "rowwise"):
                     return 1  # refused, however far the others are
             if contracted or summing or user.op == "output":
                 pieces.add((channels.start, channels.length))
                 summed |= summing
             elif _is_value(user):
-                meets_residual |= _adds_earlier(user, one.node)
+                meets_residual |= _adds_earlier(user, start)
                 now = follow(user, node, channels) if user not in found else None
                 if now is None:
-                    one.apart, one.reason = False, f"{_where(user)} needs all that it puts out"
-                    one.is_written = bool(written_inputs(user))
+                    projection.apart, projection.reason = False, f"{_where(user)} needs all that it puts out"
+                    projection.is_written = bool(written_inputs(user))
                     return 1
                 if (user, now) not in seen:
                     seen.add((user, now))
                     pending.append((user, now))
     if summed and meets_residual:
-        one.apart, one.reason = False, "it is added to a residual that a norm needs all of"
+        projection.apart, projection.reason = False, "it is added to a residual that a norm needs all of"
         return 1
-    return _blocks(one, one.width, sorted(pieces))
+    return _blocks(projection, width, sorted(pieces))
 
 
 def _adds_earlier(node: fx.Node, projection: fx.Node) -> bool:
     """Whether a node adds a value of the same size that was there before the projection."""
     if node.target is not aten.add.Tensor:
         return False
-    others = [one for one in node.all_input_nodes if one < projection]
-    return any(sizes_of(one) == sizes_of(node) for one in others)
+    others = [source for source in node.all_input_nodes if source < projection]
+    return any(sizes_of(source) == sizes_of(node) for source in others)
 
 
 def _contracts(user: fx.Node, node: fx.Node, channels: Channels, found: Mapping[fx.Node, Projection]) -> bool:
@@ -218,53 +221,55 @@ def _where(node: fx.Node) -> str:
     return f"{name} in {module[-1][0]}" if module and module[-1][0] else name
 
 
-def _blocks(one: Projection, width: int, pieces: list[tuple[int, int]]) -> int | tuple[int, ...]:
+def _blocks(projection: Projection, width: int, pieces: list[tuple[int, int]]) -> int | tuple[int, ...]:
     """One block if all ends see all channels; else the pieces, which must lie side by side."""
     edges = [start for start, _ in pieces] + [width]
     if any(start + length != following for (start, length), following in zip(pieces, edges[1:], strict=True)):
-        one.reason = "parts of what it puts out overlap, or are not used"
+        projection.reason = "parts of what it puts out overlap, or are not used"
         return 1
     sizes = tuple(length for _, length in pieces)
     return len(sizes) if len(set(sizes)) <= 1 else sizes
 
 
-def _by_name(found: Iterable[Projection], names: Names) -> dict[str, Any]:
+def _by_name(found: Iterable[Projection], names: ProgramNames) -> dict[str, Any]:
     """Styles by name; a name whose uses want different things is left out."""
     styles: dict[str, Any] = {}
     conflicts: set[str] = set()
-    for one in found:
-        for name, style in _named(one, names).items():
+    for projection in found:
+        for name, style in _named(projection, names).items():
             if styles.setdefault(name, style) != style:
                 conflicts.add(name)
     return {name: style for name, style in styles.items() if style is not None and name not in conflicts}
 
 
-def _named(one: Projection, names: Names) -> dict[str, Any]:
+def _named(projection: Projection, names: ProgramNames) -> dict[str, Any]:
     """The module that multiplies, if that is all it does; else the weight and, split by columns, its bias."""
-    if one.use.role == "expert" and one.style is not None:
-        return _named_expert(one)
-    module = one.use.module
-    if module and module not in names.parents and any(owner(name) == module for name in names.tied[one.weight]):
+    if projection.use.role == "expert" and projection.style is not None:
+        return _named_expert(projection)
+    module = projection.use.module
+    if module and module not in names.parents and any(owner(name) == module for name in names.tied[projection.weight]):
         matrices = [name for name in names.modules[module] if names.tensors[name].ndim > 1]
         if len(matrices) == 1:
-            return {module: one.style}
-    if one.style == "rowwise":
-        return {one.weight: one.style} | ({module: "all_reduce"} if module else {})
-    return dict.fromkeys([one.weight] if one.bias is None else [one.weight, one.bias], one.style)
+            return {module: projection.style}
+    if projection.style == "rowwise":
+        return {projection.weight: projection.style} | ({module: "all_reduce"} if module else {})
+    biases = [] if projection.bias is None else [projection.bias]
+    return dict.fromkeys([projection.weight, *biases], projection.style)
 
 
-def _named_expert(one: Projection) -> dict[str, Any]:
+def _named_expert(projection: Projection) -> dict[str, Any]:
     """A stack of matrices by its dims, and the module that holds it returns whole sums."""
-    if one.style == "rowwise":
-        return {one.weight: f"shard({one.use.in_dim})", owner(one.weight): "moe_tp_experts"}
-    split = f"shard({one.use.out_dim})"
-    return {one.weight: Fused(split, one.style.blocks) if isinstance(one.style, Fused) else split}
+    if projection.style == "rowwise":
+        return {projection.weight: f"shard({projection.use.in_dim})", owner(projection.weight): "moe_tp_experts"}
+    split = f"shard({projection.use.out_dim})"
+    return {projection.weight: Fused(split, projection.style.blocks) if isinstance(projection.style, Fused) else split}
 
 
-def _notes(found: Iterable[Projection], names: Names) -> tuple[str, ...]:
+def _notes(found: Iterable[Projection], names: ProgramNames) -> tuple[str, ...]:
     """What stays whole, layers that are alike in one line."""
-    notes = [f"{starred(one.weight)} stays whole: {starred(one.reason)}" for one in found if one.style is None]
-    multiplied = {one.weight for one in found}
+    whole = [projection for projection in found if projection.style is None]
+    notes = [f"{starred(projection.weight)} stays whole: {starred(projection.reason)}" for projection in whole]
+    multiplied = {projection.weight for projection in found}
     for name, uses in names.uses.items():
         matrix = name in names.parameters and names.tensors[name].ndim > 1
         if matrix and name not in multiplied and not any(use.role == "embedding" for use in uses):
@@ -272,13 +277,14 @@ def _notes(found: Iterable[Projection], names: Names) -> tuple[str, ...]:
     return tuple(dict.fromkeys(notes))
 
 
-def _split_vocabulary(found: Mapping[fx.Node, Projection], names: Names) -> dict[str, Any]:
+def _split_vocabulary(found: Mapping[fx.Node, Projection], names: ProgramNames) -> dict[str, Any]:
     """The token embedding is as long as the head is wide; with no such head it is the longest embedding.
 
     A head puts out one column for each word, gathered at the end.
     """
     rows = {name: _rows(name, names) for name in names.uses}
-    heads = {one.width: one for one in found.values() if one.style is None and not one.ends}
+    unpaired = [projection for projection in found.values() if projection.style is None and not projection.ends]
+    heads = {projection.width: projection for projection in unpaired}
     longest = max(rows.values(), default=0)
     words = max((count for count in rows.values() if count in heads and heads[count].apart), default=longest)
     if words in heads:
@@ -287,11 +293,11 @@ def _split_vocabulary(found: Mapping[fx.Node, Projection], names: Names) -> dict
     return dict.fromkeys((use.module for use in tables if use.module), "embedding_rowwise")
 
 
-def _rows(name: str, names: Names) -> int:
+def _rows(name: str, names: ProgramNames) -> int:
     return max((names.tensors[name].shape[0] for use in names.uses[name] if use.role == "embedding"), default=0)
 
 
-def _patterns(styles: Mapping[str, Any], names: Names) -> dict[str, Any]:
+def _patterns(styles: Mapping[str, Any], names: ProgramNames) -> dict[str, Any]:
     """Layers that are alike in one entry, if its pattern names nothing else."""
     everything = [*names.modules, *names.tensors]
     alike = {

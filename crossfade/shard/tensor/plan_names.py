@@ -51,7 +51,7 @@ class Use:
 
 
 @dataclass(frozen=True)
-class Names:
+class ProgramNames:
     """What of a program can be named."""
 
     tensors: Mapping[str, torch.Tensor]
@@ -88,7 +88,7 @@ class Names:
         candidates = [use for use in found if use.module == owner(name)] or found
         if len({(use.role, use.out_dim, use.in_dim) for use in candidates}) > 1:
             ways = ", ".join(sorted(f"{use.role} in {use.module or 'the model'}" for use in candidates))
-            raise PlanError(f"{name} used in several ways ({ways})", remedy="name the parameter with 'shard(<dim>)'")
+            raise PlanError(f"{name} is used in several ways ({ways})", remedy="name the parameter with 'shard(<dim>)'")
         return candidates[0] if candidates else None
 
 
@@ -143,7 +143,7 @@ def _one_part(part: str) -> str:
     return fnmatch.translate(part).replace(".*", "[^.]*").removeprefix("(?s:").removesuffix(r")\Z").removesuffix(r")\z")
 
 
-def names_of(exported: ExportedProgram) -> Names:
+def names_of(exported: ExportedProgram) -> ProgramNames:
     """The names of an exported program."""
     signature = exported.graph_signature
     places = {**signature.inputs_to_parameters, **signature.inputs_to_buffers}
@@ -159,7 +159,7 @@ def names_of(exported: ExportedProgram) -> Names:
     modules: dict[str, list[str]] = {name: [] for name in _called_modules(exported.graph)}
     for name in tensors:
         modules.setdefault(owner(name), []).append(name)
-    return Names(
+    return ProgramNames(
         tensors=tensors,
         parameters=frozenset(name for name in tensors if canonical[name] in parameters),
         canonical=canonical,
@@ -239,8 +239,8 @@ def moved_dims(node: fx.Node, rank: int) -> tuple[int, ...] | None:
         return tuple(reversed(order))
     if node.target in (aten.transpose.int, aten.swapaxes.default):
         dims = ("dim0", "dim1") if "dim0" in given else ("axis0", "axis1")
-        one, other = (given[name] for name in dims)
-        order[one], order[other] = order[other], order[one]
+        first, other = (given[name] for name in dims)
+        order[first], order[other] = order[other], order[first]
         return tuple(order)
     if node.target is aten.permute.default:
         return tuple(order[dim] for dim in given["dims"])

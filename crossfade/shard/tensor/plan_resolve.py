@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from torch.export import ExportedProgram
 
 from crossfade.errors import PlanError
-from crossfade.shard.tensor.plan_names import Names, Use, is_glob, names_of
+from crossfade.shard.tensor.plan_names import ProgramNames, Use, is_glob, names_of
 from crossfade.shard.tensor.plan_resolved import ModuleBoundary, ParameterSharding, ResolvedPlan
 from crossfade.shard.tensor.plan_styles import Style
 
@@ -37,7 +37,7 @@ class Claim:
 def resolve(entries: Mapping[str, Style], exported: ExportedProgram, ranks: int) -> ResolvedPlan:
     """See `Plan.resolve`."""
     if ranks < 1:
-        raise PlanError(f"{ranks} ranks", expected="at least one", remedy="give the size of the mesh's axis")
+        raise PlanError(f"a plan for {ranks} ranks", expected="at least one", remedy="give the size of the mesh's axis")
     names = names_of(exported)
     wanted = _Wanted()
     for pattern, style in entries.items():
@@ -46,7 +46,7 @@ def resolve(entries: Mapping[str, Style], exported: ExportedProgram, ranks: int)
     boundaries = {module: _agreed(module, found) for module, found in wanted.borders.items()}
     _keep_partners_whole(boundaries, merged, names)
     parameters = _shardings(merged, names, ranks)
-    notes = wanted.notes + [_uneven_note(one) for one in parameters.values() if one.uneven]
+    notes = wanted.notes + [_uneven_note(sharding) for sharding in parameters.values() if sharding.uneven]
     return ResolvedPlan(
         parameters=parameters,
         boundaries={module: border for module, border in boundaries.items() if border.input or border.output},
@@ -65,7 +65,7 @@ class _Wanted:
     notes: list[str] = field(default_factory=list)
 
 
-def _apply(pattern: str, style: Style, names: Names, wanted: _Wanted) -> None:
+def _apply(pattern: str, style: Style, names: ProgramNames, wanted: _Wanted) -> None:
     """Let one entry claim what it names."""
     matched = names.matching(pattern)
     if not matched:
@@ -85,27 +85,27 @@ def _apply(pattern: str, style: Style, names: Names, wanted: _Wanted) -> None:
         raise _shards_nothing(pattern, style, matched, names)
 
 
-def _no_match(pattern: str, names: Names) -> PlanError:
+def _no_match(pattern: str, names: ProgramNames) -> PlanError:
     near = names.nearest(pattern)
     remedy = f"write {' or '.join(near)}" if near else "print the program to see its names"
     if starts := [name for name in near if name.endswith("." + pattern)]:
         remedy += f"; the names in this program start with {starts[0].removesuffix(pattern)!r}"
-    return PlanError(f"the plan's {pattern!r}, which names nothing in the program", remedy=remedy)
+    return PlanError(f"the plan's {pattern!r} names nothing in the program", remedy=remedy)
 
 
-def _shards_nothing(pattern: str, style: Style, matched: list[str], names: Names) -> PlanError:
-    inside = sorted(name for name in names.tensors if any(name.startswith(f"{one}.") for one in matched))[:3]
+def _shards_nothing(pattern: str, style: Style, matched: list[str], names: ProgramNames) -> PlanError:
+    inside = sorted(name for name in names.tensors if any(name.startswith(f"{module}.") for module in matched))[:3]
     remedy = f"name what it should split ({', '.join(inside)}, ...)" if inside else "leave the entry out"
-    found = f"the plan's {pattern!r}: {style}, which splits no parameter of {', '.join(matched[:3])}"
+    found = f"the plan's {pattern!r}: {style} splits no parameter of {', '.join(matched[:3])}"
     return PlanError(found, expected="a linear layer, an embedding, a convolution or a parameter", remedy=remedy)
 
 
-def _direct_split(pattern: str, style: Style, name: str, names: Names) -> dict[str, Split]:
+def _direct_split(pattern: str, style: Style, name: str, names: ProgramNames) -> dict[str, Split]:
     """Of a parameter named itself: matrices by their use, others by position as transformers does."""
     shape = tuple(names.tensors[name].shape)
     if style.kind in ("sequence", "boundary"):
         remedy = "name the module"
-        raise PlanError(f"the plan's {pattern!r}: {style}, which names the parameter {name}", remedy=remedy)
+        raise PlanError(f"the plan's {pattern!r}: {style} is for modules, and {name} is a parameter", remedy=remedy)
     dim = _direct_dim(style, name, names)
     if dim is None:
         return {name: (None, ())}
@@ -115,7 +115,7 @@ def _direct_split(pattern: str, style: Style, name: str, names: Names) -> dict[s
     return {name: (dim % len(shape), _block_sizes(pattern, style, name, shape[dim]))}
 
 
-def _direct_dim(style: Style, name: str, names: Names) -> int | None:
+def _direct_dim(style: Style, name: str, names: ProgramNames) -> int | None:
     if not style.shards:
         return None
     if style.kind == "shard":
@@ -128,12 +128,12 @@ def _direct_dim(style: Style, name: str, names: Names) -> int | None:
     return rank - 2 if style.kind == "colwise" else rank - 1
 
 
-def _module_splits(pattern: str, style: Style, module: str, names: Names, notes: list[str]) -> dict[str, Split]:
+def _module_splits(pattern: str, style: Style, module: str, names: ProgramNames, notes: list[str]) -> dict[str, Split]:
     """Of a module's own parameters: weights and biases by their use."""
     own = [name for name in names.modules[module] if name in names.parameters]
     if style.kind == "shard":
         remedy = f"name the parameter ({', '.join(own) or 'it has none of its own'})"
-        raise PlanError(f"the plan's {pattern!r}: {style}, which names the module {module}", remedy=remedy)
+        raise PlanError(f"the plan's {pattern!r}: {style} is for parameters, and {module} is a module", remedy=remedy)
     if not style.shards:
         return dict.fromkeys(own, (None, ())) if style.kind in ("replicate", "sequence") else {}
     roles = {name: names.role(name) for name in own}
@@ -144,7 +144,8 @@ def _module_splits(pattern: str, style: Style, module: str, names: Names, notes:
         splits[name] = (dim, blocks)
         if use is None:
             notes.append(f"{name} stays whole: the program does not use it as a weight or bias")
-    if own and all(dim is None for dim, _ in splits.values()) and any(names.uses[names.canonical[one]] for one in own):
+    stays_whole = all(dim is None for dim, _ in splits.values())
+    if stays_whole and any(names.uses[names.canonical[parameter]] for parameter in own):
         raise _shards_nothing(pattern, style, [module], names)
     return splits
 
@@ -182,9 +183,9 @@ def _strongest(name: str, claims: Iterable[Claim]) -> Claim:
     return best[0]
 
 
-def _disagree(name: str, one: Claim, other: Claim, remedy: str) -> PlanError:
-    wants = [f"{claim.pattern!r}: {claim.style} ({_split_text(claim.split)})" for claim in (one, other)]
-    return PlanError(f"two entries that disagree about {name}: {wants[0]} and {wants[1]}", remedy=remedy)
+def _disagree(name: str, first: Claim, other: Claim, remedy: str) -> PlanError:
+    wants = [f"{claim.pattern!r}: {claim.style} ({_split_text(claim.split)})" for claim in (first, other)]
+    return PlanError(f"two entries disagree about {name}: {wants[0]} and {wants[1]}", remedy=remedy)
 
 
 def _split_text(split: Split) -> str:
@@ -192,7 +193,7 @@ def _split_text(split: Split) -> str:
     return "whole" if dim is None else f"split at dim {dim}" + (f" in {len(blocks)} blocks" if blocks else "")
 
 
-def _merge_tied(chosen: Mapping[str, Claim], names: Names) -> dict[str, Claim]:
+def _merge_tied(chosen: Mapping[str, Claim], names: ProgramNames) -> dict[str, Claim]:
     """One claim for each tensor: tied names may be claimed each, when they agree."""
     merged: dict[str, Claim] = {}
     for name, claim in chosen.items():
@@ -205,16 +206,18 @@ def _merge_tied(chosen: Mapping[str, Claim], names: Names) -> dict[str, Claim]:
 
 
 def _agreed(module: str, found: list[tuple[str, ModuleBoundary]]) -> ModuleBoundary:
-    exact = [one for one in found if not is_glob(one[0])] or found
+    exact = [entry for entry in found if not is_glob(entry[0])] or found
     for pattern, boundary in exact[1:]:
         if boundary != exact[0][1]:
             both = f"{exact[0][0]!r} and {pattern!r}"
             remedy = "name it exactly, or narrow one of the patterns"
-            raise PlanError(f"{both}, which disagree about what {module} takes or returns", remedy=remedy)
+            raise PlanError(f"{both} disagree about what {module} takes or returns", remedy=remedy)
     return exact[0][1]
 
 
-def _keep_partners_whole(boundaries: dict[str, ModuleBoundary], merged: Mapping[str, Claim], names: Names) -> None:
+def _keep_partners_whole(
+    boundaries: dict[str, ModuleBoundary], merged: Mapping[str, Claim], names: ProgramNames
+) -> None:
     """A module whose parameter is split because a tied module was named returns what it returned before."""
     for canonical, claim in merged.items():
         if claim.direct or claim.split[0] is None or len(names.tied[canonical]) == 1:
@@ -223,7 +226,7 @@ def _keep_partners_whole(boundaries: dict[str, ModuleBoundary], merged: Mapping[
             boundaries.setdefault(use.module, ModuleBoundary(use.module, None, "replicate"))
 
 
-def _shardings(merged: Mapping[str, Claim], names: Names, ranks: int) -> dict[str, ParameterSharding]:
+def _shardings(merged: Mapping[str, Claim], names: ProgramNames, ranks: int) -> dict[str, ParameterSharding]:
     found = {}
     for name in dict.fromkeys(names.canonical[name] for name in names.tensors):
         claim, tensor = merged.get(name), names.tensors[name]
@@ -237,7 +240,7 @@ def _shardings(merged: Mapping[str, Claim], names: Names, ranks: int) -> dict[st
     return found
 
 
-def _uneven_note(one: ParameterSharding) -> str:
-    assert one.dim is not None
-    sizes = " + ".join(map(str, one.blocks)) or str(one.shape[one.dim])
-    return f"{one.name}: {sizes} at dim {one.dim} does not divide by {one.ranks} ranks"
+def _uneven_note(sharding: ParameterSharding) -> str:
+    assert sharding.dim is not None
+    sizes = " + ".join(map(str, sharding.blocks)) or str(sharding.shape[sharding.dim])
+    return f"{sharding.name}: {sizes} at dim {sharding.dim} does not divide by {sharding.ranks} ranks"

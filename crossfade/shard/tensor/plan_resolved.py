@@ -97,17 +97,18 @@ class ResolvedPlan:
 
     def __rich__(self) -> Table:
         table = Table(box=box.SIMPLE_HEAD, show_footer=True)
-        whole = sum(one.bytes for one in self.parameters.values())
-        local = sum(one.local_bytes for one in self.parameters.values())
+        whole = sum(sharding.bytes for sharding in self.parameters.values())
+        local = sum(sharding.local_bytes for sharding in self.parameters.values())
         table.add_column("parameter", f"{len(self.parameters)} of {_bytes(whole)}", overflow="fold")
         for heading in ("shape", "style", "split dim", "per rank"):
             table.add_column(heading)
         table.add_column("bytes per rank", _bytes(local), justify="right")
-        for name, one, count in self._rows():
-            split = "-" if one.dim is None else f"{one.dim}, {len(one.blocks)} blocks" if one.blocks else str(one.dim)
-            split += " (uneven)" if one.uneven else ""
-            cells = (name, _shape(one.shape), one.style or "-", split, _shape(one.local_shape))
-            table.add_row(*map(Text, cells), _bytes(one.local_bytes * count))
+        for name, sharding, count in self._rows():
+            split = "-" if sharding.dim is None else str(sharding.dim)
+            split += f", {len(sharding.blocks)} blocks" if sharding.blocks else ""
+            split += " (uneven)" if sharding.uneven else ""
+            cells = (name, _shape(sharding.shape), sharding.style or "-", split, _shape(sharding.local_shape))
+            table.add_row(*map(Text, cells), _bytes(sharding.local_bytes * count))
         return table
 
     def __str__(self) -> str:
@@ -119,9 +120,10 @@ class ResolvedPlan:
     def _rows(self) -> Iterator[tuple[str, ParameterSharding, int]]:
         """Parameters whose names differ only in numbers and that are split alike, together."""
         alike: dict[tuple, list[ParameterSharding]] = {}
-        for one in self.parameters.values():
-            key = (starred(one.name), one.dim, one.blocks, one.style, one.shape, one.dtype)
-            alike.setdefault(key, []).append(one)
+        for sharding in self.parameters.values():
+            how = sharding.dim, sharding.blocks, sharding.style, sharding.shape, sharding.dtype
+            key = (starred(sharding.name), *how)
+            alike.setdefault(key, []).append(sharding)
         for (name, *_), group in alike.items():
             yield (f"{name} ({len(group)})" if len(group) > 1 else group[0].name), group[0], len(group)
 

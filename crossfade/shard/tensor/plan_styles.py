@@ -51,11 +51,9 @@ class Style:
     spelling: str = field(default="", compare=False)
 
     def __repr__(self) -> str:
-        told = [("kind", self.kind)]
-        told += [
-            (one.name, getattr(self, one.name)) for one in fields(self)[1:-1] if getattr(self, one.name) != one.default
-        ]
-        return f"Style({', '.join(f'{name}={value!r}' for name, value in told)})"
+        options = [(option, getattr(self, option.name)) for option in fields(self)[1:-1]]
+        given = [f"{option.name}={value!r}" for option, value in options if value != option.default]
+        return f"Style({', '.join([f'kind={self.kind!r}', *given])})"
 
     def __str__(self) -> str:
         return self.spelling or self.kind
@@ -286,8 +284,8 @@ def _from_prepare_output(entry: Any) -> Style:
 
 
 def _from_prepare_both(entry: Any) -> Style:
-    one, other = _from_prepare_input(entry.prepare_module_input), _from_prepare_output(entry.prepare_module_output)
-    return replace(one, output=other.output)
+    returned = _from_prepare_output(entry.prepare_module_output)
+    return replace(_from_prepare_input(entry.prepare_module_input), output=returned.output)
 
 
 def _first_layout(layouts: Sequence[Any]) -> str:

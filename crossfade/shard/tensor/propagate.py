@@ -19,7 +19,7 @@ from crossfade.graph.program import source_line, tensor_bytes
 from crossfade.shard.tensor import rules_lookup, rules_table, rules_views  # noqa: F401  (they fill the table)
 from crossfade.shard.tensor.factors import Decision, Operand, WeightStuck, refuse, replicated
 from crossfade.shard.tensor.placements import REPLICATE, Partial, Placement, Shard
-from crossfade.shard.tensor.rules import Call, rule_of
+from crossfade.shard.tensor.rules import PlacedCall, rule_of
 
 
 @dataclass(frozen=True)
@@ -142,7 +142,7 @@ class _Walk:
 
     def _decide(self, node: fx.Node, tensors: list[fx.Node], operands: list[Operand]) -> Decision:
         rule = rule_of(node.target)
-        call = Call(node, operands, tensors, self.settings.ranks)
+        call = PlacedCall(node, operands, tensors, self.settings.ranks)
         if rule is None:
             why = "there is no rule for this operator"
             if any(operand.placement != REPLICATE for operand in operands):

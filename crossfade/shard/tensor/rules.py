@@ -16,13 +16,13 @@ from crossfade.graph.operators import arguments, remembered
 from crossfade.shard.tensor.factors import Decision, Factors, Operand, decide, parse_factors, read_factors, replicated
 from crossfade.shard.tensor.placements import Placement
 
-RuleFunction = Callable[["Call"], Decision]
+RuleFunction = Callable[["PlacedCall"], Decision]
 
 _RULES: dict[str, RuleFunction] = {}
 
 
 @dataclass
-class Call:
+class PlacedCall:
     """One call of an operator: its arguments by name, its tensor operands in order, its results' descriptions."""
 
     node: fx.Node
@@ -106,20 +106,21 @@ def _name_of(operator: Any) -> str:
     name = getattr(operator, "_qualified_op_name", operator)
     if not isinstance(name, str) or not re.fullmatch(r"\w+::\w+(\.\w+)?", name):
         raise PlanError(
-            f"the operator {operator!r}",
+            f"{operator!r} names no operator",
             expected="'library::name', or an operator",
             remedy="pass torch.ops.library.name",
         )
     return name
 
 
-def _checked(call: Call, decision: Decision, factors: str) -> Decision:
+def _checked(call: PlacedCall, decision: Decision, factors: str) -> Decision:
     """The decision, if the rule speaks of as many results, of as many dims, as there are."""
     named = [len(part) for part in parse_factors(factors, tuple(map(len, call.shapes))).outputs]
     found = [value.dim() if isinstance(value, Tensor) else 0 for value in call.results]
     if named != found:
+        dims = ", ".join(map(str, found))
         raise PlanError(
-            f"results of {', '.join(map(str, found))} dims of {call.node.target} for the factors {factors!r}",
+            f"the factors {factors!r} do not fit {call.node.target}, whose results have {dims} dims",
             expected="a name for every dim of every result",
             remedy="register a rule that fits the operator",
         )
@@ -139,7 +140,7 @@ def _pointwise_rule(target: Any) -> RuleFunction | None:
     return pointwise if torch.Tag.pointwise in target.tags else None
 
 
-def pointwise(call: Call, linear: tuple[frozenset[int], ...] = ()) -> Decision:
+def pointwise(call: PlacedCall, linear: tuple[frozenset[int], ...] = ()) -> Decision:
     """Dims aligned from the right, as broadcasting does."""
     described = next((value for value in call.results if isinstance(value, Tensor)), None)
     if described is None:

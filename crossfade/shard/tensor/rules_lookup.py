@@ -12,13 +12,13 @@ import torch
 from crossfade.shard.tensor import conjugate
 from crossfade.shard.tensor.factors import Decision
 from crossfade.shard.tensor.placements import PARTIAL, REPLICATE, Placement, Shard
-from crossfade.shard.tensor.rules import Call, rule
+from crossfade.shard.tensor.rules import PlacedCall, rule
 
 aten = torch.ops.aten
 
 
 @rule("embedding")
-def embedding(call: Call) -> Decision:
+def embedding(call: PlacedCall) -> Decision:
     """Split by columns, it stays so; split by rows, a partial sum in which one rank's addend is not zero."""
     weight, indices = call.placements
     if isinstance(weight, Shard) and weight.dim == 0:
@@ -55,7 +55,7 @@ def _own_numbers(builder: Any, numbers: Any, count: int) -> tuple[Any, Any]:
 
 
 @rule("cross_entropy_loss")
-def cross_entropy(call: Call) -> Decision:
+def cross_entropy(call: PlacedCall) -> Decision:
     """Over split classes: the largest logit, the sum of exponentials and the target's logit are reduced."""
     logits, args = call.placements[0], call.args
     target: Any = call.sources[1].meta["val"]

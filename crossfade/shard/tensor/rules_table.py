@@ -9,7 +9,7 @@ import torch
 
 from crossfade.shard.tensor.factors import Decision, Factors
 from crossfade.shard.tensor.placements import PARTIAL, REPLICATE, Placement, Shard
-from crossfade.shard.tensor.rules import Call, pointwise, rule
+from crossfade.shard.tensor.rules import PlacedCall, pointwise, rule
 
 _FIRST, _SECOND, _BOTH = frozenset({0}), frozenset({1}), frozenset({0, 1})
 
@@ -40,7 +40,7 @@ for _name, _text in TABLE.items():
 @rule("scaled_dot_product_attention", "_scaled_dot_product_flash_attention_for_cpu",
       "_scaled_dot_product_flash_attention", "_scaled_dot_product_efficient_attention",
       "_scaled_dot_product_cudnn_attention")  # fmt: skip
-def attention(call: Call) -> Decision:
+def attention(call: PlacedCall) -> Decision:
     """Batch and heads may be split, the mask's with them, and queries, unless what they see depends on their position.
 
     Of a kernel, which has several results, the second has each head's statistics, some padded; seeds are whole.
@@ -60,7 +60,7 @@ def attention(call: Call) -> Decision:
 
 
 @rule("matmul")
-def matmul(call: Call) -> Decision:
+def matmul(call: PlacedCall) -> Decision:
     """Vectors, matrices and broadcast batches of them."""
     left, right = (len(shape) for shape in call.shapes)
     batch = max(left, right) - 2
@@ -72,7 +72,7 @@ def matmul(call: Call) -> Decision:
 
 
 @rule("einsum")
-def einsum(call: Call) -> Decision:
+def einsum(call: PlacedCall) -> Decision:
     """As its own equation says."""
     equation = str(call.args["equation"]).replace(" ", "")
     if "." in equation or "->" not in equation:
@@ -85,7 +85,7 @@ def einsum(call: Call) -> Decision:
 
 
 @rule("conv1d", "conv2d", "conv3d", "convolution")
-def convolution(call: Call) -> Decision:
+def convolution(call: PlacedCall) -> Decision:
     """Channels may be split; each group's, if there are as many groups as channels; positions may not."""
     if call.args.get("transposed"):
         return call.replicated("it is transposed")
@@ -105,7 +105,7 @@ def convolution(call: Call) -> Decision:
 
 
 @rule("softmax", "log_softmax", "_softmax", "_log_softmax", "cumsum", "cumprod", "topk", "sort", "argsort", "flip")
-def along_one_dim(call: Call) -> Decision:
+def along_one_dim(call: PlacedCall) -> Decision:
     """All dims pass but the one it works along."""
     rank = len(call.shapes[0])
     named = call.args["dims"] if "dims" in call.args else [call.args.get("dim", -1)]
@@ -116,7 +116,7 @@ def along_one_dim(call: Call) -> Decision:
 
 @rule("sum", "mean", "amax", "amin", "max", "min", "argmax", "argmin", "any", "all", "prod", "var", "std", "logsumexp",
       "norm", "linalg_vector_norm", "var_mean", "median", "nansum")  # fmt: skip
-def reduction(call: Call) -> Decision:
+def reduction(call: PlacedCall) -> Decision:
     """Dims that are not reduced pass; over a split dim a sum is a partial sum, and a mean is one of the parts' means.
 
     Other reductions need that dim whole.
@@ -150,7 +150,7 @@ def _emit_share_of_mean(builder: Any, node: Any, args: dict[str, Any]) -> Any:
 
 
 @rule("layer_norm", "native_layer_norm", "rms_norm", "_fused_rms_norm")
-def norm(call: Call) -> Decision:
+def norm(call: PlacedCall) -> Decision:
     """Leading dims pass; the normalized ones are needed whole."""
     normalized = len(call.args["normalized_shape"])
     rank = len(call.shapes[0])
@@ -187,13 +187,13 @@ for _name, _linear in LINEAR.items():
 
 
 @rule("masked_fill", "__and__", "__or__", "fill", "copy", "hardswish")
-def elementwise(call: Call) -> Decision:
+def elementwise(call: PlacedCall) -> Decision:
     """Operators that torch does not mark as pointwise though they are."""
     return pointwise(call)
 
 
 @rule("dropout", "native_dropout")
-def dropout(call: Call) -> Decision:
+def dropout(call: PlacedCall) -> Decision:
     """Without training the value itself; with it, drawn for whole values only, alike on all ranks."""
     if call.args["train"] is not False and call.args["p"] != 0.0:
         return call.replicated("ranks must draw alike")
@@ -201,7 +201,7 @@ def dropout(call: Call) -> Decision:
 
 
 @rule("to", "_to_copy", "type_as")
-def cast(call: Call) -> Decision:
+def cast(call: PlacedCall) -> Decision:
     """Partial sums are added up before they are rounded, if they are. Another operand only lends its dtype."""
     rounds = call.results[0].dtype is not call.sources[0].meta["val"].dtype
     kept = _unless_partial(call.placements[0]) if rounds else call.placements[0]
@@ -209,7 +209,7 @@ def cast(call: Call) -> Decision:
 
 
 @rule("zeros_like", "ones_like", "full_like", "empty_like")
-def like(call: Call) -> Decision:
+def like(call: PlacedCall) -> Decision:
     """Only the value's sizes matter."""
     return Decision(call.placements, (_unless_partial(call.placements[0]),))
 
@@ -219,12 +219,12 @@ def _unless_partial(placement: Placement) -> Placement:
 
 
 @rule("new_zeros", "new_ones", "new_full", "new_empty")
-def from_sizes(call: Call) -> Decision:
+def from_sizes(call: PlacedCall) -> Decision:
     """Sizes are global: whole, whatever the value is that gives the dtype."""
     return Decision(call.placements, (REPLICATE,))
 
 
 @rule("_assert_tensor_metadata", "sym_size.int", "sym_numel")
-def question(call: Call) -> Decision:
+def question(call: PlacedCall) -> Decision:
     """Asks the value, wherever it lies."""
     return Decision(call.placements, ())

@@ -11,14 +11,14 @@ from torch import Tensor, fx
 from crossfade.graph.private import statically_equal
 from crossfade.shard.tensor.factors import Decision, Factors
 from crossfade.shard.tensor.placements import Placement, Shard, block_sizes, in_blocks, reshaped
-from crossfade.shard.tensor.rules import Call, rule
+from crossfade.shard.tensor.rules import PlacedCall, rule
 
 aten = torch.ops.aten
 
 _FIRST = frozenset({0})
 
 
-def _through(call: Call, dims: dict[int, int], why: str = "it needs that dim whole") -> Decision:
+def _through(call: PlacedCall, dims: dict[int, int], why: str = "it needs that dim whole") -> Decision:
     """A view that moves the first operand's dims; partial sums pass."""
     placement = call.placements[0]
     if not isinstance(placement, Shard):
@@ -29,17 +29,17 @@ def _through(call: Call, dims: dict[int, int], why: str = "it needs that dim who
 
 
 @rule("view", "reshape", "_unsafe_view", "flatten", "ravel", "unsqueeze")
-def reshape(call: Call) -> Decision:
+def reshape(call: PlacedCall) -> Decision:
     """Whatever keeps the elements' order; refused where a rank's part would not be one of the result's dims."""
     if "dtype" in call.args:
-        return call.replicated("it reads the bytes anew")
+        return call.replicated("it reinterprets the bytes")
     after = _reshaped(call)
     named = [name for name in ("size", "shape") if name in call.args]
     return _viewed(call, after, divide=tuple((name, after.dim) for name in named if isinstance(after, Shard)))
 
 
 @rule("unflatten")
-def unflatten(call: Call) -> Decision:
+def unflatten(call: PlacedCall) -> Decision:
     """One dim becomes several; their sizes are given without the others'."""
     after, first = _reshaped(call), call.dim()
     inside = isinstance(after, Shard) and first <= after.dim < first + len(call.args["sizes"])
@@ -47,7 +47,7 @@ def unflatten(call: Call) -> Decision:
 
 
 @rule("squeeze")
-def squeeze(call: Call) -> Decision:
+def squeeze(call: PlacedCall) -> Decision:
     """Dims of size 1 go: those of the whole value, not one of which a rank has a part of that size."""
     asked = call.args.get("dim", list(range(len(call.shapes[0]))))
     dims = [int(dim) % max(len(call.shapes[0]), 1) for dim in (asked if isinstance(asked, (list, tuple)) else [asked])]
@@ -56,7 +56,7 @@ def squeeze(call: Call) -> Decision:
     return _viewed(call, after, emit=_emit(aten.squeeze.dims, gone) if isinstance(after, Shard) else None)
 
 
-def _reshaped(call: Call) -> Placement | None:
+def _reshaped(call: PlacedCall) -> Placement | None:
     """The placement of the only result, if the elements keep their order; None if it has none."""
     placement = call.placements[0]
     if not isinstance(placement, Shard):
@@ -64,14 +64,14 @@ def _reshaped(call: Call) -> Placement | None:
     return reshaped(placement, call.shapes[0], call.results[0].shape, call.ranks)
 
 
-def _viewed(call: Call, after: Placement | None, **more: Any) -> Decision:
+def _viewed(call: PlacedCall, after: Placement | None, **more: Any) -> Decision:
     if after is None:
         return call.replicated("no dim of the reshaped value is split alike")
     return Decision(call.placements, (after,), **more)
 
 
 @rule("expand", "broadcast_to")
-def expand(call: Call) -> Decision:
+def expand(call: PlacedCall) -> Decision:
     """New dims come in front, dims of size 1 grow; a split dim stays as it is."""
     ahead = call.results[0].dim() - len(call.shapes[0])
     decision = _through(call, {dim: dim + ahead for dim in range(len(call.shapes[0]))})
@@ -80,7 +80,7 @@ def expand(call: Call) -> Decision:
 
 
 @rule("expand_as")
-def expand_as(call: Call) -> Decision:
+def expand_as(call: PlacedCall) -> Decision:
     """Like adding zeros of the other's shape."""
     ahead = len(call.shapes[1]) - len(call.shapes[0])
     names = tuple(f"d{dim}" for dim in range(len(call.shapes[1])))
@@ -88,7 +88,7 @@ def expand_as(call: Call) -> Decision:
 
 
 @rule("repeat")
-def repeat(call: Call) -> Decision:
+def repeat(call: PlacedCall) -> Decision:
     """A dim repeated so often has so many times its blocks."""
     ahead = call.results[0].dim() - len(call.shapes[0])
     placement = call.placements[0]
@@ -102,7 +102,7 @@ def repeat(call: Call) -> Decision:
 
 
 @rule("repeat_interleave.self_int")
-def repeat_interleave(call: Call) -> Decision:
+def repeat_interleave(call: PlacedCall) -> Decision:
     """Elements stay where they are, several times."""
     if call.args.get("dim") is None:
         return call.replicated("it flattens the value")
@@ -116,14 +116,14 @@ def repeat_interleave(call: Call) -> Decision:
 
 
 @rule("permute")
-def permute(call: Call) -> Decision:
+def permute(call: PlacedCall) -> Decision:
     """Dims in another order."""
     order = [int(dim) % len(call.shapes[0]) for dim in call.args["dims"]]
     return _through(call, {old: new for new, old in enumerate(order)})
 
 
 @rule("transpose", "swapdims", "swapaxes", "t", "mT", "adjoint")
-def transpose(call: Call) -> Decision:
+def transpose(call: PlacedCall) -> Decision:
     """Two dims swapped, the last two if none are named."""
     rank = len(call.shapes[0])
     named = [call.args[name] for name in ("dim0", "dim1", "axis0", "axis1") if name in call.args]
@@ -133,14 +133,14 @@ def transpose(call: Call) -> Decision:
 
 
 @rule("numpy_T")
-def reversed_dims(call: Call) -> Decision:
+def reversed_dims(call: PlacedCall) -> Decision:
     """All dims in reverse."""
     rank = len(call.shapes[0])
     return _through(call, {dim: rank - 1 - dim for dim in range(rank)})
 
 
 @rule("movedim", "moveaxis")
-def movedim(call: Call) -> Decision:
+def movedim(call: PlacedCall) -> Decision:
     """Some dims moved, the others in their order."""
     rank = len(call.shapes[0])
     listed = [
@@ -154,14 +154,14 @@ def movedim(call: Call) -> Decision:
 
 
 @rule("select", "unbind")
-def select(call: Call) -> Decision:
+def select(call: PlacedCall) -> Decision:
     """One index of a dim, or each: that dim goes."""
     taken = call.dim()
     return _through(call, {dim: dim - (dim > taken) for dim in range(len(call.shapes[0])) if dim != taken})
 
 
 @rule("slice", "narrow")
-def slice_(call: Call) -> Decision:
+def slice_(call: PlacedCall) -> Decision:
     """A range of a dim: of a split one all of it, whole blocks of it, or every so many from the first few on."""
     placement = call.placements[0]
     if not isinstance(placement, Shard) or placement.dim != call.dim():
@@ -182,7 +182,7 @@ def slice_(call: Call) -> Decision:
     return Decision(call.placements, (taken,), emit=_emit(aten.slice.Tensor, placement.dim, *ends))
 
 
-def _every_so_many(call: Call, shard: Shard, start: int, step: int) -> Decision:
+def _every_so_many(call: PlacedCall, shard: Shard, start: int, step: int) -> Decision:
     """Neighbours lie interleaved: each rank takes its own, if none are cut apart."""
     size, length = call.shapes[0][shard.dim], call.results[0].shape[shard.dim]
     blocks = block_sizes(shard, size)
@@ -199,7 +199,7 @@ def _emit(target: Any, *rest: Any) -> Any:
     return lambda builder, node, args: builder.call(target, args["self"], *rest)
 
 
-def _blocks_between(call: Call, start: int, end: int) -> Shard | None:
+def _blocks_between(call: PlacedCall, start: int, end: int) -> Shard | None:
     """The first operand's split between two positions along it, if both are ends of blocks."""
     shard: Any = call.placements[0]
     position, found, ends = 0, [], {0}
@@ -212,7 +212,7 @@ def _blocks_between(call: Call, start: int, end: int) -> Shard | None:
 
 
 @rule("split", "split_with_sizes", "chunk", "tensor_split")
-def split(call: Call) -> Decision:
+def split(call: PlacedCall) -> Decision:
     """Pieces along a dim: of a split one, each piece must be whole blocks of it."""
     placement = call.placements[0]
     if not isinstance(placement, Shard) or placement.dim != call.dim():
@@ -230,7 +230,7 @@ def split(call: Call) -> Decision:
 
 
 @rule("cat", "concat")
-def cat(call: Call) -> Decision:
+def cat(call: PlacedCall) -> Decision:
     """All dims pass but the one joined; where all are split along that, the result has the blocks of all."""
     rank = call.results[0].dim()
     dim = call.dim(rank=rank)
@@ -248,7 +248,7 @@ def cat(call: Call) -> Decision:
 
 
 @rule("stack")
-def stack(call: Call) -> Decision:
+def stack(call: PlacedCall) -> Decision:
     """A new dim; the others pass."""
     rank = call.results[0].dim()
     dim = call.dim(rank=rank)
@@ -258,7 +258,7 @@ def stack(call: Call) -> Decision:
 
 
 @rule("constant_pad_nd", "pad")
-def pad(call: Call) -> Decision:
+def pad(call: PlacedCall) -> Decision:
     """Dims that are not padded pass."""
     padding, rank = call.args["pad"], len(call.shapes[0])
     padded = {f"d{rank - 1 - index // 2}" for index, width in enumerate(padding) if not statically_equal(width, 0)}
@@ -267,7 +267,7 @@ def pad(call: Call) -> Decision:
 
 
 @rule("tril", "triu")
-def triangle(call: Call) -> Decision:
+def triangle(call: PlacedCall) -> Decision:
     """Leading dims pass; the triangle's two do not."""
     rank = len(call.shapes[0])
     names = tuple(f"d{dim}" for dim in range(rank))
@@ -275,7 +275,7 @@ def triangle(call: Call) -> Decision:
 
 
 @rule("slice_scatter")
-def slice_scatter(call: Call) -> Decision:
+def slice_scatter(call: PlacedCall) -> Decision:
     """A range of a dim replaced: the others pass."""
     names = tuple(f"d{dim}" for dim in range(len(call.shapes[0])))
     fixed = frozenset({f"d{call.dim()}"})
@@ -284,7 +284,7 @@ def slice_scatter(call: Call) -> Decision:
 
 
 @rule("index_select", "gather")
-def picked(call: Call) -> Decision:
+def picked(call: PlacedCall) -> Decision:
     """All dims pass but the indexed one, of which positions are counted; what is picked may be split."""
     names, pieces, fixed = _indexed(call)
     index = pieces if len(call.shapes[1]) == len(names) else ("picked",) * len(call.shapes[1])
@@ -292,7 +292,7 @@ def picked(call: Call) -> Decision:
 
 
 @rule("scatter", "scatter_add", "scatter_reduce", "index_add", "index_copy", "index_fill")
-def placed(call: Call) -> Decision:
+def placed(call: PlacedCall) -> Decision:
     """All dims pass but the indexed one; so do partial sums that are added or put in place."""
     names, pieces, fixed = _indexed(call)
     rest = tuple(pieces if len(shape) == len(names) else ("picked",) * len(shape) for shape in call.shapes[1:])
@@ -300,7 +300,7 @@ def placed(call: Call) -> Decision:
     return call.decide(Factors((names, *rest), (names,), fixed | {"picked"}, linear=linear))
 
 
-def _indexed(call: Call) -> tuple[tuple[str, ...], tuple[str, ...], frozenset[str]]:
+def _indexed(call: PlacedCall) -> tuple[tuple[str, ...], tuple[str, ...], frozenset[str]]:
     """The dims of the value, those of what is picked of it or put in it, and those that may not be split.
 
     The others need not be as large as the value's: then its first ones are meant, wherever they lie.
@@ -316,12 +316,12 @@ def _indexed(call: Call) -> tuple[tuple[str, ...], tuple[str, ...], frozenset[st
 
 
 @rule("index")
-def index(call: Call) -> Decision:
+def index(call: PlacedCall) -> Decision:
     """Dims that are not indexed pass; indices and indexed dims are whole."""
     indices = list(call.args["indices"])
     rank = len(call.shapes[0])
-    used = [dim for dim, one in enumerate(indices) if one is not None]
-    if not used or used != list(range(used[0], used[-1] + 1)) or any(_is_mask(one) for one in indices):
+    used = [dim for dim, index in enumerate(indices) if index is not None]
+    if not used or used != list(range(used[0], used[-1] + 1)) or any(_is_mask(index) for index in indices):
         return call.replicated("its indices are apart, or masks")
     names = tuple(f"d{dim}" for dim in range(rank))
     wide = call.results[0].dim() - (rank - len(used))
@@ -331,13 +331,13 @@ def index(call: Call) -> Decision:
     return call.decide(Factors(inputs, (result,), fixed, linear=(_FIRST,)))
 
 
-def _is_mask(one: Any) -> bool:
-    value = one.meta.get("val") if isinstance(one, fx.Node) else None
+def _is_mask(index: Any) -> bool:
+    value = index.meta.get("val") if isinstance(index, fx.Node) else None
     return isinstance(value, Tensor) and not value.dtype.is_floating_point and value.dtype.itemsize == 1
 
 
 @rule("unfold")
-def unfold(call: Call) -> Decision:
+def unfold(call: PlacedCall) -> Decision:
     """All dims pass but the one windows are taken of."""
     taken = call.dim("dimension")
     return _through(call, {dim: dim for dim in range(len(call.shapes[0])) if dim != taken})

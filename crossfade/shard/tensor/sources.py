@@ -44,7 +44,7 @@ def source_of(state: Any) -> Source:
     if isinstance(state, Mapping):
         return InMemory(state)
     if isinstance(state, (list, tuple)):
-        return FirstOf([source_of(one) for one in state])
+        return FirstOf([source_of(source) for source in state])
     path = Path(state)
     if path.is_file() or list(path.glob("*.safetensors")):
         return SafetensorsFiles(path)
@@ -104,7 +104,7 @@ class InMemory:
         tensor = self.tensors[name].detach()
         if not has_numbers(tensor):
             raise StateError(
-                f"{name} without numbers, on the meta device or fake",
+                f"{name} has no numbers: it is on the meta device or fake",
                 remedy="pass state=: a dict of tensors, or the path of a checkpoint",
             )
         return local_part(tensor, placement, rank, ranks)
@@ -118,7 +118,7 @@ class SafetensorsFiles:
         indices = [] if path.is_file() else sorted(path.glob("*.safetensors.index.json"))
         if len(indices) > 1:
             raise StateError(
-                f"{' and '.join(one.name for one in indices)} in {path}",
+                f"{path} has {' and '.join(index.name for index in indices)}",
                 expected="one index",
                 remedy="give the path of a folder that holds one checkpoint",
             )
@@ -130,7 +130,7 @@ class SafetensorsFiles:
                 for name in self._file(file).names:
                     if name in self.files:
                         raise StateError(
-                            f"{name} in {self.files[name].name} and in {file.name}",
+                            f"{name} is both in {self.files[name].name} and in {file.name}",
                             expected="every tensor in one file of the folder",
                             remedy="give the path of one file, or of a folder that holds one checkpoint",
                         )
@@ -154,7 +154,7 @@ class SafetensorsFiles:
             return opened.tensor(name)
         ranges = own_ranges(placement, opened.shape(name)[placement.dim], rank, ranks)
         ahead = (slice(None),) * placement.dim
-        return torch.cat([opened.part(name, (*ahead, slice(*one))) for one in ranges], placement.dim)
+        return torch.cat([opened.part(name, (*ahead, slice(*limits))) for limits in ranges], placement.dim)
 
     def _file(self, file: Path) -> TensorsFile:
         """A file, opened once: its header is long where it has many tensors."""
@@ -241,7 +241,7 @@ def missing(name: str, source: Source) -> StateError:
     """The error for a name that a source does not have."""
     near = difflib.get_close_matches(name, list(source.names()), n=1)
     return StateError(
-        f"no tensor named {name!r} in the state",
+        f"the state has no tensor named {name!r}",
         expected="every parameter and buffer of the program",
         remedy=f"did you mean {near[0]}" if near else "give the state of the model that was exported",
     )

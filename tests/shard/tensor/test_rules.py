@@ -14,9 +14,9 @@ from torch import fx
 from crossfade.graph.private import FakeTensorMode
 from crossfade.shard.tensor.factors import Operand
 from crossfade.shard.tensor.placements import PARTIAL, REPLICATE, Partial, Placement, Shard
-from crossfade.shard.tensor.rules import _RULES, Call, rule_of
-from tests.shard.one_operator import OneOperator, placements_of, tensors_of
-from tests.shard.rule_cases import CASES, Case, case
+from crossfade.shard.tensor.rules import _RULES, PlacedCall, rule_of
+from tests.shard.tensor.one_operator import OneOperator, placements_of, tensors_of
+from tests.shard.tensor.rule_cases import CASES, Case, case
 
 aten = torch.ops.aten
 
@@ -31,20 +31,20 @@ UNTESTED = {
     "aten::sym_size.int": "no tensor",
     "aten::sym_numel": "no tensor",
 }
-NAMES = [f"{index}-{one.target}" for index, one in enumerate(CASES)]
+NAMES = [f"{index}-{tried.target}" for index, tried in enumerate(CASES)]
 SAMPLES = 2
 """How many placements of all operands are tried of each call, beside each operand's own."""
 
 
 def test_every_rule_has_a_case():
-    tested = {one.target._schema.name for one in CASES}
-    tested |= {f"{one.target._schema.name}.{one.target._schema.overload_name}" for one in CASES}
+    tested = {tried.target._schema.name for tried in CASES}
+    tested |= {f"{tried.target._schema.name}.{tried.target._schema.overload_name}" for tried in CASES}
     missing = {name for name in _RULES if name.startswith("aten::")} - tested - UNTESTED.keys()
     assert not missing
 
 
-def check(one: Case, places: Any, ranks: int, left_split: bool) -> None:
-    program = OneOperator(one.target, one.args, one.kwargs, places, ranks)
+def check(tried: Case, places: Any, ranks: int, left_split: bool) -> None:
+    program = OneOperator(tried.target, tried.args, tried.kwargs, places, ranks)
     expected = program.whole()
     for rank, found in enumerate(program.on_ranks(left_split=left_split)):
         torch.testing.assert_close(
@@ -53,23 +53,23 @@ def check(one: Case, places: Any, ranks: int, left_split: bool) -> None:
             rtol=1e-4,
             atol=1e-4,
             equal_nan=True,
-            msg=partial("{} with {} on rank {} of {}: {}".format, one, ", ".join(map(str, places)), rank, ranks),
+            msg=partial("{} with {} on rank {} of {}: {}".format, tried, ", ".join(map(str, places)), rank, ranks),
         )
 
 
-@pytest.mark.parametrize("one", CASES, ids=NAMES)
-def test_first_operand_split(one: Case):
+@pytest.mark.parametrize("tried", CASES, ids=NAMES)
+def test_first_operand_split(tried: Case):
     """Where each dim goes is part of the table: a rule that puts everything together would be right, and useless."""
-    first, *others = tensors_of(one.args, one.kwargs)
+    first, *others = tensors_of(tried.args, tried.kwargs)
     found = ""
     for dim, size in enumerate(first.shape):
         places = [Shard(dim), *([REPLICATE] * len(others))]
         if size % 2:
             found += "-"
             continue
-        decision = OneOperator(one.target, one.args, one.kwargs, places, 2).decision()
+        decision = OneOperator(tried.target, tried.args, tried.kwargs, places, 2).decision()
         found += _letter(decision.results[0])
-    assert found == one.goes
+    assert found == tried.goes
 
 
 def _letter(place: Placement) -> str:
@@ -77,22 +77,22 @@ def _letter(place: Placement) -> str:
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
-@pytest.mark.parametrize("one", CASES, ids=NAMES)
-def test_equals_one_device(one: Case, ranks: int):
+@pytest.mark.parametrize("tried", CASES, ids=NAMES)
+def test_equals_one_device(tried: Case, ranks: int):
     """Each operand placed in every way beside whole ones, and a sample of all together."""
-    if one.target is aten.scaled_dot_product_attention.default and one.args[4:] == (0.5,):
+    if tried.target is aten.scaled_dot_product_attention.default and tried.args[4:] == (0.5,):
         pytest.skip("one device draws at another time")
-    ways = [placements_of(value, ranks) for value in tensors_of(one.args, one.kwargs)]
+    ways = [placements_of(value, ranks) for value in tensors_of(tried.args, tried.kwargs)]
     whole = (REPLICATE,) * len(ways)
     single = {(*whole[:i], place, *whole[i + 1 :]) for i, places in enumerate(ways) for place in places}
     together = [places for places in product(*ways) if places not in single]
     draw = random.Random(ranks)
     chosen = sorted(single, key=str) if ranks == 2 else draw.sample(sorted(single, key=str), min(4, len(single)))
     for index, places in enumerate([*chosen, *draw.sample(together, min(SAMPLES, len(together)))]):
-        check(one, places, ranks, left_split=index % 2 == 0)
-    sums = [PARTIAL if value.is_floating_point() else REPLICATE for value in tensors_of(one.args, one.kwargs)]
+        check(tried, places, ranks, left_split=index % 2 == 0)
+    sums = [PARTIAL if value.is_floating_point() else REPLICATE for value in tensors_of(tried.args, tried.kwargs)]
     if sums.count(PARTIAL) > 1:
-        check(one, sums, ranks, left_split=False)
+        check(tried, sums, ranks, left_split=False)
 
 
 @pytest.mark.parametrize(
@@ -114,24 +114,26 @@ def test_equals_one_device(one: Case, ranks: int):
 )
 def test_whole_blocks_are_taken_without_communication(target: Any, rest: Any, results: list[Shard]):
     """A fused projection of three, each split over the ranks."""
-    one = case(target, torch.arange(96.0).view(4, 24), *rest, goes="")
+    tried = case(target, torch.arange(96.0).view(4, 24), *rest, goes="")
     fused = (Shard(1, outer=3),)
-    decision = OneOperator(target, one.args, {}, fused, 2).decision()
+    decision = OneOperator(target, tried.args, {}, fused, 2).decision()
     if results:
         assert (decision.wants, list(decision.results)) == (fused, results)
     else:
         assert decision.wants == (REPLICATE,) and "the split dim" in decision.why
     for ranks in (2, 4):
-        check(one, fused, ranks, left_split=True)
+        check(tried, fused, ranks, left_split=True)
 
 
 def test_blocks_of_all_are_joined():
     parts = [torch.rand(4, 16), torch.rand(4, 8), torch.rand(4, 8)]
-    one = case(aten.cat.default, parts, 1, goes="")
+    tried = case(aten.cat.default, parts, 1, goes="")
     places = [Shard(1), Shard(1, outer=2), Shard(1)]
-    assert OneOperator(aten.cat.default, one.args, {}, places, 2).decision().results == (Shard(1, sizes=(16, 4, 4, 8)),)
-    check(one, places, 2, left_split=True)
-    check(one, places, 2, left_split=False)
+    assert OneOperator(aten.cat.default, tried.args, {}, places, 2).decision().results == (
+        Shard(1, sizes=(16, 4, 4, 8)),
+    )
+    check(tried, places, 2, left_split=True)
+    check(tried, places, 2, left_split=False)
 
 
 @pytest.mark.parametrize("name", [name for name, why in UNTESTED.items() if "CUDA" in why])
@@ -149,7 +151,7 @@ def test_kernels_of_cuda_describe_their_parts(name: str):
     operands = [Operand(Shard(1), tuple(whole.shape))] * 3
     rule = rule_of(target)
     assert rule is not None
-    decision = rule(Call(node, operands, sources, 2))
+    decision = rule(PlacedCall(node, operands, sources, 2))
     assert decision.results[:2] == (Shard(1), Shard(1)) and set(decision.results[2:]) == {REPLICATE}
     for place, result, part in zip(decision.results, results, parts, strict=True):
         if isinstance(result, torch.Tensor):

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from crossfade.shard.tensor.localize import LocalProgram, Request, localize
 from crossfade.shard.tensor.plan import Plan
-from tests.shard.lockstep import run_ranks
+from tests.shard.tensor.lockstep import run_ranks
 
 WIDTH = 16
 
@@ -57,7 +57,7 @@ def test_only_the_mean_of_a_norm_is_reduced() -> None:
     plan, local = split(Normed(), torch.randn(2, 3, WIDTH))
     assert plan == Plan({"up": "colwise", "down": "rowwise"})
     assert reduced(local) == [(2, 3, 1), (2, 3, WIDTH)]
-    assert not any(one.reason == "gathered" for one in local.verdicts)
+    assert not any(verdict.reason == "gathered" for verdict in local.verdicts)
 
 
 @pytest.mark.parametrize("residual", ["before", "after"])
@@ -108,7 +108,7 @@ def test_convolutions_and_scans_keep_heads_apart() -> None:
     plan, local = split(Mixer(), torch.randn(2, 6, WIDTH))
     assert plan["into"].blocks == (64, 32, 8)  # type: ignore[union-attr]
     assert reduced(local) == [(2, 6, 1), (2, 6, WIDTH)]
-    assert not any(one.reason == "gathered" for one in local.verdicts)
+    assert not any(verdict.reason == "gathered" for verdict in local.verdicts)
 
 
 class Written(nn.Module):

@@ -79,7 +79,7 @@ def test_grouped_keys_make_blocks_of_different_sizes() -> None:
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             q, k, v = self.qkv(x).split([16, 8, 8], -1)
             q = q.view(2, 6, 4, 4).transpose(1, 2)
-            k, v = (one.view(2, 6, 2, 4).transpose(1, 2) for one in (k, v))
+            k, v = (tensor.view(2, 6, 2, 4).transpose(1, 2) for tensor in (k, v))
             mixed = F.scaled_dot_product_attention(q, k, v, enable_gqa=True)
             return self.out(mixed.transpose(1, 2).reshape(2, 6, 16))
 
@@ -95,7 +95,7 @@ def test_one_key_head_for_all_cannot_be_split() -> None:
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             q = self.q(x).view(2, 6, 4, 4).transpose(1, 2)
-            k, v = (one(x).view(2, 6, 1, 4).transpose(1, 2).expand(2, 4, 6, 4) for one in (self.k, self.v))
+            k, v = (linear(x).view(2, 6, 1, 4).transpose(1, 2).expand(2, 4, 6, 4) for linear in (self.k, self.v))
             return self.out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(2, 6, 16))
 
     plan = found(nn.Sequential(OneKey()), torch.randn(2, 6, 16))
@@ -231,7 +231,9 @@ def bert_like(prefix: str) -> dict[str, str]:
 
 def bart_like(part: str, *blocks: str) -> dict[str, str]:
     each = [attention(f"{part}.layers.*.{block}", "q_proj", "k_proj", "v_proj", "out_proj") for block in blocks]
-    return {name: style for one in each for name, style in one.items()} | attention(f"{part}.layers.*", "fc1", "fc2")
+    return {name: style for styles in each for name, style in styles.items()} | attention(
+        f"{part}.layers.*", "fc1", "fc2"
+    )
 
 
 BLOOM = {
@@ -334,7 +336,7 @@ def test_real_architectures(name: str, dynamic: bool) -> None:
     exported = architecture(name).export(dynamic)
     plan = Plan.megatron(exported)
     assert plan == Plan(FOUND[name])
-    assert not any(one.uneven for one in plan.resolve(exported, 2).parameters.values())
+    assert not any(sharding.uneven for sharding in plan.resolve(exported, 2).parameters.values())
 
 
 @pytest.mark.parametrize(

@@ -16,8 +16,8 @@ from torch.distributed.tensor.debug import CommDebugMode
 from torch.utils._pytree import tree_map_only
 
 from crossfade.shard.tensor.placements import PARTIAL, REPLICATE, Partial, Placement, Shard
-from tests.shard.one_operator import OneOperator, tensors_of
-from tests.shard.rule_cases import Case, case, f, n
+from tests.shard.tensor.one_operator import OneOperator, tensors_of
+from tests.shard.tensor.rule_cases import Case, case, f, n
 
 aten = torch.ops.aten
 CASES = {
@@ -55,13 +55,13 @@ def ways(value: Tensor) -> list[Placement]:
     return [REPLICATE, *map(Shard, range(value.dim())), *sums]
 
 
-def theirs(one: Case, places: Any, mesh: DeviceMesh) -> tuple[Placement, int]:
+def theirs(tried: Case, places: Any, mesh: DeviceMesh) -> tuple[Placement, int]:
     """The placement of DTensor's result, and how often it communicates."""
     given = iter(places)
-    args = tree_map_only(Tensor, lambda value: _placed(value, next(given), mesh), one.args)
+    args = tree_map_only(Tensor, lambda value: _placed(value, next(given), mesh), tried.args)
     try:
         with CommDebugMode() as seen:
-            result = one.target(*args)
+            result = tried.target(*args)
     except RuntimeError as error:  # torch 2.11 refuses where it would have to communicate for a view
         if "without redistribution" not in str(error):
             raise
@@ -86,11 +86,11 @@ def _ours(place: Any) -> Placement:
 @pytest.mark.parametrize("name", CASES)
 def test_ours_and_dtensors(mesh: DeviceMesh, name: str):
     """For every placement of the operands: who communicates, and otherwise what the result is."""
-    one, found = CASES[name], {}
-    for places in product(*map(ways, tensors_of(one.args, {}))):
-        decision = OneOperator(one.target, one.args, {}, places, 2).decision()
+    tried, found = CASES[name], {}
+    for places in product(*map(ways, tensors_of(tried.args, {}))):
+        decision = OneOperator(tried.target, tried.args, {}, places, 2).decision()
         moved = any(place not in (want, REPLICATE) for place, want in zip(places, decision.wants, strict=True))
-        ours, other = _said(decision.results[0], moved), _said(*theirs(one, places, mesh))
+        ours, other = _said(decision.results[0], moved), _said(*theirs(tried, places, mesh))
         if ours != other:
             found[", ".join(map(str, places))] = ours, other
     assert found == DIFFERENT.get(name, {})

@@ -17,7 +17,7 @@ from crossfade.shard.tensor.localize import placement_of
 from crossfade.shard.tensor.parts import joined
 from crossfade.shard.tensor.placements import Shard
 from crossfade.shard.tensor.sources import local_part
-from tests.shard.conjugate_jobs import batch, differentiate, model, plan_of, train_step
+from tests.shard.tensor.conjugate_jobs import batch, differentiate, model, plan_of, train_step
 
 Many = list[Tensor]
 MOVES = [(0, 1), (1, 1), (1, 2), (2, 2)]
@@ -92,15 +92,15 @@ def test_the_gradient_of_a_maximum_is_refused():
 @pytest.mark.parametrize("count", [2, 4])
 def test_a_transformer_has_the_gradients_of_one_device(ranks: Callable[[int], Ranks], count: int, sequence: bool):
     """Loss and every gradient, in its parameter's placement; embedding, head and loss split by vocabulary."""
-    one = model()
-    loss = one(*batch())
+    trained = model()
+    loss = trained(*batch())
     loss.backward()
-    plan = plan_of(one, count, sequence=sequence)
+    plan = plan_of(trained, count, sequence=sequence)
     found = ranks(count).run(train_step, sequence)
     for value, grads, _ in found:
         assert value == pytest.approx(loss.item(), rel=1e-5)
         assert grads.keys() == plan.parameters.keys()
-    for name, parameter in one.named_parameters():
+    for name, parameter in trained.named_parameters():
         place = placement_of(plan.parameters[name], count)
         gradients = [grads[name] for _, grads, _ in found]
         if isinstance(place, Shard):

@@ -37,7 +37,7 @@ def test_plans_are_saved_and_loaded(tmp_path: Path, suffix: str) -> None:
     [
         ("plan.toml", "", "a suffix .json, .yaml or .yml"),
         ("plan.json", "{", "which is not JSON"),
-        ("plan.json", "[]", "without a mapping"),
+        ("plan.json", "[]", "holds no mapping"),
         ("plan.json", '{"a": "colwize"}', "the style 'colwize'"),
     ],
 )
@@ -47,7 +47,7 @@ def test_files_that_hold_no_plan_are_refused(tmp_path: Path, name: str, text: st
         Plan.load(tmp_path / name)
 
 
-@pytest.mark.parametrize(("text", "message"), [("a: [", "which is not YAML"), ("1: colwise", "without a mapping")])
+@pytest.mark.parametrize(("text", "message"), [("a: [", "is not YAML"), ("1: colwise", "holds no mapping")])
 def test_yaml_that_holds_no_plan_is_refused(tmp_path: Path, text: str, message: str) -> None:
     pytest.importorskip("yaml")
     (tmp_path / "plan.yaml").write_text(text)

@@ -41,7 +41,7 @@ def test_what_names_nothing_or_cannot_be_said_is_left_out_and_noted() -> None:
 
 
 def test_a_model_without_a_plan_is_told_what_to_do() -> None:
-    with pytest.raises(PlanError, match=r"a Module without a tensor-parallel plan.*Plan\.megatron"):
+    with pytest.raises(PlanError, match=r"Module has no tensor-parallel plan.*Plan\.megatron"):
         Plan.from_model(model_with(None))
 
 
@@ -80,11 +80,11 @@ def test_plans_of_real_models(name: str) -> None:
     pytest.importorskip("transformers")
     from tests.models.zoo import architecture
 
-    one = architecture(name)
-    model = one.build()
+    chosen = architecture(name)
+    model = chosen.build()
     plan = Plan.from_model(model)
     assert all("nothing of that name" in note for note in plan.notes)
-    found = plan.resolve(one.export(), ranks=2)
+    found = plan.resolve(chosen.export(), ranks=2)
     split = [entry for entry in found.parameters.values() if entry.dim is not None]
     assert len(split) == WITH_PLAN[name]
     assert not any(entry.uneven for entry in split)
@@ -96,18 +96,18 @@ def test_architectures_without_a_plan_are_told_so() -> None:
     pytest.importorskip("transformers")
     from tests.models.zoo import ARCHITECTURES
 
-    without = [one for one in ARCHITECTURES if one.name not in WITH_PLAN]
-    for one in without:
-        with pytest.raises(PlanError, match="without a tensor-parallel plan"):
-            Plan.from_model(one.build())
+    without = [known for known in ARCHITECTURES if known.name not in WITH_PLAN]
+    for chosen in without:
+        with pytest.raises(PlanError, match="has no tensor-parallel plan"):
+            Plan.from_model(chosen.build())
 
 
 def test_experts_of_mixtral() -> None:
     pytest.importorskip("transformers")
     from tests.models.zoo import architecture
 
-    one = architecture("mixtral")
-    found = Plan.from_model(one.build()).resolve(one.export(), ranks=2)
+    chosen = architecture("mixtral")
+    found = Plan.from_model(chosen.build()).resolve(chosen.export(), ranks=2)
     experts = "model.layers.0.mlp.experts"
     gate_up, down = found.parameters[f"{experts}.gate_up_proj"], found.parameters[f"{experts}.down_proj"]
     assert (gate_up.dim, gate_up.blocks, down.dim, down.blocks) == (1, (128, 128), 2, ())

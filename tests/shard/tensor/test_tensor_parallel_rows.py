@@ -14,7 +14,7 @@ import crossfade as cf
 from crossfade.errors import PlanError
 from crossfade.shard.tensor.localize import LocalProgram, Request, localize
 from crossfade.shard.tensor.plan import Plan
-from tests.shard.lockstep import run_ranks
+from tests.shard.tensor.lockstep import run_ranks
 
 HEADS, WIDTH, WORDS = 4, 16, 32
 
@@ -34,7 +34,9 @@ class Block(nn.Module):
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.words(tokens)
         batch, length = tokens.shape
-        q, k, v = (one.view(batch, length, HEADS, -1).transpose(1, 2) for one in self.qkv(self.norm(x)).chunk(3, -1))
+        q, k, v = (
+            tensor.view(batch, length, HEADS, -1).transpose(1, 2) for tensor in self.qkv(self.norm(x)).chunk(3, -1)
+        )
         seen = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.out(seen.transpose(1, 2).reshape(batch, length, WIDTH))
         return self.head(x + self.down(nn.functional.gelu(self.up(self.norm(x)))))
@@ -120,11 +122,11 @@ class Fresh(torch.fx.Interpreter):
         self.wrong: list[str] = []
 
     def run_node(self, node: torch.fx.Node) -> Any:
-        made, told = super().run_node(node), node.meta.get("val")
-        if isinstance(told, Tensor) and (made.shape, made.stride(), made.dtype) != (
-            told.shape,
-            told.stride(),
-            told.dtype,
+        made, declared = super().run_node(node), node.meta.get("val")
+        if isinstance(declared, Tensor) and (made.shape, made.stride(), made.dtype) != (
+            declared.shape,
+            declared.stride(),
+            declared.dtype,
         ):
             self.wrong.append(node.name)
         return made

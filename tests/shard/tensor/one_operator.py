@@ -19,8 +19,8 @@ from crossfade.shard.tensor.localize import Request, localize
 from crossfade.shard.tensor.parts import joined
 from crossfade.shard.tensor.placements import REPLICATE, Partial, Placement, Shard, divides
 from crossfade.shard.tensor.plan_resolved import ResolvedPlan
-from crossfade.shard.tensor.rules import Call, rule_of
-from tests.shard.lockstep import run_ranks
+from crossfade.shard.tensor.rules import PlacedCall, rule_of
+from tests.shard.tensor.lockstep import run_ranks
 
 aten = torch.ops.aten
 
@@ -59,7 +59,7 @@ class OneOperator:
 
     def _call(self, target: Any, args: Any, kwargs: Any) -> fx.Node:
         node = self.graph.call_function(target, args, kwargs)
-        values, named = fx.map_arg((node.args, node.kwargs), lambda one: one.meta["val"])
+        values, named = fx.map_arg((node.args, node.kwargs), lambda source: source.meta["val"])
         with self.mode, torch.no_grad():
             node.meta["val"] = target(*values, **named)
         return node
@@ -73,7 +73,7 @@ class OneOperator:
             Operand(place, tuple(value.shape), value.numel() * value.itemsize)
             for place, value in zip(self.places, values, strict=True)
         ]
-        return rule(Call(self.node, operands, self.operands, self.ranks))
+        return rule(PlacedCall(self.node, operands, self.operands, self.ranks))
 
     def whole(self) -> list[Tensor]:
         """What one device computes."""
@@ -133,7 +133,7 @@ def placements_of(value: Tensor, ranks: int) -> list[Placement]:
     found: list[Placement] = [REPLICATE]
     for dim, size in enumerate(value.shape):
         blocks = [Shard(dim), Shard(dim, outer=2), Shard(dim, sizes=(size - 2 * ranks, 2 * ranks))]
-        usable = [one for one in blocks if divides(one, size, ranks) and min(one.sizes or (1,)) > 0]
+        usable = [split for split in blocks if divides(split, size, ranks) and min(split.sizes or (1,)) > 0]
         found += usable[:2] if size == 4 * ranks else usable
     if value.dtype in (torch.float32, torch.float64, torch.int64):
         found.append(Partial())

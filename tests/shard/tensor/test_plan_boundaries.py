@@ -13,7 +13,7 @@ from torch.distributed.tensor.parallel import PrepareModuleInput, PrepareModuleO
 from crossfade.errors import PlanError
 from crossfade.shard.tensor.localize import LocalProgram, Request, localize
 from crossfade.shard.tensor.plan import Plan
-from tests.shard.lockstep import run_ranks
+from tests.shard.tensor.lockstep import run_ranks
 
 PAIR = {"up": "colwise", "down": "rowwise"}
 
@@ -104,12 +104,14 @@ def test_an_input_alone_can_be_asked_for() -> None:
 
 
 def test_a_layout_that_does_not_fit_the_value_is_refused() -> None:
-    with pytest.raises(PlanError, match=r"shard\(1\) for what norm takes, of shape \(3, 5, 8\), over 2 ranks"):
+    with pytest.raises(
+        PlanError, match=r"what norm takes has the shape \(3, 5, 8\) and cannot be shard\(1\) over 2 ranks"
+    ):
         local({**PAIR, "norm": SequenceParallel()}, shape=(3, 5, 8))
-    with pytest.raises(PlanError, match=r"shard\(3\) for what norm takes, of 3 dims: expected a dim it has"):
+    with pytest.raises(PlanError, match=r"what norm takes has 3 dims and cannot be shard\(3\): expected a dim it has"):
         local({**PAIR, "norm": SequenceParallel(sequence_dim=3)})
     returned = PrepareModuleOutput(output_layouts=Replicate(), desired_output_layouts=Shard(0))
-    with pytest.raises(PlanError, match=r"shard\(0\) for what down returns, of shape \(3, 4, 8\)"):
+    with pytest.raises(PlanError, match=r"what down returns has the shape \(3, 4, 8\) and cannot be shard\(0\)"):
         local({"up": "colwise", "down.weight": Shard(1), "down": returned})
 
 
@@ -117,14 +119,14 @@ def test_boundaries_that_nothing_crosses_are_told() -> None:
     boundary = {"style": "boundary", "input": "shard(1)", "output": "replicate"}
     made = local({**PAIR, "pick": boundary, "table": boundary}, kind=Picked)
     why = "the plan's boundary has nothing to act on"
-    said = [(one.subject, one.detail) for one in made.verdicts if one.reason == why]
+    said = [(verdict.subject, verdict.detail) for verdict in made.verdicts if verdict.reason == why]
     assert said == [
         ("table", "no value of the program that table takes could be placed"),
         ("pick", "no value of the program that pick returns could be placed"),
     ]
     returned = PrepareModuleOutput(output_layouts=Replicate(), desired_output_layouts=Shard(4))
     made = local({**PAIR, "norm": returned})
-    assert {one.reason for one in made.verdicts} >= {"it has no such dim", why}
+    assert {verdict.reason for verdict in made.verdicts} >= {"it has no such dim", why}
 
 
 def test_split_weights_say_themselves_what_enters() -> None:

@@ -15,7 +15,7 @@ from crossfade.shard.tensor.localize import LocalProgram, Request, localize
 from crossfade.shard.tensor.placements import REPLICATE, Shard
 from crossfade.shard.tensor.plan_resolved import ParameterSharding, ResolvedPlan
 from crossfade.shard.tensor.rules import register_rule
-from tests.shard.lockstep import run_ranks
+from tests.shard.tensor.lockstep import run_ranks
 
 
 @torch.library.custom_op("crossfade_tests::swish", mutates_args=())
@@ -122,7 +122,7 @@ def test_a_parameter_that_cannot_be_used_as_it_lies_is_named_with_its_use():
     with pytest.raises(PlanError) as caught:
         localized(Normalized(), {"norm.weight": 0}, torch.rand(4, 8))
     said = str(caught.value)
-    assert "the parameter norm.weight, split on dim 0" in said
+    assert "the parameter norm.weight is split on dim 0" in said
     assert "layer_norm: it needs that dim whole" in said
     assert "Remedy: change its plan entry, or pass allow_weight_gather=True" in said
 
@@ -145,6 +145,6 @@ class Viewed(nn.Module):
 
 
 def test_a_view_of_a_parameter_is_the_parameter():
-    with pytest.raises(PlanError, match=r"the parameter weight, split on dim 0, .*it takes a part of the split dim"):
+    with pytest.raises(PlanError, match=r"the parameter weight is split on dim 0, .*it takes a part of the split dim"):
         localized(Viewed(), {"weight": 0}, torch.rand(4, 8))
     assert called(localized(Viewed(), {"weight": 0}, torch.rand(4, 8), allow_weight_gather=True))

@@ -115,7 +115,7 @@ class OwnColwise(ColwiseParallel):
     ],
 )
 def test_entries_that_say_nothing_known_are_refused(entry: object, message: str) -> None:
-    with pytest.raises(PlanError, match="in the plan's 'layers") as refusal:
+    with pytest.raises(PlanError, match="the plan's 'layers") as refusal:
         Plan({"layers.0.up": entry})
     assert message in str(refusal.value)
 

@@ -12,9 +12,9 @@ from torch.nn import functional as F
 from crossfade.errors import PlanError
 from crossfade.shard.tensor.localize import LocalProgram, Request, localize
 from crossfade.shard.tensor.placements import PARTIAL, REPLICATE, Placement, Shard
-from tests.shard.conjugate_jobs import plan_of
-from tests.shard.lockstep import run_ranks
-from tests.shard.one_operator import OneOperator
+from tests.shard.tensor.conjugate_jobs import plan_of
+from tests.shard.tensor.lockstep import run_ranks
+from tests.shard.tensor.one_operator import OneOperator
 
 aten = torch.ops.aten
 LOGITS, TARGETS = torch.randn(8, 16, generator=torch.Generator().manual_seed(0)), torch.arange(0, 16, 2)
@@ -47,18 +47,18 @@ def names(local: LocalProgram) -> list[str]:
 def test_rows_of_other_ranks_are_zero(tokens: Tensor, ranks: int):
     local, found, right = looked_up({}, tokens, ranks)
     assert names(local) == ["crossfade.tp_reduce.default"]
-    assert all(torch.equal(one, right) for one in found)
+    assert all(torch.equal(result, right) for result in found)
 
 
 def test_padding_is_a_row_like_any_other():
     """Its gradient is none, which `test_conjugate` sees."""
     _, found, right = looked_up({"padding_idx": 3}, torch.tensor([3, 0, 3]), 2)
-    assert all(torch.equal(one, right) for one in found)
+    assert all(torch.equal(result, right) for result in found)
 
 
 @pytest.mark.parametrize("options", [{"scale_grad_by_freq": True}, {"sparse": True}])
 def test_gradients_that_count_over_all_rows_are_refused(options: dict[str, bool]):
-    with pytest.raises(PlanError, match=r"embedding.weight, split on dim 0, .*scaled by frequency, or sparse"):
+    with pytest.raises(PlanError, match=r"embedding.weight is split on dim 0, .*scaled by frequency, or sparse"):
         looked_up(options, torch.arange(16), 2)
 
 
@@ -66,7 +66,7 @@ CLASSES = Shard(1)
 
 
 def loss(*args: Any, place: Placement = CLASSES, ranks: int = 2) -> OneOperator:
-    tensors = [one for one in args if isinstance(one, Tensor)]
+    tensors = [argument for argument in args if isinstance(argument, Tensor)]
     return OneOperator(aten.cross_entropy_loss.default, args, {}, [place, *([REPLICATE] * (len(tensors) - 1))], ranks)
 
 

@@ -26,7 +26,7 @@ class Case:
     goes: str = ""
 
     def __str__(self) -> str:
-        shapes = [tuple(one.shape) if isinstance(one, Tensor) else one for one in self.args]
+        shapes = [tuple(argument.shape) if isinstance(argument, Tensor) else argument for argument in self.args]
         return f"{self.target}{shapes}{self.kwargs or ''}"
 
 

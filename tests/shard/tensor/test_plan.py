@@ -73,12 +73,12 @@ def exported() -> ExportedProgram:
 
 
 def split(exported: ExportedProgram, entries: dict[str, object], name: str, ranks: int = 2) -> tuple:
-    one = Plan(entries).resolve(exported, ranks).parameters[name]
-    return one.dim, one.blocks, one.local_shape
+    sharding = Plan(entries).resolve(exported, ranks).parameters[name]
+    return sharding.dim, sharding.blocks, sharding.local_shape
 
 
 def test_a_plan_is_a_mapping() -> None:
-    with pytest.raises(PlanError, match="a plan given as list"):
+    with pytest.raises(PlanError, match="a plan cannot be a list"):
         Plan(["colwise"])  # type: ignore[arg-type]
     plan = Plan({"a": "colwise", "b": Fused("colwise", 3)})
     assert list(plan) == ["a", "b"] and len(plan) == 2 and plan["a"] == Style("colwise")
@@ -92,7 +92,9 @@ def test_a_plan_is_a_mapping() -> None:
 
 def test_linear_layers(exported: ExportedProgram) -> None:
     found = Plan({"layers.*.up": ColwiseParallel(), "layers.*.down": RowwiseParallel()}).resolve(exported, 2)
-    assert {name: (one.dim, one.local_shape) for name, one in found.parameters.items() if "layers" in name} == {
+    assert {
+        name: (sharding.dim, sharding.local_shape) for name, sharding in found.parameters.items() if "layers" in name
+    } == {
         f"layers.{layer}.{name}": how
         for layer in (0, 1)
         for name, how in {
@@ -126,7 +128,7 @@ def test_embeddings(exported: ExportedProgram, style: str, dim: int) -> None:
     found = Plan({"embed": style}).resolve(exported, 2)
     assert found.parameters["head.weight"].dim == dim
     assert ("embed" in found.boundaries) == (style != "colwise")
-    assert all(one.output == "replicate" for one in found.boundaries.values())
+    assert all(boundary.output == "replicate" for boundary in found.boundaries.values())
 
 
 @pytest.mark.parametrize(
@@ -223,9 +225,9 @@ def test_ties_survive_saving(exported: ExportedProgram, tmp_path: Path) -> None:
 def test_a_strict_export_resolves_alike(exported: ExportedProgram) -> None:
     strict = torch.export.export(Model(), (torch.zeros(2, 5, dtype=torch.long),), strict=True)
     plan = Plan({"layers.*.up": "colwise", "head": "colwise_rep"})
-    one, other = plan.resolve(strict, 2), plan.resolve(exported, 2)
-    assert one.boundaries == other.boundaries
-    assert one.parameters["embed.weight"].dim == other.parameters["head.weight"].dim == 0
+    first, other = plan.resolve(strict, 2), plan.resolve(exported, 2)
+    assert first.boundaries == other.boundaries
+    assert first.parameters["embed.weight"].dim == other.parameters["head.weight"].dim == 0
 
 
 # --- how entries are settled --------------------------------------------------------------------------------------
@@ -293,8 +295,8 @@ def test_a_missing_prefix_is_told(exported: ExportedProgram) -> None:
         ("layers.0", "colwise", r"name what it should split \(layers\.0\.down\.bias"),
         ("unused", "colwise", "splits no parameter of unused"),
         ("layers.0.down.bias", "rowwise", "splits no parameter"),
-        ("head", Shard(0), r"names the module head.*name the parameter \(head\.weight\)"),
-        ("sinks", SequenceParallel(), "names the parameter sinks"),
+        ("head", Shard(0), r"head is a module.*name the parameter \(head\.weight\)"),
+        ("sinks", SequenceParallel(), "sinks is a parameter"),
         ("sinks", Shard(1), "for sinks of 1 dims"),
         ("fused", Fused("colwise", 5), "blocks that make up 24"),
         ("fused", Fused("colwise", (8, 8)), "blocks that make up 24"),
@@ -323,7 +325,7 @@ def test_a_weight_used_in_two_ways_must_be_named_itself() -> None:
 
     model = nn.Sequential(Both())
     exported = torch.export.export(model, (torch.ones(2, 4),))
-    with pytest.raises(PlanError, match=r"0\.weight used in several ways"):
+    with pytest.raises(PlanError, match=r"0\.weight is used in several ways"):
         Plan({"0": "colwise"}).resolve(exported, 2)
     assert split(exported, {"0.weight": Shard(1)}, "0.weight") == (1, (), (4, 2))
 

@@ -26,7 +26,7 @@ class Net(nn.Module):
 def test_a_value_that_is_gathered_for_many_is_told_once() -> None:
     exported = torch.export.export(Net(), (torch.ones(2, 4),))
     verdicts = localize(exported, Plan({"up": "colwise"}).resolve(exported, 2), 2, "tp", Request()).verdicts
-    gathered = [one.subject for one in verdicts if one.reason == "gathered"]
+    gathered = [verdict.subject for verdict in verdicts if verdict.reason == "gathered"]
     assert len(gathered) == 13 and len(set(gathered)) == 13
 
 
@@ -46,7 +46,7 @@ class Shared(nn.Module):
 def test_a_partial_sum_that_many_need_whole_is_reduced_once_where_it_arises() -> None:
     exported = torch.export.export(Shared(), (torch.zeros(2, 3, dtype=torch.int64),))
     local = localize(exported, Plan({"words": "rowwise"}).resolve(exported, 2), 2, "tp", Request())
-    assert [one.subject for one in local.verdicts if one.reason == "reduced"] == ["embedding"]
+    assert [verdict.subject for verdict in local.verdicts if verdict.reason == "reduced"] == ["embedding"]
 
 
 class Normed(nn.Module):
@@ -68,7 +68,7 @@ def test_one_of_several_results_is_no_constant() -> None:
     exported = torch.export.export(Normed(), (torch.ones(2, 4),)).run_decompositions()
     plan = Plan({"up": "colwise", "down": "rowwise"}).resolve(exported, 2)
     local = localize(exported, plan, 2, "tp", Request())
-    assert [one.subject for one in local.verdicts if one.reason == "reduced"] == ["addmm_1"]
+    assert [verdict.subject for verdict in local.verdicts if verdict.reason == "reduced"] == ["addmm_1"]
 
 
 class Cast(nn.Module):
@@ -87,4 +87,4 @@ class Cast(nn.Module):
 def test_a_conversion_that_rounds_nothing_lets_partial_sums_pass(dtype: torch.dtype, reduced: list[str]) -> None:
     exported = torch.export.export(Cast(dtype), (torch.ones(2, 8),))
     local = localize(exported, Plan({"*o*": "rowwise"}).resolve(exported, 2), 2, "tp", Request())
-    assert [one.subject for one in local.verdicts if one.reason == "reduced"] == reduced
+    assert [verdict.subject for verdict in local.verdicts if verdict.reason == "reduced"] == reduced
