@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from crossfade.capture.tracing import users_line
 from crossfade.errors import CaptureError
-from crossfade.graph.private import TorchDispatchMode
+from crossfade.graph.private import TorchDispatchMode, schema_of
 
 _PLAIN = (Tensor, nn.Parameter, nn.Buffer)
 
@@ -56,9 +56,9 @@ class NoWrites(TorchDispatchMode):
     and no checkpoint would have it."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func._schema.is_mutable:
-            given = {**dict(zip([one.name for one in func._schema.arguments], args, strict=False)), **(kwargs or {})}
-            for argument in func._schema.arguments:
+        if schema_of(func).is_mutable:
+            given = {**dict(zip([one.name for one in schema_of(func).arguments], args, strict=False)), **(kwargs or {})}
+            for argument in schema_of(func).arguments:
                 if argument.alias_info is not None and argument.alias_info.is_write:
                     _check_written(func, given.get(argument.name))
         return func(*args, **(kwargs or {}))

@@ -24,7 +24,7 @@ from crossfade.capture.code_names import Names, is_looked_into, is_open, names_i
 from crossfade.capture.interest import Interest
 from crossfade.capture.tokens import Serials, Thing, Token, digest, memory_of, plain_token
 from crossfade.capture.watch import Watch, is_filled, state_of_constant
-from crossfade.graph.private import global_module_hooks, has_hooks
+from crossfade.graph.private import global_module_hooks, has_hooks, own_buffers, own_modules, own_parameters
 
 LOOKED_AT = 200_000
 """Values that one walk looks at; what lies beyond counts as changed when it is replaced."""
@@ -75,7 +75,7 @@ class Reading:
         self._own_tensors = {
             id(tensor)
             for module in own.values()
-            for registry in (module._parameters, module._buffers)
+            for registry in (own_parameters(module), own_buffers(module))
             for tensor in registry.values()
         }
         self._interest = Interest()
@@ -156,7 +156,7 @@ class Reading:
             self.if_replaced[type(value).__qualname__] += 1
 
     def _module(self, path: str, module: nn.Module) -> None:
-        kind, children = type(module), module._modules
+        kind, children = type(module), own_modules(module)
         self._set(path, Thing(f"a {kind.__name__}", (self._serials.of(kind), *children.keys())))
         self._class_of(module)
         everything = not is_looked_into(kind)
@@ -174,7 +174,7 @@ class Reading:
 
     def _tensors_of(self, path: str, module: nn.Module) -> None:
         own = id(module) in self._own_modules
-        for registry, look in ((module._parameters, self._parameter), (module._buffers, self._buffer)):
+        for registry, look in ((own_parameters(module), self._parameter), (own_buffers(module), self._buffer)):
             self.watch.mapping(registry)
             for name, tensor in registry.items():
                 if own and tensor is not None:

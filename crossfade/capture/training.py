@@ -21,6 +21,8 @@ from crossfade.errors import CaptureError, ModelError
 from crossfade.graph.private import (
     TorchDispatchMode,
     has_hooks,
+    rename_node,
+    schema_of,
     swapped_state,
     tree_flatten,
     tree_map_only,
@@ -121,7 +123,7 @@ class _NoDraws(TorchDispatchMode):
     """Refuses random numbers drawn in the backward: a checkpointed forward that runs again would draw others."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if torch.Tag.nondeterministic_seeded in func.tags and "attention" not in func._schema.name:
+        if torch.Tag.nondeterministic_seeded in func.tags and "attention" not in schema_of(func).name:
             raise CaptureError(
                 f"{func} drawn again in the backward, as activation checkpointing does",
                 expected="the numbers that the forward drew",
@@ -220,7 +222,7 @@ def _tidy(module: torch.fx.GraphModule, inputs: tuple[Input, ...], outputs: tupl
     module.graph.output_node().args = (tuple(value for _, value in kept),)
     for name, node in placeholders.items():
         node.target = identifier(name)
-        node._rename(node.target)
+        rename_node(node, node.target)
     constants = {
         name: getattr(module, name) for name in {str(n.target) for n in module.graph.find_nodes(op="get_attr")}
     }

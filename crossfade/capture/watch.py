@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch.utils.hooks import RemovableHandle
 
-from crossfade.graph.private import HOOKS_OF_TENSOR
+from crossfade.graph.private import HOOKS_OF_TENSOR, version_of
 
 EVERY_STEP_AT_MOST = 1000
 """Entries of a container, and bytes of a tensor or an array, that are compared at every step."""
@@ -196,7 +196,7 @@ def state_of_constant(tensor: torch.Tensor) -> tuple[Any, ...]:
     >>> state_of_constant(tensor) == before
     False
     """
-    version = -1 if tensor.is_inference() else tensor._version
+    version = -1 if tensor.is_inference() else version_of(tensor)
     return version, tensor.shape, tensor.dtype, tensor.requires_grad, _address(tensor)
 
 

@@ -16,6 +16,7 @@ from crossfade.graph.collectives import Collective, Kind
 from crossfade.graph.effects import alias_roots, is_random, written_inputs, written_owners
 from crossfade.graph.own_results import return_copies
 from crossfade.graph.passes import Numerics, Outcome, Pass, PassResult, Verdict
+from crossfade.graph.private import OpOverload
 from crossfade.graph.program import Program
 from crossfade.graph.splice import erase_if_dead
 
@@ -156,7 +157,7 @@ class _Reference:
 def _is_function_of_its_inputs(node: fx.Node) -> bool:
     if node.op != "call_function" or collectives.group_of(node) is not None:
         return False
-    if not (isinstance(node.target, torch._ops.OpOverload) or getattr(node.target, "__module__", "") == "_operator"):
+    if not (isinstance(node.target, OpOverload) or getattr(node.target, "__module__", "") == "_operator"):
         return False
     return not (written_inputs(node) or is_random(node) or node.is_impure())
 

@@ -21,7 +21,7 @@ from crossfade.errors import CrossfadeError, RankFailedError
 from crossfade.execute.bound import Bound, Found, watch
 from crossfade.execute.executable import Executable
 from crossfade.execute.stopwatch import Stopwatch
-from crossfade.graph.private import group_named, mark_optimizer_stepped
+from crossfade.graph.private import group_named, mark_optimizer_stepped, own_buffers
 from crossfade.graph.program import InputKind, OutputKind, Program
 from crossfade.ranks import checkpoint
 from crossfade.ranks.alike import Comparison
@@ -426,7 +426,7 @@ class Step:
                 registry, attribute = place_of(self.model, name)
             case _:
                 owner, _, attribute = name.rpartition(".")
-                registry = self.model.get_submodule(owner)._buffers
+                registry = own_buffers(self.model.get_submodule(owner))
         return partial(self._found_tensor, kind, name, registry, attribute)
 
     def _found_tensor(self, kind: InputKind, name: str, registry: dict[str, Any], attribute: str) -> Found:

@@ -13,6 +13,7 @@ from crossfade.graph import collectives
 from crossfade.graph.in_place import Memory, Region
 from crossfade.graph.order import reorder
 from crossfade.graph.passes import Numerics, Pass, PassResult
+from crossfade.graph.private import has_schema
 from crossfade.graph.program import Program, tensor_bytes
 
 
@@ -106,7 +107,7 @@ class _Held:
         """Whether a node must not run before what is held."""
         if not self.nodes or is_light(node) or node.op in ("placeholder", "get_attr"):
             return False
-        if not hasattr(node.target, "_schema") or collectives.is_collective(node) or collectives.is_wait(node):
+        if not has_schema(node.target) or collectives.is_collective(node) or collectives.is_wait(node):
             return True  # of the output, and of what has no schema, it is not known what is read or written
         if any(isinstance(one.meta.get("val"), (list, tuple)) for one in node.all_input_nodes):
             return True  # it reads memory of many

@@ -16,8 +16,9 @@ import torch
 import torch.distributed._functional_collectives  # registers the shape rules of these ops
 from torch import Tensor, fx
 
+from crossfade.graph.metadata import tensor_bytes
 from crossfade.graph.operators import remembered
-from crossfade.graph.program import tensor_bytes
+from crossfade.graph.private import schema_of
 
 NAMESPACE = "_c10d_functional"
 _ops = torch.ops._c10d_functional
@@ -237,7 +238,7 @@ def started_by(wait: fx.Node) -> fx.Node | None:
 
 def settings(node: fx.Node) -> tuple[Any, ...]:
     """What a collective is told beside its input (reduction, sizes, group), equal in every spelling of the call."""
-    return tuple(_argument(node, index) for index in range(1, len(node.target._schema.arguments)))  # type: ignore[union-attr]
+    return tuple(_argument(node, index) for index in range(1, len(schema_of(node.target).arguments)))
 
 
 def group_sizes(graph: fx.Graph) -> dict[str, int]:
@@ -265,7 +266,7 @@ def rename_groups(nodes: Iterable[fx.Node], names: dict[str, str]) -> None:
             if index < len(node.args):
                 node.update_arg(index, names[group])
             else:
-                node.update_kwarg(node.target._schema.arguments[index].name, names[group])  # type: ignore[union-attr]
+                node.update_kwarg(schema_of(node.target).arguments[index].name, names[group])
 
 
 def in_place_form(node: fx.Node) -> Any:
@@ -366,7 +367,7 @@ def wait(tensor: Tensor) -> Tensor:
 def _argument(node: fx.Node, index: int) -> Any:
     if index < len(node.args):
         return None if index < 0 else node.args[index]
-    return node.kwargs.get(node.target._schema.arguments[index].name)  # type: ignore[union-attr]
+    return node.kwargs.get(schema_of(node.target).arguments[index].name)
 
 
 @remembered
@@ -377,6 +378,6 @@ def _spelling(target: Any) -> _Spelling | None:
 @remembered
 def _group_argument(target: Any) -> int:
     """The position of an op's group name, -1 if it has none."""
-    schema = getattr(target, "_schema", None)
+    schema = schema_of(target)
     names = [argument.name for argument in schema.arguments] if schema is not None else []
     return names.index("group_name") if "group_name" in names else -1

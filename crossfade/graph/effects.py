@@ -12,6 +12,7 @@ from torch import fx
 
 from crossfade.graph import collectives
 from crossfade.graph.operators import remembered
+from crossfade.graph.private import has_schema, schema_of
 
 _UNDECLARED_ALIASES = {
     **dict.fromkeys(("_unsafe_view", "type_as", "sum_to_size", "atleast_1d", "atleast_2d", "atleast_3d"), 0),
@@ -181,12 +182,12 @@ def is_pure(target: Any) -> bool:
     """Whether no call of this operator writes, draws, communicates or has another effect: only data orders it."""
     traits = _traits(target)
     effect = traits.written or traits.random or traits.hidden_effect or collectives.communicates(target)
-    return hasattr(target, "_schema") and not effect
+    return has_schema(target) and not effect
 
 
 @remembered
 def _traits(target: Any) -> _Traits:
-    schema = getattr(target, "_schema", None)
+    schema = schema_of(target)
     if schema is None:
         return _Traits()
     namespace, name = schema.name.split("::")
@@ -236,7 +237,7 @@ _UNKNOWN = (-1, "")
 @remembered
 def _shared_place(target: Any) -> tuple[int, str] | None:
     """The place of the argument whose memory an operator's one result is or may be; None if its memory is new."""
-    if not hasattr(target, "_schema"):
+    if not has_schema(target):
         return _UNKNOWN
     shared = _traits(target).shared
     return shared[0] if len(shared) == 1 else None
@@ -271,7 +272,7 @@ def _first_node(value: Any) -> fx.Node | None:
 
 def has_hidden_effect(node: fx.Node) -> bool:
     """Effects that no schema describes (asserts, profiler marks): kept in order among themselves."""
-    return _traits(node.target).hidden_effect if hasattr(node.target, "_schema") else _is_effectful(node)
+    return _traits(node.target).hidden_effect if has_schema(node.target) else _is_effectful(node)
 
 
 def _is_effectful(node: fx.Node) -> bool:

@@ -19,7 +19,7 @@ from crossfade.graph import collectives, own_part
 from crossfade.graph.launches import Described, Launch, Sent, Size
 from crossfade.graph.nested import opened
 from crossfade.graph.operators import remembered
-from crossfade.graph.private import size_expression
+from crossfade.graph.private import HigherOrderOperator, schema_of, size_expression
 from crossfade.graph.program import Program, source_line
 from crossfade.graph.text import render_type
 
@@ -181,10 +181,10 @@ def _how(target: Any) -> str:
     """What an operator is to the other ranks."""
     if target is operator.getitem:
         return "element"
-    if isinstance(target, torch._ops.HigherOrderOperator):
+    if isinstance(target, HigherOrderOperator):
         return "calls"
     if target is own_part.OPERATOR or not collectives.communicates(target):
-        schema: Any = getattr(target, "_schema", None)
+        schema: Any = schema_of(target)
         namespace = schema.name.split("::")[0] if schema is not None else ""
         named = namespace == "crossfade" and any(argument.name == "group" for argument in schema.arguments)
         return "unnamed" if namespace == "c10d" or named else "computes"
@@ -226,7 +226,7 @@ def _other_launch(node: fx.Node) -> Launch:
     tensors = tuple(_described(source) for source in node.all_input_nodes if _is_tensor(source))
     group = collectives.group_of(node) or ""
     told = fx.map_arg((node.args, node.kwargs), lambda source: "_" if _is_tensor(source) else str(_size(source)))
-    name = node.target._schema.name.split("::")[1]  # type: ignore[union-attr]
+    name = schema_of(node.target).name.split("::")[1]
     return Launch(node.name, source_line(node), name, group, tensors, settings=str(told))
 
 

@@ -17,7 +17,7 @@ from crossfade.graph import collectives
 from crossfade.graph.effects import alias_roots, memory_behind, written_inputs
 from crossfade.graph.lasting import only_looks
 from crossfade.graph.operators import remembered
-from crossfade.graph.private import statically_equal
+from crossfade.graph.private import OpOverload, has_schema, memory_id, schema_of, statically_equal
 from crossfade.graph.program import Program
 
 NEVER = float("inf")
@@ -97,7 +97,7 @@ class Memory:
 
     def _read_ends(self, user: fx.Node) -> float:
         """When a user has read its input for good: a collective goes on reading until it is waited for."""
-        if user.op == "output" or not (hasattr(user.target, "_schema") or user.target is operator.getitem):
+        if user.op == "output" or not (has_schema(user.target) or user.target is operator.getitem):
             return NEVER  # what an operator without a schema keeps is not known
         ends = (user, *self._waits_after(user))
         return max(self.position.get(node, NEVER) for node in ends)  # what was added since stands at the end
@@ -167,7 +167,7 @@ def _regions(nodes: list[fx.Node], roots: dict[fx.Node, fx.Node]) -> dict[fx.Nod
         regions[node] = Region(root)
         if not isinstance(value, Tensor) or value.layout is not torch.strided or _is_symbolic(value):
             continue
-        storage = root, value.untyped_storage()._cdata
+        storage = root, memory_id(value)
         first = int(value.storage_offset()) * value.element_size()
         if root is node:
             begins[storage] = 0
@@ -196,7 +196,7 @@ def _is_symbolic(value: Tensor) -> bool:
 
 def in_place_form(node: fx.Node) -> Any:
     """The operator that computes the same into its first argument, if there is one and the result fits there."""
-    if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload) or not node.args:
+    if node.op != "call_function" or not isinstance(node.target, OpOverload) or not node.args:
         return None
     source = node.args[0]
     if not isinstance(source, fx.Node) or not has_layout_of(source.meta.get("val"), node.meta.get("val")):
@@ -238,18 +238,18 @@ def in_place_twin(target: Any) -> Any:
     >>> in_place_twin(torch.ops.aten.add.Tensor), in_place_twin(torch.ops.aten.mm.default)
     (<OpOverload(op='aten.add_', overload='Tensor')>, None)
     """
-    if not isinstance(target, torch._ops.OpOverload):
+    if not isinstance(target, OpOverload):
         return None
-    schema = target._schema
+    schema = schema_of(target)
     namespace, name = schema.name.split("::")
     if schema.is_mutable or any(one.alias_info is not None for one in schema.returns) or name == "set":
         return None  # `set_` would share the memory of its second argument, not write its first's
     packet = getattr(getattr(torch.ops, namespace), f"{name}_", None)
-    twin = getattr(packet, target._overloadname, None) if packet is not None else None
-    if twin is None or len(twin._schema.returns) != 1 or len(schema.returns) != 1:
+    twin = getattr(packet, schema.overload_name or "default", None) if packet is not None else None
+    if twin is None or len(schema_of(twin).returns) != 1 or len(schema.returns) != 1:
         return None
-    writes = [one.alias_info is not None and one.alias_info.is_write for one in twin._schema.arguments]
-    same = [one.name for one in twin._schema.arguments] == [one.name for one in schema.arguments]
+    writes = [one.alias_info is not None and one.alias_info.is_write for one in schema_of(twin).arguments]
+    same = [one.name for one in schema_of(twin).arguments] == [one.name for one in schema.arguments]
     return twin if same and writes[0] and not any(writes[1:]) else None
 
 

@@ -14,6 +14,7 @@ from torch import fx
 from crossfade.graph.effects import is_pure
 from crossfade.graph.memory import may_copy
 from crossfade.graph.operators import remembered
+from crossfade.graph.private import schema_of
 from crossfade.graph.program import InputKind, Program
 
 LASTING = frozenset({InputKind.PARAMETER, InputKind.BUFFER, InputKind.OPTIMIZER_STATE, InputKind.WORKSPACE})
@@ -56,7 +57,7 @@ def only_looks(target: Any) -> bool:
     """
     if target is operator.getitem:
         return True
-    schema = getattr(target, "_schema", None)
+    schema = schema_of(target)
     if schema is None or not schema.returns or not is_pure(target) or may_copy(target):
         return False
     return all(one.alias_info is not None for one in schema.returns)

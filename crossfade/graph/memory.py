@@ -21,6 +21,7 @@ from crossfade.graph import collectives
 from crossfade.graph.collectives import Kind
 from crossfade.graph.effects import alias_roots, is_pure
 from crossfade.graph.operators import remembered
+from crossfade.graph.private import has_schema, memory_id, schema_of
 from crossfade.graph.program import Program, size_hint
 
 # fmt: off
@@ -292,7 +293,7 @@ def _storage_bytes(value: torch.Tensor) -> int:
 
 
 def _is_known(target: Any) -> bool:
-    return hasattr(target, "_schema")
+    return has_schema(target)
 
 
 @remembered
@@ -302,7 +303,7 @@ def may_copy(target: Any) -> bool:
     >>> may_copy(torch.ops.aten.reshape.default), may_copy(torch.ops.aten.view.default)
     (True, False)
     """
-    namespace, _, name = target._schema.name.partition("::") if _is_known(target) else ("", "", "")
+    namespace, _, name = schema_of(target).name.partition("::") if _is_known(target) else ("", "", "")
     return namespace == "aten" and name in _SOMETIMES_COPY
 
 
@@ -312,8 +313,8 @@ def _copies(node: fx.Node) -> bool:
         return True
     args, kwargs = fx.map_arg((node.args, node.kwargs), lambda one: _without_data(one.meta.get("val")))
     args, kwargs = fx.node.map_aggregate((args, kwargs), _without_data)  # type: ignore[misc,arg-type]
-    given = {one.untyped_storage()._cdata for one in _tensors([*args, *kwargs.values()])}
-    return any(one.untyped_storage()._cdata not in given for one in _tensors(node.target(*args, **kwargs)))  # type: ignore[operator]
+    given = {memory_id(one) for one in _tensors([*args, *kwargs.values()])}
+    return any(memory_id(one) not in given for one in _tensors(node.target(*args, **kwargs)))  # type: ignore[operator]
 
 
 def _without_data(value: Any) -> Any:
@@ -328,7 +329,7 @@ def _without_data(value: Any) -> Any:
 
 @remembered
 def _annotated(target: Any) -> tuple[bool, ...]:
-    schema = getattr(target, "_schema", None)
+    schema = schema_of(target)
     return tuple(item.alias_info is not None for item in schema.returns) if schema is not None else ()
 
 

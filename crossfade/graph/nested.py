@@ -13,7 +13,7 @@ from torch import fx
 
 from crossfade.errors import CaptureError
 from crossfade.graph.effects import is_random, written_inputs
-from crossfade.graph.private import statically_equal, tree_flatten, tree_unflatten
+from crossfade.graph.private import keep_codegen, statically_equal, tree_flatten, tree_unflatten
 from crossfade.graph.program import Program, attribute, from_graph_module
 
 _CARRIED = {"while_loop": 2, "while_loop_stack_output": 2, "scan": 1}
@@ -45,7 +45,7 @@ def closed(inside: Program, like: fx.GraphModule) -> fx.GraphModule:
     _, spec = tree_flatten(like.graph.output_node().args[0])
     done = inside.copy()
     done.output_node.args = (tree_unflatten(done.results, spec),)
-    done.graph.set_codegen(like.graph._codegen)
+    keep_codegen(done.graph, like.graph)
     return fx.GraphModule(dict(done.constants), done.graph, type(like).__name__)
 
 

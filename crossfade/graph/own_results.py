@@ -16,6 +16,7 @@ from torch import fx
 from crossfade.graph.collectives import is_wait
 from crossfade.graph.effects import aliased_by
 from crossfade.graph.in_place import has_layout_of
+from crossfade.graph.private import schema_of
 from crossfade.graph.program import Program
 from crossfade.graph.splice import erase_if_dead, insert_call
 
@@ -104,5 +105,5 @@ class _Copies:
 
 def _is_the_same_place(node: fx.Node) -> bool:
     """Whether a node names its argument's memory as the argument does: a wait, or what was written in place."""
-    schema = getattr(node.target, "_schema", None)
+    schema = schema_of(node.target)
     return is_wait(node) or (node.target is not operator.getitem and schema is not None and schema.is_mutable)

@@ -18,6 +18,7 @@ from crossfade.graph import layouts
 from crossfade.graph.collectives import is_collective, is_wait
 from crossfade.graph.layouts import Layout, Size, Unreadable
 from crossfade.graph.operators import arguments, remembered
+from crossfade.graph.private import schema_of
 from crossfade.graph.program import source_line
 
 CHAIN = 64
@@ -40,11 +41,6 @@ class Refusal:
         where = source_line(self.node)
         detail = f": {self.detail}" if self.detail else ""
         return f"{self.node.name}{f' [{where}]' if where else ''}: {self.reason}{detail}"
-
-
-def is_relayout(node: fx.Node) -> bool:
-    """Whether a node only lays elements of its input out anew (waits included): `layout_of` may still refuse it."""
-    return node.op == "call_function" and _step_of(node.target) is not None
 
 
 def layout_of(node: fx.Node, source: fx.Node) -> Layout:
@@ -321,7 +317,7 @@ def _step_of(target: Any) -> Step | None:
         return _retype
     if is_wait(fx.Graph().call_function(target)) if callable(target) else False:
         return _same
-    schema = getattr(target, "_schema", None)
+    schema = schema_of(target)
     if schema is None or any(part in schema.overload_name for part in _NOT_THESE):
         return None
     return _BY_NAME.get(schema.name)

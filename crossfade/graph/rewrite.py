@@ -21,6 +21,7 @@ from crossfade.errors import RewriteError, TextError
 from crossfade.graph.aliasing import Aliasing
 from crossfade.graph.effects import memory_of
 from crossfade.graph.operators import argument_names, by_name, defaults_of
+from crossfade.graph.private import is_erased
 from crossfade.graph.program import Program, paused_garbage_collection
 from crossfade.graph.splice import NeedsGuard, erase_if_dead, splice
 from crossfade.graph.text import resolve_operator
@@ -115,13 +116,13 @@ def apply_rules(program: Program, rules: Iterable[Rule]) -> Rewritten:
         while work:
             node = work.popleft()
             queued.discard(node)
-            if node._erased:
+            if is_erased(node):
                 continue
             for again in _with_users(rewriter.rewrite(node), known.depth - 1):
                 if again.op == "call_function" and again not in queued and again.target in known:
                     work.append(again)
                     queued.add(again)
-    done.declined = [(rule, node, reason) for (rule, node), reason in declined.items() if not node._erased]
+    done.declined = [(rule, node, reason) for (rule, node), reason in declined.items() if not is_erased(node)]
     return done
 
 

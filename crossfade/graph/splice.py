@@ -24,6 +24,8 @@ from crossfade.graph.private import (
     fake_tensor,
     forget_guards,
     guards_of,
+    is_erased,
+    schema_of,
     size_expression,
     tree_map_only,
 )
@@ -168,7 +170,7 @@ def erase_if_dead(node: fx.Node) -> int:
     erased, stack = 0, [node]
     while stack:
         one = stack.pop()
-        if one._erased or one.users or one.op in ("placeholder", "output") or one.is_impure():
+        if is_erased(one) or one.users or one.op in ("placeholder", "output") or one.is_impure():
             continue
         inputs = one.all_input_nodes
         one.graph.erase_node(one)
@@ -396,7 +398,7 @@ def _is_static(nodes: list[fx.Node]) -> bool:
 
 
 def _node_name(target: Any) -> str:
-    schema = getattr(target, "_schema", None)
+    schema = schema_of(target)
     return schema.name.split("::")[1] if schema is not None else target.__name__
 
 

@@ -14,7 +14,7 @@ from crossfade.errors import CaptureError, VerifyError
 from crossfade.graph import collectives
 from crossfade.graph.effects import alias_roots, written_inputs
 from crossfade.graph.nested import nested_graphs, opened
-from crossfade.graph.private import tree_flatten
+from crossfade.graph.private import schema_of, tree_flatten
 from crossfade.graph.program import Program, described, from_graph_module, source_line
 from crossfade.graph.text import render_node, render_type
 
@@ -127,7 +127,7 @@ def _verify_metadata(graph: fx.Graph) -> None:
 def _makes_value(node: fx.Node) -> bool:
     if node.op in ("output", "get_attr"):
         return False
-    schema = getattr(node.target, "_schema", None)
+    schema = schema_of(node.target)
     return bool(schema.returns) if schema is not None else node.op == "placeholder" or not node.is_impure()
 
 

@@ -16,7 +16,7 @@ from crossfade.graph.aliasing import Aliasing
 from crossfade.graph.effects import alias_roots, is_pure, is_random, memory_behind, written_inputs
 from crossfade.graph.operators import argument_names, defaults_of, remembered
 from crossfade.graph.passes import Numerics, Outcome, Pass, PassResult, Verdict
-from crossfade.graph.private import size_expression
+from crossfade.graph.private import OpOverload, schema_of, size_expression
 from crossfade.graph.program import Program, paused_garbage_collection, tensor_bytes
 
 _aten = torch.ops.aten
@@ -307,14 +307,14 @@ def _is_function(node: fx.Node) -> bool:
 def _is_deterministic(target: Any) -> bool:
     if collectives.communicates(target):
         return False
-    if isinstance(target, torch._ops.OpOverload):
+    if isinstance(target, OpOverload):
         return not fx.Graph().call_function(target).is_impure(impure_random=False)
     return getattr(target, "__module__", "") in ("_operator", "math", "builtins")
 
 
 @remembered
 def _name(target: Any) -> str:
-    schema = getattr(target, "_schema", None)
+    schema = schema_of(target)
     return schema.name.removeprefix("aten::") if schema is not None else ""
 
 

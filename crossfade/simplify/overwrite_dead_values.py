@@ -12,6 +12,7 @@ from crossfade.graph import collectives
 from crossfade.graph.in_place import NEVER, Memory, has_layout_of, in_place_form, in_place_twin
 from crossfade.graph.operators import arguments
 from crossfade.graph.passes import Numerics, Outcome, Pass, PassResult, Verdict
+from crossfade.graph.private import is_erased
 from crossfade.graph.program import Program
 from crossfade.graph.splice import insert_call
 
@@ -62,7 +63,7 @@ class OverwriteDeadValues(Pass):
         inputs = sum(_update_input(program, memory, node, verdicts) for node in _copies_into_inputs(program))
         overwritten = scattered = 0
         for node in memory.nodes:
-            if node._erased or not _is_candidate(node):
+            if is_erased(node) or not _is_candidate(node):
                 continue
             if (reason := _against(memory, node)) is not None:
                 verdicts.append(Verdict.of(node, Outcome.LEFT, reason))
