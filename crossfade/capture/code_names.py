@@ -45,9 +45,9 @@ def names_in(code: types.CodeType) -> Names:
     attributes: set[str] = set()
     for part in _with_parts(code):
         instructions = list(dis.get_instructions(part))
-        read_globally |= {one.argval for one in instructions if one.opname in ("LOAD_GLOBAL", "LOAD_NAME")}
+        read_globally |= {op.argval for op in instructions if op.opname in ("LOAD_GLOBAL", "LOAD_NAME")}
         attributes |= _attributes_read(instructions, straight=not part.co_exceptiontable)
-        words = (one.argval for one in instructions if one.opcode in dis.hasconst and isinstance(one.argval, str))
+        words = (op.argval for op in instructions if op.opcode in dis.hasconst and isinstance(op.argval, str))
         attributes |= {word for word in words if word.isidentifier()}
     computed = not _COMPUTED.isdisjoint(read_globally | attributes)
     return Names(frozenset(read_globally), frozenset(attributes), computed)
@@ -62,16 +62,16 @@ def _attributes_read(instructions: list[dis.Instruction], *, straight: bool) -> 
     conditional_until = -1
     written: set[tuple[str, str]] = set()
     read: set[str] = set()
-    for before, one in zip([None, *instructions], instructions, strict=False):
-        if one.opcode in (*dis.hasjrel, *dis.hasjabs):
-            conditional_until = max(conditional_until, int(one.argval))
-        if one.opcode not in dis.hasname or one.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
+    for before, op in zip([None, *instructions], instructions, strict=False):
+        if op.opcode in (*dis.hasjrel, *dis.hasjabs):
+            conditional_until = max(conditional_until, int(op.argval))
+        if op.opcode not in dis.hasname or op.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
             continue
         owner = _variable_loaded(before)
-        if straight and one.opname == "STORE_ATTR" and owner not in replaced and one.offset >= conditional_until:
-            written.add((owner, one.argval))
-        elif not one.opname.startswith(("STORE_", "DELETE_")) and (owner, one.argval) not in written:
-            read.add(one.argval)
+        if straight and op.opname == "STORE_ATTR" and owner not in replaced and op.offset >= conditional_until:
+            written.add((owner, op.argval))
+        elif not op.opname.startswith(("STORE_", "DELETE_")) and (owner, op.argval) not in written:
+            read.add(op.argval)
     return read
 
 
@@ -84,7 +84,7 @@ def _variable_loaded(instruction: dis.Instruction | None) -> str:
 
 def _variables_stored(instructions: list[dis.Instruction]) -> set[str]:
     """Local variables that change their meaning on the way; the empty name, of none, among them."""
-    given = [one.argval for one in instructions if "STORE_FAST" in one.opname or one.opname == "DELETE_FAST"]
+    given = [op.argval for op in instructions if "STORE_FAST" in op.opname or op.opname == "DELETE_FAST"]
     return {"", *(name for value in given for name in (value if isinstance(value, tuple) else (value,)))}
 
 

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from crossfade.capture.tracing import users_line
 from crossfade.errors import CaptureError
+from crossfade.graph.operators import by_name
 from crossfade.graph.private import TorchDispatchMode, schema_of
 
 _PLAIN = (Tensor, nn.Parameter, nn.Buffer)
@@ -57,7 +58,7 @@ class NoWrites(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if schema_of(func).is_mutable:
-            given = {**dict(zip([one.name for one in schema_of(func).arguments], args, strict=False)), **(kwargs or {})}
+            given = by_name(func, args, kwargs or {})
             for argument in schema_of(func).arguments:
                 if argument.alias_info is not None and argument.alias_info.is_write:
                     _check_written(func, given.get(argument.name))

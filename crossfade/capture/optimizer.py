@@ -155,7 +155,7 @@ def append_optimizer(
         )
         norm = _clip({n: by_name[n] for n in names.values() if n in by_name}, clip_grad_norm, split_over or {})
         shadow.step()
-        return [*parameter_values, *(value for one in states for value in one.values()), *norm]
+        return [*parameter_values, *(value for state in states for value in state.values()), *norm]
 
     fakes = (
         [operands[n].meta["val"] for n in ready],
@@ -235,11 +235,11 @@ def _clip(parameters: Mapping[str, Tensor], limit: float | None, split_over: Map
     if not split_over:
         return [torch.nn.utils.clip_grad_norm_(list(parameters.values()), limit, foreach=False)]
     gradients = {name: parameter.grad for name, parameter in parameters.items() if parameter.grad is not None}
-    kind = functools.reduce(torch.promote_types, (one.dtype.to_real() for one in gradients.values()))
+    kind = functools.reduce(torch.promote_types, (gradient.dtype.to_real() for gradient in gradients.values()))
     norm = _norm_of_all(gradients, split_over, torch.promote_types(kind, torch.float32))
     scale = torch.clamp(limit / (norm + 1e-6), max=1.0)  # as torch.nn.utils.clip_grad_norm_ does
-    for one in gradients.values():
-        one.mul_(scale)
+    for gradient in gradients.values():
+        gradient.mul_(scale)
     return [norm.to(kind)]
 
 
@@ -250,13 +250,13 @@ def _norm_of_all(gradients: Mapping[str, Tensor], split_over: Mapping[str, str],
     """
     total = next(iter(gradients.values())).new_zeros((), dtype=wide)
     for group in dict.fromkeys(split_over.values()):
-        own = [one for name, one in gradients.items() if split_over.get(name) == group]
+        own = [gradient for name, gradient in gradients.items() if split_over.get(name) == group]
         if own:
-            squares = torch.stack([_square_of_norm(one, wide) for one in own]).sum()
+            squares = torch.stack([_square_of_norm(gradient, wide) for gradient in own]).sum()
             total = total + collectives.wait(collectives.all_reduce(squares, "sum", group))
-    for name, one in gradients.items():
+    for name, gradient in gradients.items():
         if name not in split_over:
-            total = total + _square_of_norm(one, wide)
+            total = total + _square_of_norm(gradient, wide)
     return total.sqrt()
 
 

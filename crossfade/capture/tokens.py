@@ -76,8 +76,8 @@ class Serials:
     """A number for each object, never given again to another: `id` is, once an object has died.
 
     >>> serials = Serials()
-    >>> one, other = torch.ones(1), torch.ones(1)
-    >>> serials.of(one) == serials.of(one), serials.of(one) == serials.of(other)
+    >>> first, second = torch.ones(1), torch.ones(1)
+    >>> serials.of(first) == serials.of(first), serials.of(first) == serials.of(second)
     (True, False)
     """
 

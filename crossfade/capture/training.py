@@ -188,14 +188,14 @@ def resized(batch: tuple[Any, ...], batch_size: int, layout: BatchLayout) -> tup
     (tensor([[0., 0.]]), 'words')
     """
 
-    def one(leaf: Tensor) -> Tensor:
+    def zeros(leaf: Tensor) -> Tensor:
         if not is_split(leaf):
             return torch.zeros(leaf.shape, dtype=leaf.dtype, device=leaf.device)
         rows = leaf.shape[0] * batch_size // layout.size
         strides = strides_for(leaf, rows)
         return torch.empty_strided((rows, *leaf.shape[1:]), strides, dtype=leaf.dtype, device=leaf.device).zero_()
 
-    return tree_map_only(Tensor, one, batch)
+    return tree_map_only(Tensor, zeros, batch)
 
 
 def _fill(leaves: Sequence[Any], tensors: Sequence[Tensor]) -> list[Any]:

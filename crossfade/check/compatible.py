@@ -72,16 +72,16 @@ def check_compatible(
 def _programs(given: Sequence[Any]) -> list[Program]:
     """Programs, also where graphs were given; one that is given several times stays one."""
     read: dict[int, Program] = {}
-    for one in given:
-        if not isinstance(one, Program | fx.GraphModule):
+    for graph in given:
+        if not isinstance(graph, Program | fx.GraphModule):
             raise CrossfadeError(
-                f"a {type(one).__name__} to check", expected="a Program or an FX graph", remedy="pass what ranks run"
+                f"a {type(graph).__name__} to check", expected="a Program or an FX graph", remedy="pass what ranks run"
             )
-        if id(one) not in read:
-            read[id(one)] = one if isinstance(one, Program) else from_graph_module(one)
+        if id(graph) not in read:
+            read[id(graph)] = graph if isinstance(graph, Program) else from_graph_module(graph)
     if not read:
         raise CrossfadeError("no programs to check", expected="one for each rank", remedy="pass at least one")
-    return [read[id(one)] for one in given]
+    return [read[id(graph)] for graph in given]
 
 
 def check_schedules(schedules: Sequence[Events], groups: Sequence[Groups], backend: Backend = "any") -> Compatibility:
@@ -101,7 +101,7 @@ def check_schedules(schedules: Sequence[Events], groups: Sequence[Groups], backe
 
 
 def _distinct(schedules: Sequence[Events]) -> list[Events]:
-    return list({id(one): one for one in schedules}.values())
+    return list({id(schedule): schedule for schedule in schedules}.values())
 
 
 def _groups(schedules: Sequence[Events], meshes: Meshes, given: Sequence[Program]) -> list[Groups]:
@@ -118,13 +118,13 @@ def _groups(schedules: Sequence[Events], meshes: Meshes, given: Sequence[Program
             )
         return groups_of_ranks(sizes or {"": 1})
     everyone = tuple(range(ranks))
-    found = dict.fromkeys((launch.group for one in schedules for launch in one.launches), everyone)
+    found = dict.fromkeys((launch.group for schedule in schedules for launch in schedule.launches), everyone)
     return [found] * ranks
 
 
 def _unknown(schedules: Sequence[Events], groups: Sequence[Groups]) -> Iterator[Finding]:
     """Groups that a rank is not in, or that their members see differently."""
-    names = {id(one): dict.fromkeys(launch.group for launch in one.launches) for one in _distinct(schedules)}
+    names = {id(events): dict.fromkeys(launch.group for launch in events.launches) for events in _distinct(schedules)}
     seen = set()
     for rank, (events, own) in enumerate(zip(schedules, groups, strict=True)):
         for name in names[id(events)]:
@@ -142,7 +142,7 @@ def _unknown(schedules: Sequence[Events], groups: Sequence[Groups]) -> Iterator[
 def _misfit_group(
     rank: int, events: Events, name: str, ranks: tuple[int, ...], groups: Sequence[Groups]
 ) -> Iterator[Finding]:
-    launch = next(one for one in events.launches if one.group == name)
+    launch = next(launch for launch in events.launches if launch.group == name)
     place = Place.of(rank, launch)
     if rank not in ranks:
         yield Finding(
@@ -212,10 +212,10 @@ def _is_uneven(launch: Launch) -> bool:
 
 def _unread(schedules: Sequence[Events]) -> Iterator[Finding]:
     for events in _distinct(schedules):
-        rank = next(rank for rank, one in enumerate(schedules) if one is events)
-        for one in events.unread:
-            place = Place(rank, one.node, one.source, "communicates in a way that the graph does not show")
-            yield Finding(Problem.UNPROVED, "", one.reason, (place,))
+        rank = next(rank for rank, schedule in enumerate(schedules) if schedule is events)
+        for unread in events.unread:
+            place = Place(rank, unread.node, unread.source, "communicates in a way that the graph does not show")
+            yield Finding(Problem.UNPROVED, "", unread.reason, (place,))
 
 
 def _result(
@@ -224,13 +224,13 @@ def _result(
     findings: list[Finding],
     walk: Walk | None = None,
 ) -> Compatibility:
-    counts = {id(one): _counted(one) for one in _distinct(schedules)}
+    counts = {id(schedule): _counted(schedule) for schedule in _distinct(schedules)}
     known: dict[tuple[str, tuple[int, ...]], int] = {}
     for own, events in zip(groups, schedules, strict=True):
         for name, number in counts[id(events)].items():
             known[name, own[name]] = max(number, known.get((name, own[name]), 0))
     channels = walk.channels.values() if walk is not None else ()
-    messages = sum(len(one.operations) for one in channels if one.carries_messages)
+    messages = sum(len(channel.operations) for channel in channels if channel.carries_messages)
     collectives = sum(known.values())
     return Compatibility(len(schedules), len(known), collectives, messages, tuple(findings), _assumed(schedules))
 

@@ -97,10 +97,10 @@ def too_few(walk: Walk) -> list[Finding]:
     found = []
     stuck = walk.stuck
     for channel in walk.channels.values():
-        first = next((one for one in channel.operations if not one.complete), None)
+        first = next((operation for operation in channel.operations if not operation.complete), None)
         ended = [rank for rank in first.missing if rank not in stuck] if first is not None else []
         if first is not None and ended:
-            before = sum(walk.cursor[one.rank] for one in first.arrived.values())
+            before = sum(walk.cursor[arrival.rank] for arrival in first.arrived.values())
             found.append((before, _ends_early(walk, first, ended[0])))
     return [finding for _, finding in sorted(found, key=lambda item: item[0])]
 

@@ -96,8 +96,8 @@ class Compatibility:
         return json.dumps({"ok": self.ok, **asdict(self)}, indent=2)
 
     def __str__(self) -> str:
-        said = "every wait is met." if self.ok else "\n" + "\n".join(f"  {one}" for one in self.findings)
-        assumed = "".join(f"\n  assuming that {one}" for one in self.assumptions)
+        said = "every wait is met." if self.ok else "\n" + "\n".join(f"  {finding}" for finding in self.findings)
+        assumed = "".join(f"\n  assuming that {assumption}" for assumption in self.assumptions)
         return f"{self.size}: {said}{assumed}" if self.ok else f"{self.size}:{said}{assumed}"
 
 

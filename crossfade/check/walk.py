@@ -194,12 +194,12 @@ class Walk:
         if what is not None:
             self._report(operation, Problem.MISMATCH, f"different {what}", [first, arrival])
 
-    def _unlike(self, one: Sent, other: Sent) -> str | None:
-        if self.serial and one.tag != other.tag:
+    def _unlike(self, first: Sent, second: Sent) -> str | None:
+        if self.serial and first.tag != second.tag:
             return "tags (which NCCL does not tell apart)"
-        if one.tensor == other.tensor:
+        if first.tensor == second.tensor:
             return None
-        return "dtypes" if one.tensor.dtype != other.tensor.dtype else "sizes"
+        return "dtypes" if first.tensor.dtype != second.tensor.dtype else "sizes"
 
     def _compare_splits(self, operation: Operation) -> None:
         """What each member sends to another must be what that one receives from it."""
@@ -211,9 +211,9 @@ class Walk:
                     self._splits_differ(operation, members[i], members[j], sent[j], received[i])
                     return
 
-    def _splits_differ(self, operation: Operation, one: Arrival, other: Arrival, sent: Size, got: Size) -> None:
-        said = f"rank {one.rank} sends {sent} to rank {other.rank}, which expects {got}"
-        arrivals = [one, other] if one is not other else [one]
+    def _splits_differ(self, operation: Operation, sender: Arrival, receiver: Arrival, sent: Size, got: Size) -> None:
+        said = f"rank {sender.rank} sends {sent} to rank {receiver.rank}, which expects {got}"
+        arrivals = [sender, receiver] if sender is not receiver else [sender]
         if isinstance(sent, int) and isinstance(got, int):
             self._report(operation, Problem.MISMATCH, f"different splits ({said})", arrivals)
         else:
@@ -222,9 +222,9 @@ class Walk:
     def _report(self, operation: Operation, problem: Problem, what: str, arrivals: list[Arrival]) -> None:
         kind = "message" if operation.channel.carries_messages else "collective"
         said = f"{what} in the {ordinal(operation.number + 1)} {kind} of {operation.channel.group}"
-        places = tuple(one.place() for one in sorted(arrivals, key=lambda one: one.rank))
+        places = tuple(arrival.place() for arrival in sorted(arrivals, key=lambda arrival: arrival.rank))
         finding = Finding(problem, operation.channel.group, said, places)
-        before = sum(self.cursor[one.rank] for one in arrivals)
+        before = sum(self.cursor[arrival.rank] for arrival in arrivals)
         self._found[id(operation.channel)] = before, finding
 
 

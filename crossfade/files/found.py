@@ -126,7 +126,7 @@ class Found:
     def _as_either(self, hints: tuple[Any, ...]) -> Any:
         if self.value is None and type(None) in hints:
             return None
-        for hint in (one for one in hints if one is not type(None)):
+        for hint in (hint for hint in hints if hint is not type(None)):
             try:
                 return self.read_as(hint)
             except CrossfadeError as error:

@@ -132,7 +132,7 @@ def rewritten_at_waits(nodes: Iterable[fx.Node], roots: dict[fx.Node, fx.Node]) 
     each wait. Somebody could tell only where another node writes one of them; other lists are left out.
     """
     nodes = list(nodes)
-    started = [one for node in nodes if (one := collectives.view(node)) is not None and one.coalesced]
+    started = [view for node in nodes if (view := collectives.view(node)) is not None and view.coalesced]
     if not started:
         return {}
     writers: dict[fx.Node, set[fx.Node]] = {}
@@ -140,11 +140,11 @@ def rewritten_at_waits(nodes: Iterable[fx.Node], roots: dict[fx.Node, fx.Node]) 
         for target in written_inputs(node):
             writers.setdefault(roots[target], set()).add(node)
     lists: dict[fx.Node, list[fx.Node]] = {}
-    for one in started:
-        owners = {roots[result] for result in one.results}
-        if any(writers.get(owner, set()) - {one.node} for owner in owners):
+    for collective in started:
+        owners = {roots[result] for result in collective.results}
+        if any(writers.get(owner, set()) - {collective.node} for owner in owners):
             for owner in owners:
-                lists.setdefault(owner, []).append(one.node)
+                lists.setdefault(owner, []).append(collective.node)
     return lists
 
 

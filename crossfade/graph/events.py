@@ -194,30 +194,30 @@ def _how(target: Any) -> str:
 def _launch(node: fx.Node) -> Launch:
     where = node.name, source_line(node)
     if (sent := collectives.messages(node)) is not None:
-        parts = tuple(Sent(one.sends, one.peer, one.tag, _described(one.tensor)) for one in sent)
+        parts = tuple(Sent(message.sends, message.peer, message.tag, _described(message.tensor)) for message in sent)
         return Launch(*where, "messages", collectives.group_of(node) or "", messages=parts)
-    one = collectives.view(node)
-    if one is None:
+    collective = collectives.view(node)
+    if collective is None:
         return _other_launch(node)
-    tensors = tuple(_described(tensor) for tensor in one.inputs)
+    tensors = tuple(_described(tensor) for tensor in collective.inputs)
     root: int | None = None
     sent_rows: tuple[Size, ...] = ()
     received: tuple[Size, ...] = ()
-    if one.kind is collectives.Kind.BROADCAST:
+    if collective.kind is collectives.Kind.BROADCAST:
         root = collectives.settings(node)[0]
-    elif one.kind is collectives.Kind.ALL_TO_ALL:
+    elif collective.kind is collectives.Kind.ALL_TO_ALL:
         received, sent_rows = (tuple(map(_size, rows)) for rows in collectives.settings(node)[:2])
     return Launch(
         *where,
-        str(one.kind),
-        one.group,
+        str(collective.kind),
+        collective.group,
         tensors,
-        one.reduce_op or "",
+        collective.reduce_op or "",
         root,
-        one.group_size,
+        collective.group_size,
         sent_rows,
         received,
-        one.coalesced,
+        collective.coalesced,
     )
 
 

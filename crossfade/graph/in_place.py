@@ -110,8 +110,8 @@ class Memory:
 
     def touched(self, node: fx.Node) -> tuple[set[Region], set[Region]]:
         """The regions that an operator reads, and those that it writes; a view touches none."""
-        written = {self.region[one] for one in written_inputs(node)}
-        read = set() if only_looks(node.target) else {self.region[one] for one in node.all_input_nodes}
+        written = {self.region[source] for source in written_inputs(node)}
+        read = set() if only_looks(node.target) else {self.region[source] for source in node.all_input_nodes}
         return read - written, written
 
     def merge(self, node: fx.Node, into: Region) -> None:
@@ -120,7 +120,7 @@ class Memory:
         moved = self.aliases.pop(old.root)
         for alias in moved:
             self.region[alias] = self.region[alias].moved(old, into)
-        apart = [one for one in self.aliases[into.root] if not self.region[one].overlaps(into)]
+        apart = [alias for alias in self.aliases[into.root] if not self.region[alias].overlaps(into)]
         self.aliases[into.root] = apart + moved
         self._latest.pop(into.root, None)
 
@@ -242,14 +242,14 @@ def in_place_twin(target: Any) -> Any:
         return None
     schema = schema_of(target)
     namespace, name = schema.name.split("::")
-    if schema.is_mutable or any(one.alias_info is not None for one in schema.returns) or name == "set":
+    if schema.is_mutable or any(result.alias_info is not None for result in schema.returns) or name == "set":
         return None  # `set_` would share the memory of its second argument, not write its first's
     packet = getattr(getattr(torch.ops, namespace), f"{name}_", None)
     twin = getattr(packet, schema.overload_name or "default", None) if packet is not None else None
     if twin is None or len(schema_of(twin).returns) != 1 or len(schema.returns) != 1:
         return None
-    writes = [one.alias_info is not None and one.alias_info.is_write for one in schema_of(twin).arguments]
-    same = [one.name for one in schema_of(twin).arguments] == [one.name for one in schema.arguments]
+    writes = [item.alias_info is not None and item.alias_info.is_write for item in schema_of(twin).arguments]
+    same = [item.name for item in schema_of(twin).arguments] == [item.name for item in schema.arguments]
     return twin if same and writes[0] and not any(writes[1:]) else None
 
 

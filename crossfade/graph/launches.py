@@ -54,8 +54,8 @@ class Launch:
 
     `members` is the group's size as the operator says it, `settings` what an operator of another kind is told.
 
-    >>> one = Launch("a", "model.py:12", "all_reduce", "dp", (Described("f32", (4,)),), "sum")
-    >>> print(one, one.where)
+    >>> launch = Launch("a", "model.py:12", "all_reduce", "dp", (Described("f32", (4,)),), "sum")
+    >>> print(launch, launch.where)
     all_reduce(sum) of f32[4] on dp node a [model.py:12]
     """
 
@@ -98,22 +98,22 @@ class Launch:
         return f"{self.kind}{'(' + ', '.join(told) + ')' if told else ''} of {many}{types} on {self.group}"
 
 
-def difference(one: Launch, other: Launch) -> str | None:
+def difference(first: Launch, second: Launch) -> str | None:
     """In what two ranks' launches differ that ought to be one collective; None if they fit.
 
     >>> mine = Launch("a", "", "all_reduce", "dp", (Described("f32", (4,)),), "sum")
     >>> difference(mine, Launch("b", "", "all_reduce", "dp", (Described("f32", (8,)),), "sum"))
     'sizes'
     """
-    if one.key == other.key:
+    if first.key == second.key:
         return None
     names = ("collectives", "collectives", "reductions", "tensors", "roots", "group sizes", "settings")
-    name = next(name for name, a, b in zip(names, one.key, other.key, strict=True) if a != b)
+    name = next(name for name, a, b in zip(names, first.key, second.key, strict=True) if a != b)
     if name != "tensors":
         return name
-    if len(one.tensors) != len(other.tensors):
+    if len(first.tensors) != len(second.tensors):
         return "numbers of tensors"
-    alike = [a.dtype for a in one.tensors] == [b.dtype for b in other.tensors]
+    alike = [a.dtype for a in first.tensors] == [b.dtype for b in second.tensors]
     return "sizes" if alike else "dtypes"
 
 
@@ -130,7 +130,9 @@ class Apart:
     def said(self, our_rank: int, their_rank: int) -> str:
         """The difference as a sentence about two ranks."""
         sides = ((our_rank, self.ours), (their_rank, self.theirs))
-        each = [f"rank {rank} starts {one} ({one.where})" if one else f"rank {rank} ends" for rank, one in sides]
+        each = [
+            f"rank {rank} starts {launch} ({launch.where})" if launch else f"rank {rank} ends" for rank, launch in sides
+        ]
         return f"the {ordinal(self.number)} collective of {self.group}, which differs in {self.what}: {', '.join(each)}"
 
 
@@ -168,16 +170,16 @@ def as_json(launches: Sequence[Launch]) -> list[dict[str, Any]]:
 def from_json(items: Sequence[dict[str, Any]]) -> list[Launch]:
     """The launches that `as_json` wrote.
 
-    >>> one = Launch("a", "", "broadcast", "dp", (Described("f32", (4,)),), root=1)
-    >>> from_json(as_json([one])) == [one]
+    >>> launch = Launch("a", "", "broadcast", "dp", (Described("f32", (4,)),), root=1)
+    >>> from_json(as_json([launch])) == [launch]
     True
     """
     return [_launch(item) for item in items]
 
 
 def _launch(item: dict[str, Any]) -> Launch:
-    tensors = tuple(_described(one) for one in item["tensors"])
-    sent = tuple(Sent(**{**one, "tensor": _described(one["tensor"])}) for one in item["messages"])
+    tensors = tuple(_described(tensor) for tensor in item["tensors"])
+    sent = tuple(Sent(**{**message, "tensor": _described(message["tensor"])}) for message in item["messages"])
     lists = {name: tuple(item[name]) for name in ("sent", "received")}
     return Launch(**{**item, **lists, "tensors": tensors, "messages": sent})
 

@@ -67,14 +67,14 @@ class Layout:
         return " | ".join(dims) + (f" + {self.offset}" if not same(self.offset, 0) else "")
 
 
-def same(one: Size, other: Size) -> bool:
+def same(first: Size, second: Size) -> bool:
     """Whether two sizes are provably equal."""
-    return one == other if type(one) is int and type(other) is int else statically_equal(one, other)
+    return first == second if type(first) is int and type(second) is int else statically_equal(first, second)
 
 
-def same_shape(one: Sequence[Size], other: Sequence[Size]) -> bool:
+def same_shape(first: Sequence[Size], second: Sequence[Size]) -> bool:
     """Whether two shapes are provably equal."""
-    return len(one) == len(other) and all(map(same, one, other))
+    return len(first) == len(second) and all(map(same, first, second))
 
 
 def product(sizes: Iterable[Size]) -> Size:
@@ -114,19 +114,19 @@ def of_tensor(value: torch.Tensor) -> Layout:
     return natural(value.shape, value.element_size())
 
 
-def same_layout(one: Layout, other: Layout) -> bool:
+def same_layout(first: Layout, second: Layout) -> bool:
     """Whether two layouts over one source provably read the same elements."""
     return (
-        one.itemsize == other.itemsize
-        and len(one.dims) == len(other.dims)
-        and same(one.offset, other.offset)
-        and all(map(same_factors, one.dims, other.dims))
+        first.itemsize == second.itemsize
+        and len(first.dims) == len(second.dims)
+        and same(first.offset, second.offset)
+        and all(map(same_factors, first.dims, second.dims))
     )
 
 
-def same_factors(one: Factors, other: Factors) -> bool:
+def same_factors(first: Factors, second: Factors) -> bool:
     """Whether two dims' factors are provably the same."""
-    return len(one) == len(other) and all(map(same_shape, one, other))
+    return len(first) == len(second) and all(map(same_shape, first, second))
 
 
 def merged(factors: Iterable[Factor]) -> Factors:
@@ -222,8 +222,8 @@ def _cut(factors: Factors, start: Size, length: Size) -> tuple[Factors, Size]:
 
 def selected(layout: Layout, dim: int, index: Size) -> Layout:
     """One index of a dim, which is then gone."""
-    one = sliced(layout, dim, index, 1)
-    return replace(one, dims=(*one.dims[:dim], *one.dims[dim + 1 :]))
+    slice_ = sliced(layout, dim, index, 1)
+    return replace(slice_, dims=(*slice_.dims[:dim], *slice_.dims[dim + 1 :]))
 
 
 def joined(layouts: Sequence[Layout], dim: int) -> Layout:
@@ -232,11 +232,12 @@ def joined(layouts: Sequence[Layout], dim: int) -> Layout:
     if len(layouts) == 1:
         return first
     step = layouts[1].offset - first.offset
-    for number, one in enumerate(layouts):
-        if not same_layout(replace(one, offset=0), replace(first, offset=0)):
-            raise Unreadable(UNEQUAL, f"piece 0 is {first}, piece {number} is {one}")
-        if not same(one.offset, first.offset + number * step):
-            raise Unreadable(UNEQUAL, f"piece {number} begins at byte {one.offset}, not {first.offset + number * step}")
+    for number, piece in enumerate(layouts):
+        start = first.offset + number * step
+        if not same_layout(replace(piece, offset=0), replace(first, offset=0)):
+            raise Unreadable(UNEQUAL, f"piece 0 is {first}, piece {number} is {piece}")
+        if not same(piece.offset, start):
+            raise Unreadable(UNEQUAL, f"piece {number} begins at byte {piece.offset}, not {start}")
     outer = Factor(len(layouts), step)
     return replace(first, dims=(*first.dims[:dim], merged((outer, *first.dims[dim])), *first.dims[dim + 1 :]))
 
@@ -301,7 +302,7 @@ def pieces(factors: Factors, source: Layout) -> list[Piece]:
 
 
 def _pieces_of(factor: Factor, source: Layout) -> list[Piece]:
-    steps = ((dim, one[0], divided(factor.stride, one[0].stride)) for dim, one in enumerate(source.dims) if one)
+    steps = ((dim, own[0], divided(factor.stride, own[0].stride)) for dim, own in enumerate(source.dims) if own)
     dim, whole, step = next((entry for entry in steps if entry[2] is not None), (-1, Factor(0, 0), None))
     room = divided(whole.size, step) if step is not None else None
     cut: list[Piece] = []
@@ -313,7 +314,7 @@ def _pieces_of(factor: Factor, source: Layout) -> list[Piece]:
         if left is None:
             break
         cut.insert(0, Piece(dim, room, stride))
-        dim = next((one for one in range(dim - 1, -1, -1) if source.dims[one]), -1)
+        dim = next((outer for outer in range(dim - 1, -1, -1) if source.dims[outer]), -1)
         if dim < 0:
             break
         ((room, stride),) = source.dims[dim]

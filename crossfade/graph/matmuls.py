@@ -309,7 +309,7 @@ def _operand(
 ) -> tuple[fx.Node, list[_Letter], tuple[Size, ...] | None]:
     """An operand with one dim for each letter: taken before it was repeated, if it was, and the shape it is to have."""
     chain = ancestors(node)
-    expanded = [index for index, one in enumerate(chain) if _repeats(one)]
+    expanded = [index for index, behind in enumerate(chain) if _repeats(behind)]
     sources = [*(chain[index + 1 : index + 2] for index in expanded[-1:]), [node]]
     problem: Unreadable | None = None
     for (source,) in sources:
@@ -335,7 +335,7 @@ def _read_from(
     found: list[tuple[_Letter, Size]] = []
     for name, factors in zip(names, layout.dims, strict=True):
         letters = parts[name] if name is not None else []
-        for letter, group in zip(letters, layouts.grouped(factors, [one.size for one in letters]), strict=True):
+        for letter, group in zip(letters, layouts.grouped(factors, [letter.size for letter in letters]), strict=True):
             if len(group) != 1 or (letter in needed and same(group[0].stride, 0)):
                 raise Unreadable(APART, f"{letter.size} of {_described(source)} as {layout}")
             if not same(group[0].stride, 0):
@@ -394,8 +394,8 @@ def _with_single(dims: list[_Letter], result: list[_Letter]) -> list[_Letter]:
     for dim in reversed(range(len(dims))):
         if not same(dims[dim].size, 1):
             continue
-        after = next((done.index(one) for one in dims[dim + 1 : dim + 2] if one in done), None)
-        before = next((done.index(one) + 1 for one in dims[dim - 1 : dim] if one in done), None)
+        after = next((done.index(neighbour) for neighbour in dims[dim + 1 : dim + 2] if neighbour in done), None)
+        before = next((done.index(neighbour) + 1 for neighbour in dims[dim - 1 : dim] if neighbour in done), None)
         done.insert(after if after is not None else before if before is not None else 0, dims[dim])
     return done
 
@@ -405,10 +405,10 @@ def _path(node: fx.Node, inside: set[fx.Node]) -> tuple[fx.Node, ...]:
     found: set[fx.Node] = set()
     stack = [node]
     while stack:
-        one = stack.pop()
-        behind = [read for read in one.all_input_nodes if read in inside]
-        if behind and one not in found:
-            found.add(one)
+        node = stack.pop()
+        behind = [read for read in node.all_input_nodes if read in inside]
+        if behind and node not in found:
+            found.add(node)
             stack += behind
     return tuple(sorted(found))
 
@@ -418,11 +418,11 @@ def _made_from(source: fx.Node, node: fx.Node) -> list[fx.Node]:
     found = [source]
     stack, seen = [node], {source}
     while stack:
-        one = stack.pop()
-        if one not in seen:
-            seen.add(one)
-            found.append(one)
-            stack += [read for read in one.all_input_nodes if isinstance(read.meta.get("val"), Tensor | list | tuple)]
+        node = stack.pop()
+        if node not in seen:
+            seen.add(node)
+            found.append(node)
+            stack += [read for read in node.all_input_nodes if isinstance(read.meta.get("val"), Tensor | list | tuple)]
     return found
 
 

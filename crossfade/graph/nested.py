@@ -73,8 +73,8 @@ def _is_steady(program: Program, caller: fx.Node) -> bool:
     return all(_lie_alike(*pair) for pair in zip(before[: len(carried)], results, strict=False))
 
 
-def _lie_alike(one: Any, other: Any) -> bool:
-    old, new = (value.meta.get("val") if isinstance(value, fx.Node) else value for value in (one, other))
+def _lie_alike(first: Any, second: Any) -> bool:
+    old, new = (value.meta.get("val") if isinstance(value, fx.Node) else value for value in (first, second))
     if not isinstance(old, torch.Tensor) or not isinstance(new, torch.Tensor):
         return not isinstance(old, torch.Tensor) and not isinstance(new, torch.Tensor)
     return statically_equal(tuple(old.stride()), tuple(new.stride()))
@@ -105,4 +105,4 @@ def node_count(program: Program) -> int:
 def _nodes(module: fx.GraphModule) -> int:
     names = {str(node.target) for node in module.graph.find_nodes(op="get_attr")}
     inner = [attribute(module, name) for name in names]
-    return len(module.graph.nodes) + sum(_nodes(one) for one in inner if isinstance(one, fx.GraphModule))
+    return len(module.graph.nodes) + sum(_nodes(child) for child in inner if isinstance(child, fx.GraphModule))

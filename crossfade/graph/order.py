@@ -312,7 +312,7 @@ def _written_memory(
     if start is None:
         return {}
     own = [roots[node]] if _is_named_without_wait(start) else []
-    return dict.fromkeys([*own, *(one for one in lists.get(roots[node], ()) if one is start)])
+    return dict.fromkeys([*own, *(listed for listed in lists.get(roots[node], ()) if listed is start)])
 
 
 def _is_named_without_wait(start: fx.Node) -> bool:
@@ -332,4 +332,4 @@ def _read_memory(
     start = collectives.started_by(node) if collectives.is_wait(node) else None
     sources = [*node.all_input_nodes, *(start.all_input_nodes if start is not None else ())]
     found = dict.fromkeys(root for source in sources for root in memory_behind(source, roots))
-    return found | dict.fromkeys(one for root in found for one in lists.get(root, ())) if lists else found
+    return found | dict.fromkeys(listed for root in found for listed in lists.get(root, ())) if lists else found

@@ -84,19 +84,19 @@ def size_expression(size: Any) -> Any:
     return size.node.expr if isinstance(size, torch.SymInt | torch.SymFloat) else sympy.sympify(size)
 
 
-def statically_equal(one: Any, other: Any) -> bool:
+def statically_equal(first: Any, second: Any) -> bool:
     """Whether sizes (or sequences of them) are equal for all symbols; adds no guard. Known on 2.11, 2.13.
 
     >>> statically_equal((2, 3), (2, 3)), statically_equal((2, 3), (3, 2))
     (True, False)
     """
-    if isinstance(one, tuple | list):
-        return len(one) == len(other) and all(map(statically_equal, one, other))
-    if not isinstance(one, torch.SymInt | torch.SymFloat) and not isinstance(other, torch.SymInt | torch.SymFloat):
-        return bool(one == other)
+    if isinstance(first, tuple | list):
+        return len(first) == len(second) and all(map(statically_equal, first, second))
+    if not isinstance(first, torch.SymInt | torch.SymFloat) and not isinstance(second, torch.SymInt | torch.SymFloat):
+        return bool(first == second)
     from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-    return size_expression(one) == size_expression(other) or statically_known_true(one == other)
+    return size_expression(first) == size_expression(second) or statically_known_true(first == second)
 
 
 def default_store() -> Any:
@@ -356,7 +356,7 @@ def name_group(name: str, group: Any) -> None:
         known = None
     if known is not group:
         if known is not None:
-            before, now = (torch.distributed.get_process_group_ranks(one) for one in (known, group))
+            before, now = (torch.distributed.get_process_group_ranks(either) for either in (known, group))
             if before != now:
                 raise MeshError(
                     f"the ranks {', '.join(map(str, now))} to be called {name}",
@@ -377,7 +377,7 @@ def views_of_bases(target: Any, arguments: dict[str, Any], bases: list[Any]) -> 
     def view(how: Any) -> Any:
         return None if how is None else how.regenerate_view(bases)
 
-    return {name: [view(one) for one in how] if isinstance(how, list) else view(how) for name, how in found.items()}
+    return {name: [view(part) for part in how] if isinstance(how, list) else view(how) for name, how in found.items()}
 
 
 def guards_of(mode: FakeTensorMode) -> int:

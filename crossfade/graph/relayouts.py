@@ -59,13 +59,13 @@ def layout_of(node: fx.Node, source: fx.Node) -> Layout:
     """
     known: dict[fx.Node, Any] = {source: layouts.of_tensor(source.meta["val"])}
 
-    def ask(one: fx.Node) -> Any:
-        if one not in known:
-            step = _step_of(one.target)
+    def ask(value: fx.Node) -> Any:
+        if value not in known:
+            step = _step_of(value.target)
             if step is None:
-                raise Unreadable("it is not only laid out anew", f"{one.name} is made by {one.target}")
-            known[one] = step(one, ask)
-        return known[one]
+                raise Unreadable("it is not only laid out anew", f"{value.name} is made by {value.target}")
+            known[value] = step(value, ask)
+        return known[value]
 
     return ask(node)
 
@@ -209,15 +209,15 @@ def _expand(node: fx.Node, known: Known) -> Layout:
 def _permute(node: fx.Node, known: Known) -> Layout:
     source = _first(node, known)
     rank = len(source.dims)
-    return layouts.permuted(source, [_dim(one, rank) for one in arguments(node)["dims"]])
+    return layouts.permuted(source, [_dim(dim, rank) for dim in arguments(node)["dims"]])
 
 
 def _swap(node: fx.Node, known: Known) -> Layout:
     source, given = _first(node, known), arguments(node)
     rank = len(source.dims)
-    one, other = (_dim(given.get(name, default), rank) for name, default in (("dim0", 0), ("dim1", 1)))
+    first, second = (_dim(given.get(name, default), rank) for name, default in (("dim0", 0), ("dim1", 1)))
     order = list(range(rank))
-    order[one], order[other] = order[other], order[one]
+    order[first], order[second] = order[second], order[first]
     return layouts.permuted(source, order)
 
 
@@ -230,7 +230,7 @@ def _turn(node: fx.Node, known: Known) -> Layout:
 def _move(node: fx.Node, known: Known) -> Layout:
     source, given = _first(node, known), arguments(node)
     rank = len(source.dims)
-    old, new = ([one] if isinstance(one, int) else one for one in (given["source"], given["destination"]))
+    old, new = ([dims] if isinstance(dims, int) else dims for dims in (given["source"], given["destination"]))
     places = {_dim(to, rank): _dim(start, rank) for start, to in zip(old, new, strict=True)}
     rest = iter([dim for dim in range(rank) if dim not in places.values()])
     return layouts.permuted(source, [places[dim] if dim in places else next(rest) for dim in range(rank)])

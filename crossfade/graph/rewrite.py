@@ -193,7 +193,7 @@ class _Rules:
         entry = self._narrowed.get(key)
         if entry is None:
             rules = self._by_root[id(node.target)]
-            found = [one for one in rules if one[1].may_match(node.target, inner, kind)]
+            found = [rule for rule in rules if rule[1].may_match(node.target, inner, kind)]
             entry = self._narrowed[key] = inner, found  # kept with the operator, whose id is then its own
         return entry[1]
 
@@ -230,8 +230,8 @@ class _Rewriter:
                 made.append(previous)
             if (reason := self._seen(match, pattern, replacement, made)) is not None:
                 self.declined[rule, node] = reason
-                for one in reversed(made):
-                    self.program.graph.erase_node(one)
+                for new in reversed(made):
+                    self.program.graph.erase_node(new)
                 continue
             if isinstance(replacement, fx.Node):
                 self.aliasing.replaced(node, replacement)
@@ -243,12 +243,12 @@ class _Rewriter:
 
     def _seen(self, match: Match, pattern: _Call, replacement: Any, made: list[fx.Node]) -> str | None:
         """How somebody could see in memory that the rule was applied, if anybody could."""
-        read = {source for one in made for source in one.all_input_nodes} - set(made)
+        read = {source for new in made for source in new.all_input_nodes} - set(made)
         if pattern.depth == 1:  # what the root itself reads is read where it was
             read -= set(match.root.all_input_nodes)
         if any(self.aliasing.is_written(source) for source in read):
             return "it would read later what is written to"
-        if any(self._is_overwritten(one, match.root) for one in pattern.inner(match.root)):
+        if any(self._is_overwritten(inner, match.root) for inner in pattern.inner(match.root)):
             return WRITTEN
         return self.aliasing.may_replace(match.root, replacement) if isinstance(replacement, fx.Node) else None
 
@@ -327,7 +327,7 @@ class _Sequence:
             return False
         if not all(item.matches(value[place], bound) for place, item in self.literals):
             return False
-        return all(item.matches(one, bound) for item, one in zip(self.items, value, strict=True))
+        return all(item.matches(part, bound) for item, part in zip(self.items, value, strict=True))
 
 
 @dataclass(frozen=True)
@@ -405,7 +405,7 @@ def _arranged(pattern: _Call, target: Any) -> _Arranged:
     if len(wanted) < len(named):  # an argument that the operator does not have
         return _Arranged([(0, "", None, _Nothing())], [], len(places))
     if argument_names(target):  # where there is a schema, every argument is given or has a default
-        wanted = [one for one in wanted if not isinstance(one[3], _Anything)]
+        wanted = [entry for entry in wanted if not isinstance(entry[3], _Anything)]
     others = [place for place in places if place[1] not in named]
     return _Arranged(wanted, others, min((place for place, _, _ in others), default=len(places)))
 
@@ -437,13 +437,13 @@ class _Nothing:
         return False
 
 
-def _same(one: Any, other: Any) -> bool:
+def _same(first: Any, second: Any) -> bool:
     """Equality that tells `1`, `1.0` and `True` apart, also inside lists."""
-    if one is other:
+    if first is second:
         return True
-    if isinstance(one, (tuple, list)) and isinstance(other, (tuple, list)):
-        return len(one) == len(other) and all(_same(a, b) for a, b in zip(one, other, strict=True))
-    return type(one) is type(other) and one == other
+    if isinstance(first, (tuple, list)) and isinstance(second, (tuple, list)):
+        return len(first) == len(second) and all(_same(a, b) for a, b in zip(first, second, strict=True))
+    return type(first) is type(second) and first == second
 
 
 @cache
@@ -470,7 +470,7 @@ def _compile(item: ast.expr) -> Any:
             named = tuple((k.arg or "", _compile(k.value)) for k in keywords)
             return _Call(_targets(func), tuple(_compile(a) for a in args), named)
         case ast.List(elts=items) | ast.Tuple(elts=items):
-            return _Sequence(tuple(_compile(one) for one in items))
+            return _Sequence(tuple(_compile(element) for element in items))
         case ast.Subscript(value=value, slice=index):
             return _Call((operator.getitem,), (_compile(value), _compile(index)), ())
     return _Literal(ast.literal_eval(item))

@@ -138,13 +138,15 @@ def _verify_collectives(program: Program) -> None:
             remedy = f'add it to the groups of the program, with its ranks: groups={{"{group}": 2}}'
             raise _error(node, f"on group {group!r}", f"one of: {known}", remedy)
     found = collectives.find(program.graph)
-    for one in found:
-        for result in one.results:
+    for collective in found:
+        for result in collective.results:
             if not any(collectives.is_wait(user) for user in result.users):
                 raise _error(result, "never waited for", "a wait on every result", "wait for it, or remove it")
-        if one.coalesced and (missing := set(range(len(one.inputs))) - {result.args[1] for result in one.results}):
+        if collective.coalesced and (
+            missing := set(range(len(collective.inputs))) - {result.args[1] for result in collective.results}
+        ):
             what = f"whose result {min(missing)} is never waited for"
-            raise _error(one.node, what, "a wait on every result", "wait for it, or remove it")
+            raise _error(collective.node, what, "a wait on every result", "wait for it, or remove it")
     if found:
         _verify_in_flight(program.graph)
 
@@ -165,10 +167,10 @@ def _verify_in_flight(graph: fx.Graph) -> None:
                     del leaving[roots[source]]
             continue
         _verify_touches(node, roots, arriving, leaving)
-        if (one := collectives.view(node)) is not None:
-            arriving.update((roots[result], node) for result in (node, *one.results))
-            if one.kind not in (collectives.Kind.ALL_REDUCE, collectives.Kind.BROADCAST):  # these copy first
-                leaving.update((roots[source], node) for source in one.inputs)
+        if (collective := collectives.view(node)) is not None:
+            arriving.update((roots[result], node) for result in (node, *collective.results))
+            if collective.kind not in (collectives.Kind.ALL_REDUCE, collectives.Kind.BROADCAST):  # these copy first
+                leaving.update((roots[source], node) for source in collective.inputs)
 
 
 def _verify_touches(node: fx.Node, roots: _Nodes, arriving: _Nodes, leaving: _Nodes) -> None:
