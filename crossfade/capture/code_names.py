@@ -22,7 +22,7 @@ _OPEN = (types.SimpleNamespace, argparse.Namespace, UserDict, UserList, ChainMap
 """Classes of the standard library that are nothing but what they hold."""
 
 
-class Names(NamedTuple):
+class CodeNames(NamedTuple):
     """What code reads by name; `computed` says that it may read attributes by names that it makes up."""
 
     globals: frozenset[str]
@@ -31,7 +31,7 @@ class Names(NamedTuple):
 
 
 @lru_cache(maxsize=8192)
-def names_in(code: types.CodeType) -> Names:
+def names_in(code: types.CodeType) -> CodeNames:
     """What a function's code, and that of the functions inside it, reads. What it writes first is no part of it.
 
     >>> def forward(self, x):
@@ -50,7 +50,7 @@ def names_in(code: types.CodeType) -> Names:
         words = (op.argval for op in instructions if op.opcode in dis.hasconst and isinstance(op.argval, str))
         attributes |= {word for word in words if word.isidentifier()}
     computed = not _COMPUTED.isdisjoint(read_globally | attributes)
-    return Names(frozenset(read_globally), frozenset(attributes), computed)
+    return CodeNames(frozenset(read_globally), frozenset(attributes), computed)
 
 
 def _attributes_read(instructions: list[dis.Instruction], *, straight: bool) -> set[str]:
@@ -100,17 +100,19 @@ def _is_known(name: str) -> bool:
     return name.partition(".")[0] in _NOT_LOOKED_INTO
 
 
-def is_looked_into(thing: Any) -> bool:
+def is_looked_into(definition: Any) -> bool:
     """Whether the insides of a class, function or Python module are the user's, or a library's that we know nothing of.
 
     >>> from torch import nn
     >>> is_looked_into(nn.Linear), is_looked_into(types), is_looked_into(is_looked_into)
     (False, False, True)
     """
-    if isinstance(thing, types.FunctionType):  # a decorator's says `__module__` of what it is around
-        name = thing.__globals__.get("__name__")
+    if isinstance(definition, types.FunctionType):  # a decorator's says `__module__` of what it is around
+        name = definition.__globals__.get("__name__")
     else:
-        name = thing.__name__ if isinstance(thing, types.ModuleType) else getattr(thing, "__module__", None)
+        name = (
+            definition.__name__ if isinstance(definition, types.ModuleType) else getattr(definition, "__module__", None)
+        )
     return isinstance(name, str) and not _is_known(name)
 
 
@@ -136,13 +138,13 @@ def slots_of(kind: type) -> tuple[str, ...]:
     )
 
 
-def names_of_getter(thing: Any) -> frozenset[str] | None:
+def names_of_getter(getter: Any) -> frozenset[str] | None:
     """The attributes that an `operator.attrgetter` or `methodcaller` reads; None for anything else.
 
     >>> names_of_getter(operator.attrgetter("config.scale")) == {"config", "scale"}
     True
     """
-    if not isinstance(thing, operator.attrgetter | operator.methodcaller):
+    if not isinstance(getter, operator.attrgetter | operator.methodcaller):
         return None
-    given = thing.__reduce__()[1]
+    given = getter.__reduce__()[1]
     return frozenset(part for name in given if isinstance(name, str) for part in name.split("."))

@@ -30,7 +30,7 @@ def _sgd_state(group: Mapping[str, Any], parameter: Tensor, present: Mapping[str
         return {}
     if group["dampening"] and present.get("momentum_buffer") is None:
         raise OptimizerError(
-            f"SGD with dampening={group['dampening']} and no momentum buffers yet",
+            f"SGD has dampening={group['dampening']} and no momentum buffers yet",
             expected="dampening=0, or buffers from an earlier step (the first step is not dampened)",
             remedy="take the first step with optimizer.step(), then compile; or use dampening=0",
         )
@@ -62,12 +62,14 @@ def check_optimizer(optimizer: Optimizer, names: Mapping[Tensor, str]) -> None:
     """Refuse what cannot be captured: other optimizers, options that change its kind, foreign parameters."""
     if type(optimizer) not in _INITIAL_STATE:
         raise OptimizerError(
-            f"the optimizer {type(optimizer).__name__}",
+            f"the optimizer {type(optimizer).__name__} cannot be captured",
             expected=f"one of {', '.join(kind.__name__ for kind in _INITIAL_STATE)}",
             remedy="use one of those, or keep this optimizer and compile only the forward and backward",
         )
     if has_step_hooks(optimizer):
-        raise OptimizerError("hooks around the optimizer's step", remedy="remove them, and call them between steps")
+        raise OptimizerError(
+            "the optimizer has hooks around its step", remedy="remove them, and call them between steps"
+        )
     for index, group in enumerate(optimizer.param_groups):
         for option in _REFUSED_OPTIONS:
             if group.get(option):
@@ -77,12 +79,12 @@ def check_optimizer(optimizer: Optimizer, names: Mapping[Tensor, str]) -> None:
                 )
         if isinstance(group["lr"], Tensor):
             raise OptimizerError(
-                f"a tensor as the learning rate of group {index}", remedy="pass a float; it stays an input of the step"
+                f"the learning rate of group {index} is a tensor", remedy="pass a float; it stays an input of the step"
             )
         for parameter in group["params"]:
             if parameter not in names:
                 raise OptimizerError(
-                    f"a parameter of shape {tuple(parameter.shape)} in group {index} that is not the model's",
+                    f"a parameter of shape {tuple(parameter.shape)} in group {index} is not the model's",
                     remedy="build the optimizer from model.parameters()",
                 )
 

@@ -39,22 +39,24 @@ def check_model(model: nn.Module) -> None:
     tensors = [*model.named_parameters(), *model.named_buffers()]
     if not any(p.requires_grad for p in model.parameters()):
         raise ModelError(
-            f"a {type(model).__name__} with no parameter that requires a gradient",
+            f"no parameter of this {type(model).__name__} requires a gradient",
             remedy="pass a model with trainable parameters",
         )
     for name, tensor in tensors:
         if tensor.is_meta:
             raise ModelError(
-                f"{name} on the meta device, which holds no numbers",
+                f"{name} is on the meta device, which holds no numbers",
                 remedy="materialise the model first: model.to_empty(device='cpu'), then initialise or load its weights",
             )
     hooked = next((name for name, parameter in model.named_parameters() if has_hooks(parameter)), None)
     if hooked is not None:
-        raise ModelError(f"a gradient hook on {hooked}", remedy="remove it: gradients live inside the compiled step")
+        raise ModelError(
+            f"parameter {hooked} has a gradient hook", remedy="remove it: gradients live inside the compiled step"
+        )
     devices = {str(tensor.device) for _, tensor in tensors}
     if len(devices) > 1:
         raise ModelError(
-            f"parameters and buffers on {', '.join(sorted(devices))}", remedy="move the model to one device"
+            f"parameters and buffers are on {', '.join(sorted(devices))}", remedy="move the model to one device"
         )
 
 
@@ -125,7 +127,7 @@ class _NoDraws(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if torch.Tag.nondeterministic_seeded in func.tags and "attention" not in schema_of(func).name:
             raise CaptureError(
-                f"{func} drawn again in the backward, as activation checkpointing does",
+                f"the backward draws {func} again, as activation checkpointing does",
                 expected="the numbers that the forward drew",
                 remedy="leave dropout out of checkpointed parts, or leave the checkpointing out",
             )
@@ -156,13 +158,13 @@ def loss_of(model: Callable[..., Any], loss_fn: LossFunction | None, batch: tupl
     if not isinstance(loss, Tensor) or loss.dim() or not loss.is_floating_point():
         shape = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
         raise CaptureError(
-            f"{shape} as the loss",
+            f"the loss is {shape}",
             expected="one floating-point number",
             remedy="reduce it with .mean()" if isinstance(loss, Tensor) else "return the loss tensor from loss_fn",
         )
     if not loss.requires_grad:
         raise CaptureError(
-            "a loss that does not depend on any trained parameter",
+            "the loss does not depend on any trained parameter",
             remedy="check for detach(), no_grad or inference_mode in the model, and that parameters require gradients",
         )
     return loss
@@ -215,7 +217,7 @@ def _tidy(module: torch.fx.GraphModule, inputs: tuple[Input, ...], outputs: tupl
     for out, _ in kept:
         if out.kind is OutputKind.UPDATE and Input(InputKind.PARAMETER, out.name) in inputs:
             raise CaptureError(
-                f"parameter {out.name} changed by the forward itself",
+                f"the forward itself changes parameter {out.name}",
                 expected="parameters that only the optimizer changes",
                 remedy="do it between steps (an embedding's max_norm, a clamp), or make it a buffer",
             )

@@ -8,9 +8,9 @@ from typing import Any, Literal
 from torch import fx
 
 from crossfade.check.deadlocks import deadlocks, too_few
-from crossfade.check.findings import Compatibility, Finding, Place, Problem
+from crossfade.check.findings import Compatibility, Finding, FindingKind, Place
 from crossfade.check.groups import Groups, Meshes, groups_of_ranks
-from crossfade.check.walk import Walk, splits
+from crossfade.check.walk import ScheduleWalk, splits
 from crossfade.errors import CrossfadeError, MeshError
 from crossfade.graph.events import Events, events_of
 from crossfade.graph.launches import Launch
@@ -92,10 +92,10 @@ def check_schedules(schedules: Sequence[Events], groups: Sequence[Groups], backe
         return _result(schedules, groups, [*wrong, *unread])
     if len(_distinct(schedules)) == 1 and not _depends_on_rank(schedules[0]):
         return _result(schedules, groups, unread)
-    walk = Walk(schedules, groups)
+    walk = ScheduleWalk(schedules, groups)
     findings = walk.findings or [*deadlocks(walk), *too_few(walk)]
     if not findings and backend != "gloo":
-        serial = Walk(schedules, groups, serial=True)
+        serial = ScheduleWalk(schedules, groups, serial=True)
         findings = serial.findings or deadlocks(serial)
     return _result(schedules, groups, [*findings, *unread], walk)
 
@@ -146,7 +146,7 @@ def _misfit_group(
     place = Place.of(rank, launch)
     if rank not in ranks:
         yield Finding(
-            Problem.MEMBERS, name, f"rank {rank} is not in {name}, which has ranks {_listed(ranks)}", (place,)
+            FindingKind.MEMBERS, name, f"rank {rank} is not in {name}, which has ranks {_listed(ranks)}", (place,)
         )
         return
     for other in ranks:
@@ -154,7 +154,7 @@ def _misfit_group(
         if theirs != ranks:
             said = f"ranks {_listed(theirs)}" if theirs else "nothing"
             what = f"{name} has ranks {_listed(ranks)} on rank {rank}, and {said} on rank {other}"
-            yield Finding(Problem.MEMBERS, name, what, (place,))
+            yield Finding(FindingKind.MEMBERS, name, what, (place,))
             return
 
 
@@ -173,7 +173,7 @@ def _misfits(schedules: Sequence[Events], groups: Sequence[Groups]) -> Iterator[
         for launch in events.launches:
             if launch.group in own and own[launch.group] not in seen and (what := _misfit(launch, own[launch.group])):
                 seen.add(own[launch.group])
-                yield Finding(Problem.MISMATCH, launch.group, what, (Place.of(rank, launch),))
+                yield Finding(FindingKind.MISMATCH, launch.group, what, (Place.of(rank, launch),))
 
 
 def _misfit(launch: Launch, ranks: tuple[int, ...]) -> str:
@@ -215,14 +215,14 @@ def _unread(schedules: Sequence[Events]) -> Iterator[Finding]:
         rank = next(rank for rank, schedule in enumerate(schedules) if schedule is events)
         for unread in events.unread:
             place = Place(rank, unread.node, unread.source, "communicates in a way that the graph does not show")
-            yield Finding(Problem.UNPROVED, "", unread.reason, (place,))
+            yield Finding(FindingKind.UNPROVED, "", unread.reason, (place,))
 
 
 def _result(
     schedules: Sequence[Events],
     groups: Sequence[Groups],
     findings: list[Finding],
-    walk: Walk | None = None,
+    walk: ScheduleWalk | None = None,
 ) -> Compatibility:
     counts = {id(schedule): _counted(schedule) for schedule in _distinct(schedules)}
     known: dict[tuple[str, tuple[int, ...]], int] = {}

@@ -129,7 +129,7 @@ def _listed(given: Any) -> list[tuple[int, ...]]:
 
 
 def _own(groups: Mapping[str, Any], rank: int) -> Groups:
-    """A rank's groups; where it is in none of a name, the first, so that it can be told that it is not in it."""
+    """A rank's groups; where it is in none of a name, the first, for the report that it is not in it."""
     listed = {name: _listed(given) for name, given in groups.items()}
     own = {name: [group for group in found if rank in group] or found for name, found in listed.items()}
     return {name: found[0] for name, found in own.items() if found}

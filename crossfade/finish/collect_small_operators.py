@@ -10,7 +10,7 @@ from torch import fx
 
 from crossfade.finish.group_small_operators import is_light, small_call
 from crossfade.graph import collectives
-from crossfade.graph.in_place import Memory, Region
+from crossfade.graph.in_place import ByteRange, MemoryUse
 from crossfade.graph.order import reorder
 from crossfade.graph.passes import Numerics, Pass, PassResult
 from crossfade.graph.private import has_schema
@@ -52,7 +52,7 @@ class CollectSmallOperators(Pass):
 
     def run(self, program: Program) -> PassResult:
         """Walk once; hold back what may wait, and let all of it go where something must not pass it."""
-        memory, waiting = Memory(program), _that_may_wait(program)
+        memory, waiting = MemoryUse(program), _that_may_wait(program)
         held = _Held(memory)
         order: list[fx.Node] = []
         for node in program.graph.nodes:
@@ -83,12 +83,12 @@ def _that_may_wait(program: Program) -> set[fx.Node]:
 class _Held:
     """What is held back, and the memory that it touches."""
 
-    def __init__(self, memory: Memory) -> None:
+    def __init__(self, memory: MemoryUse) -> None:
         self.memory = memory
         self.nodes: list[fx.Node] = []
         self.bytes = self.count = 0
-        self._read: dict[fx.Node, set[Region]] = {}
-        self._written: dict[fx.Node, set[Region]] = {}
+        self._read: dict[fx.Node, set[ByteRange]] = {}
+        self._written: dict[fx.Node, set[ByteRange]] = {}
 
     def add(self, node: fx.Node, size: int) -> None:
         self.nodes.append(node)
@@ -115,5 +115,5 @@ class _Held:
         return self._overlap(read | written, self._written) or self._overlap(written, self._read)
 
     @staticmethod
-    def _overlap(regions: Iterable[Region], known: dict[fx.Node, set[Region]]) -> bool:
+    def _overlap(regions: Iterable[ByteRange], known: dict[fx.Node, set[ByteRange]]) -> bool:
         return any(one.overlaps(other) for one in regions for other in known.get(one.root, ()))

@@ -6,7 +6,7 @@ its last pieces travel). A *product* is an einsum equation with one letter for e
 layer on three dims, "bmk,bkn->bmn" a bmm, "bsk,bsn->kn" a weight's gradient. A scaled product also says what it
 returns ("mk,kn->mn bfloat16") and whether it may round more on the way ("mk,kn->mn bfloat16 fast").
 
-Here is what they are told and what shapes come out; how they run is with the code that runs programs.
+Here are their arguments and the shapes that come out; how they run is with the code that runs programs.
 """
 
 from __future__ import annotations

@@ -237,7 +237,7 @@ def started_by(wait: fx.Node) -> fx.Node | None:
 
 
 def settings(node: fx.Node) -> tuple[Any, ...]:
-    """What a collective is told beside its input (reduction, sizes, group), equal in every spelling of the call."""
+    """The settings of a collective beside its input (reduction, sizes, group), equal in every spelling of the call."""
     return tuple(_argument(node, index) for index in range(1, len(schema_of(node.target).arguments)))
 
 

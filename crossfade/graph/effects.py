@@ -129,7 +129,7 @@ def rewritten_at_waits(nodes: Iterable[fx.Node], roots: dict[fx.Node, fx.Node]) 
     """For each memory that the wait on a sibling may write again, the coalesced collectives whose results these are.
 
     Whichever result is waited for, all may be written: gloo copies every output of a coalesced reduce-scatter out at
-    each wait. Somebody could tell only where another node writes one of them; other lists are left out.
+    each wait. It shows only where another node writes one of them; other lists are left out.
     """
     nodes = list(nodes)
     started = [view for node in nodes if (view := collectives.view(node)) is not None and view.coalesced]

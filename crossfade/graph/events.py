@@ -16,7 +16,7 @@ import torch
 from torch import fx
 
 from crossfade.graph import collectives, own_part
-from crossfade.graph.launches import Described, Launch, Sent, Size
+from crossfade.graph.launches import Launch, Sent, Size, TensorType
 from crossfade.graph.nested import opened
 from crossfade.graph.operators import remembered
 from crossfade.graph.private import HigherOrderOperator, schema_of, size_expression
@@ -41,7 +41,7 @@ class Wait:
 
 @dataclass(frozen=True, slots=True)
 class Unread:
-    """A node whose communication cannot be told from the graph, and why."""
+    """A node whose communication the graph does not show, and why."""
 
     node: str
     source: str
@@ -225,16 +225,16 @@ def _other_launch(node: fx.Node) -> Launch:
     """An operator that communicates in a way of its own: members must call it with the same settings and types."""
     tensors = tuple(_described(source) for source in node.all_input_nodes if _is_tensor(source))
     group = collectives.group_of(node) or ""
-    told = fx.map_arg((node.args, node.kwargs), lambda source: "_" if _is_tensor(source) else str(_size(source)))
+    settings = fx.map_arg((node.args, node.kwargs), lambda source: "_" if _is_tensor(source) else str(_size(source)))
     name = schema_of(node.target).name.split("::")[1]
-    return Launch(node.name, source_line(node), name, group, tensors, settings=str(told))
+    return Launch(node.name, source_line(node), name, group, tensors, settings=str(settings))
 
 
 def _is_tensor(node: fx.Node) -> bool:
     return isinstance(node.meta.get("val"), torch.Tensor)
 
 
-def _described(node: fx.Node) -> Described:
+def _described(node: fx.Node) -> TensorType:
     value = node.meta["val"]
     return _type(value.dtype, tuple(value.shape)) if _is_static(value.shape) else _symbolic(value)
 
@@ -244,8 +244,8 @@ def _is_static(shape: Any) -> bool:
 
 
 @functools.lru_cache(maxsize=1024)
-def _type(dtype: torch.dtype, shape: tuple[int, ...]) -> Described:
-    return Described(_dtype(dtype), shape)
+def _type(dtype: torch.dtype, shape: tuple[int, ...]) -> TensorType:
+    return TensorType(_dtype(dtype), shape)
 
 
 @functools.cache
@@ -253,8 +253,8 @@ def _dtype(dtype: torch.dtype) -> str:
     return render_type(torch.empty(0, dtype=dtype, device="meta")).partition("[")[0]
 
 
-def _symbolic(value: torch.Tensor) -> Described:
-    return Described(_dtype(value.dtype), tuple(map(_size, value.shape)))
+def _symbolic(value: torch.Tensor) -> TensorType:
+    return TensorType(_dtype(value.dtype), tuple(map(_size, value.shape)))
 
 
 def _size(size: Any) -> Size:

@@ -17,7 +17,17 @@ from torch import Tensor, fx
 
 from crossfade.graph import collectives, layouts
 from crossfade.graph.collectives import Collective, Kind
-from crossfade.graph.layouts import Factor, Factors, Layout, Size, Unreadable, merged, same, same_factors, same_layout
+from crossfade.graph.layouts import (
+    Factors,
+    Layout,
+    LayoutFactor,
+    Size,
+    Unreadable,
+    merged,
+    same,
+    same_factors,
+    same_layout,
+)
 from crossfade.graph.operators import arguments
 from crossfade.graph.passes import Outcome, Verdict
 from crossfade.graph.relayouts import Refusal, Spread, ancestors, layout_of, spread
@@ -141,7 +151,7 @@ def _gather_of(gather: Collective, part: fx.Node) -> Gather | Refusal:
         sent = layout_of(gather.inputs[0], part)
     except Unreadable as error:
         return Refusal(gather.node, error.reason, f"from {part.name} to {gather.inputs[0].name}, {error.detail}")
-    ranks = Factor(gather.group_size, size)
+    ranks = LayoutFactor(gather.group_size, size)
     reached = spread({gather.node: replace(sent, dims=(merged((ranks, *sent.dims[0])), *sent.dims[1:]))})
     wanted = {
         dim: replace(own, dims=(*own.dims[:dim], merged((ranks, *own.dims[dim])), *own.dims[dim + 1 :]))
@@ -293,17 +303,17 @@ def _cut_for_ranks(factors: Factors, scatter: Collective) -> tuple[Factors, Fact
     received = scatter.node.meta["val"].shape[0]
     if len(factors) == 1:
         ((_, stride),) = factors
-        return (Factor(scatter.group_size, received * stride),), merged((Factor(received, stride),))
+        return (LayoutFactor(scatter.group_size, received * stride),), merged((LayoutFactor(received, stride),))
     outer, inner = layouts.grouped(factors, (scatter.group_size, received))
     return outer, inner
 
 
-def _own_parts(own: Layout, outer: Factor, scattered: Factors, inner: Factors) -> dict[int, Layout]:
+def _own_parts(own: Layout, outer: LayoutFactor, scattered: Factors, inner: Factors) -> dict[int, Layout]:
     """For each dim that steps of `outer` cut in parts, the layout of one part."""
     found = {}
     for dim, factors in enumerate(own.dims):
         size = layouts.divided(factors[0].size, outer.size) if factors else None
-        part = merged((Factor(size, factors[0].stride),)) if size is not None else None
+        part = merged((LayoutFactor(size, factors[0].stride),)) if size is not None else None
         if part is not None and not same(outer.stride, size * factors[0].stride):
             part = None
         if part is None and factors and same_factors(factors, scattered):

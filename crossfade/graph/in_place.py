@@ -28,26 +28,26 @@ _ALL = 2**62
 
 
 @dataclass(frozen=True, slots=True)
-class Region:
+class ByteRange:
     """A range of bytes of one piece of memory."""
 
     root: fx.Node
     start: int = 0
     end: int = _ALL
 
-    def overlaps(self, other: Region) -> bool:
+    def overlaps(self, other: ByteRange) -> bool:
         """Whether two regions have a byte in common."""
         return self.root is other.root and self.start < other.end and other.start < self.end
 
-    def moved(self, old: Region, new: Region) -> Region:
+    def moved(self, old: ByteRange, new: ByteRange) -> ByteRange:
         """Where this region of the memory `old` lies once that is the region `new`."""
         if self.end >= _ALL or new.end >= _ALL:
-            return Region(new.root)
+            return ByteRange(new.root)
         shift = new.start - old.start
-        return Region(new.root, self.start + shift, self.end + shift)
+        return ByteRange(new.root, self.start + shift, self.end + shift)
 
 
-class Memory:
+class MemoryUse:
     """Where each value lives and when that memory is read last, kept up to date while ops go in place.
 
     >>> from crossfade.graph.text import parse
@@ -58,7 +58,7 @@ class Memory:
     ... return output("b", b)
     ... ''')
     >>> x, a, b, out = program.graph.nodes
-    >>> memory = Memory(program)
+    >>> memory = MemoryUse(program)
     >>> memory.last_read(memory.region[a]) == memory.position[b], memory.last_read(memory.region[b])
     (True, inf)
     """
@@ -72,9 +72,9 @@ class Memory:
         for node in self.nodes:
             for root in dict.fromkeys(memory_behind(node, roots)):
                 self.aliases.setdefault(root, []).append(node)
-        self._latest: dict[fx.Node, dict[Region, tuple[float, fx.Node | None]]] = {}
+        self._latest: dict[fx.Node, dict[ByteRange, tuple[float, fx.Node | None]]] = {}
 
-    def last_read(self, region: Region, *, ignoring: Container[fx.Node] = ()) -> float:
+    def last_read(self, region: ByteRange, *, ignoring: Container[fx.Node] = ()) -> float:
         """The position of the last node that reads memory overlapping the region; an output reads for ever.
 
         What is in flight counts with all of its memory, as it does to `verify`.
@@ -85,7 +85,7 @@ class Memory:
         last, reader = known[region]
         return self._last_reader(region, ignoring)[0] if reader in ignoring else last
 
-    def _last_reader(self, region: Region, ignoring: Container[fx.Node]) -> tuple[float, fx.Node | None]:
+    def _last_reader(self, region: ByteRange, ignoring: Container[fx.Node]) -> tuple[float, fx.Node | None]:
         last: tuple[float, fx.Node | None] = (-1, None)
         for alias in self.aliases[region.root]:
             place = self.region[alias]
@@ -108,13 +108,13 @@ class Memory:
         started = collectives.view(start)  # type: ignore[arg-type]
         return started.waits if started is not None else ()
 
-    def touched(self, node: fx.Node) -> tuple[set[Region], set[Region]]:
+    def touched(self, node: fx.Node) -> tuple[set[ByteRange], set[ByteRange]]:
         """The regions that an operator reads, and those that it writes; a view touches none."""
         written = {self.region[source] for source in written_inputs(node)}
         read = set() if only_looks(node.target) else {self.region[source] for source in node.all_input_nodes}
         return read - written, written
 
-    def merge(self, node: fx.Node, into: Region) -> None:
+    def merge(self, node: fx.Node, into: ByteRange) -> None:
         """Note that `node`'s own memory is now the region `into`, whose values so far are read no more."""
         old = self.region[node]
         moved = self.aliases.pop(old.root)
@@ -124,7 +124,7 @@ class Memory:
         self.aliases[into.root] = apart + moved
         self._latest.pop(into.root, None)
 
-    def add(self, node: fx.Node, like: fx.Node, region: Region) -> None:
+    def add(self, node: fx.Node, like: fx.Node, region: ByteRange) -> None:
         """Note a new node that names memory of a region, standing where `like` stands."""
         self.position[node], self.region[node] = self.position[like], region
         self.aliases[region.root].append(node)
@@ -149,22 +149,22 @@ class Memory:
             read = [other for other in read if other is not source]
         return any(self._may_overlap(other, self.region[source]) for other in read)
 
-    def _may_overlap(self, node: fx.Node, region: Region) -> bool:
+    def _may_overlap(self, node: fx.Node, region: ByteRange) -> bool:
         place = self.region[node]
         return place.overlaps(region) or (place.root is not region.root and node in self.aliases[region.root])
 
 
-def _regions(nodes: list[fx.Node], roots: dict[fx.Node, fx.Node]) -> dict[fx.Node, Region]:
+def _regions(nodes: list[fx.Node], roots: dict[fx.Node, fx.Node]) -> dict[fx.Node, ByteRange]:
     """The bytes of its root's memory that each value occupies: all of them where metadata cannot tell.
 
     Views carry the storage of what they view. A wait or an op already in place may carry one of its own: it is the
     argument that it looks like.
     """
-    regions: dict[fx.Node, Region] = {}
+    regions: dict[fx.Node, ByteRange] = {}
     begins: dict[tuple[fx.Node, int], int] = {}
     for node in nodes:
         root, value = roots[node], node.meta.get("val")
-        regions[node] = Region(root)
+        regions[node] = ByteRange(root)
         if not isinstance(value, Tensor) or value.layout is not torch.strided or _is_symbolic(value):
             continue
         storage = root, memory_id(value)
@@ -177,7 +177,7 @@ def _regions(nodes: list[fx.Node], roots: dict[fx.Node, fx.Node]) -> dict[fx.Nod
                 continue
             begins[storage] = regions[twins[0]].start - first
         start = begins[storage] + first
-        regions[node] = Region(root, start, start + _span(value))
+        regions[node] = ByteRange(root, start, start + _span(value))
     return regions
 
 

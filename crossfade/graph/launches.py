@@ -15,10 +15,10 @@ Size = int | str
 
 
 @dataclass(frozen=True, slots=True)
-class Described:
+class TensorType:
     """A tensor's dtype and sizes.
 
-    >>> print(Described("f32", (2, "s0")))
+    >>> print(TensorType("f32", (2, "s0")))
     f32[2, s0]
     """
 
@@ -33,14 +33,14 @@ class Described:
 class Sent:
     """A message to (`sends`) or from the rank `peer` of a group, counted in the group.
 
-    >>> print(Sent(True, 1, 0, Described("f32", (4,))))
+    >>> print(Sent(True, 1, 0, TensorType("f32", (4,))))
     a send of f32[4] to rank 1
     """
 
     sends: bool
     peer: int
     tag: int
-    tensor: Described
+    tensor: TensorType
 
     def __str__(self) -> str:
         tag = f" with tag {self.tag}" if self.tag else ""
@@ -52,9 +52,9 @@ class Sent:
 class Launch:
     """A collective, or one or more messages, as one rank starts it.
 
-    `members` is the group's size as the operator says it, `settings` what an operator of another kind is told.
+    `members` is the group's size as the operator says it, `settings` the settings of an operator of another kind.
 
-    >>> launch = Launch("a", "model.py:12", "all_reduce", "dp", (Described("f32", (4,)),), "sum")
+    >>> launch = Launch("a", "model.py:12", "all_reduce", "dp", (TensorType("f32", (4,)),), "sum")
     >>> print(launch, launch.where)
     all_reduce(sum) of f32[4] on dp node a [model.py:12]
     """
@@ -63,7 +63,7 @@ class Launch:
     source: str
     kind: str
     group: str
-    tensors: tuple[Described, ...] = ()
+    tensors: tuple[TensorType, ...] = ()
     reduce_op: str = ""
     root: int | None = None
     members: int | None = None
@@ -91,18 +91,20 @@ class Launch:
             return f"{' and '.join(map(str, self.messages))} of {self.group}"
         many = f"{len(self.tensors)} tensors in one call, " if self.coalesced else ""
         types = ", ".join(map(str, self.tensors[:3])) + (", ..." if len(self.tensors) > 3 else "")
-        told = [self.reduce_op] if self.reduce_op else []
-        told += [f"root {self.root}"] if self.root is not None else []
-        told += [f"{list(self.sent)} to, {list(self.received)} from each rank"] if self.sent or self.received else []
-        told += [self.settings] if self.settings else []
-        return f"{self.kind}{'(' + ', '.join(told) + ')' if told else ''} of {many}{types} on {self.group}"
+        settings = [self.reduce_op] if self.reduce_op else []
+        settings += [f"root {self.root}"] if self.root is not None else []
+        settings += (
+            [f"{list(self.sent)} to, {list(self.received)} from each rank"] if self.sent or self.received else []
+        )
+        settings += [self.settings] if self.settings else []
+        return f"{self.kind}{'(' + ', '.join(settings) + ')' if settings else ''} of {many}{types} on {self.group}"
 
 
 def difference(first: Launch, second: Launch) -> str | None:
     """In what two ranks' launches differ that ought to be one collective; None if they fit.
 
-    >>> mine = Launch("a", "", "all_reduce", "dp", (Described("f32", (4,)),), "sum")
-    >>> difference(mine, Launch("b", "", "all_reduce", "dp", (Described("f32", (8,)),), "sum"))
+    >>> mine = Launch("a", "", "all_reduce", "dp", (TensorType("f32", (4,)),), "sum")
+    >>> difference(mine, Launch("b", "", "all_reduce", "dp", (TensorType("f32", (8,)),), "sum"))
     'sizes'
     """
     if first.key == second.key:
@@ -170,7 +172,7 @@ def as_json(launches: Sequence[Launch]) -> list[dict[str, Any]]:
 def from_json(items: Sequence[dict[str, Any]]) -> list[Launch]:
     """The launches that `as_json` wrote.
 
-    >>> launch = Launch("a", "", "broadcast", "dp", (Described("f32", (4,)),), root=1)
+    >>> launch = Launch("a", "", "broadcast", "dp", (TensorType("f32", (4,)),), root=1)
     >>> from_json(as_json([launch])) == [launch]
     True
     """
@@ -184,5 +186,5 @@ def _launch(item: dict[str, Any]) -> Launch:
     return Launch(**{**item, **lists, "tensors": tensors, "messages": sent})
 
 
-def _described(item: dict[str, Any]) -> Described:
-    return Described(item["dtype"], tuple(item["shape"]))
+def _described(item: dict[str, Any]) -> TensorType:
+    return TensorType(item["dtype"], tuple(item["shape"]))

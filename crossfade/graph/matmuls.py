@@ -295,7 +295,7 @@ def _parts_of_result(
 
 def _covers(found: Sequence[Piece], factors: layouts.Factors) -> bool:
     """Whether pieces, outermost first, are exactly one dim."""
-    whole = layouts.merged(layouts.Factor(piece.size, piece.stride) for piece in found)
+    whole = layouts.merged(layouts.LayoutFactor(piece.size, piece.stride) for piece in found)
     return layouts.same_factors(whole, factors)
 
 

@@ -3,7 +3,7 @@
 What counts are storages, not nodes. A storage begins with the node that makes it and ends with the last use of any
 value that lives in it; views, waits and in-place results make none. A collective that reads its input while it
 travels keeps it until its wait; a coalesced one keeps all its results until the last. Inputs and constants are the
-caller's and are told apart, as `held`. Results stay. What an operator allocates and frees inside itself is not seen,
+caller's and are counted apart, as `held`. Results stay. What an operator allocates and frees inside itself is not seen,
 nor is an allocator's rounding.
 """
 

@@ -41,7 +41,7 @@ _SEEN_FROM_BELOW = {
 
 
 class Order:
-    """A snapshot of a graph's order: positions and dependencies. Build it anew after changing the graph.
+    """A snapshot of a graph's order: positions and dependencies. Build a new one after changing the graph.
 
     >>> from crossfade.graph.text import parse
     >>> program = parse('''
@@ -172,7 +172,7 @@ class Blocker:
 def move_together(order: Order, nodes: Sequence[fx.Node], *, before: fx.Node) -> Blocker | None:
     """Move some nodes, as one thing, to just before another node; or say what stands in the way, and move nothing.
 
-    A collective's nodes are `Collective.nodes`; `order` must be built anew after a move.
+    A collective's nodes are `Collective.nodes`; `order` is out of date after a move.
 
         >>> from crossfade.graph.text import parse
         >>> program = parse('''

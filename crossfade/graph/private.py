@@ -293,7 +293,7 @@ def work_of_future(future: Any) -> Any:
 def serve_in_python(group: torch.distributed.ProcessGroup, devices: tuple[str, ...]) -> None:
     """Give a process group written in Python what C++ asks of every one: a name, device types, a default backend.
 
-    All three live in a C++ backend, and none can be written in Python. torch's fake one serves; it is told to raise
+    All three live in a C++ backend, and none can be written in Python. torch's fake one serves; it is set to raise
     whenever a collective reaches it, since that would be one that passed the Python group by. Known on 2.11, 2.13.
     """
     from torch._C._distributed_c10d import FakeProcessGroup
@@ -424,7 +424,7 @@ def open_archive(path: str) -> Any:
 
 
 def record_bytes(archive: Any, record: str) -> int:
-    """The size of a record of an archive; read to be known on 2.11, which cannot tell it otherwise."""
+    """The size of a record of an archive; 2.11, which has no other way to ask, reads it."""
     if hasattr(archive, "get_record_size"):
         return archive.get_record_size(record)
     return len(archive.get_record(record))

@@ -108,7 +108,7 @@ class Program:
         """Refuse a signature that does not describe every placeholder and every result."""
         if len(self.placeholders) != len(self.inputs) or len(self.results) != len(self.outputs):
             raise CaptureError(
-                f"{len(self.placeholders)} placeholders and {len(self.results)} results in the graph",
+                f"the graph has {len(self.placeholders)} placeholders and {len(self.results)} results",
                 expected=f"{len(self.inputs)} and {len(self.outputs)}, as the signature says",
                 remedy="describe every placeholder and every flat output once",
             )
@@ -229,7 +229,7 @@ def _refuse_other_dialects(graph: fx.Graph) -> None:
             )
         if node.op == "placeholder" and "val" not in node.meta:
             raise CaptureError(
-                f"input {node.target} without metadata",
+                f"input {node.target} has no metadata",
                 remedy='trace with make_fx(..., tracing_mode="fake"), which leaves meta["val"] on every node',
             )
 

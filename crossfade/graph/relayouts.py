@@ -1,4 +1,4 @@
-"""Operators that lay elements out anew, in whatever spelling, and the values that are reached through them.
+"""Operators that only rearrange elements, in whatever spelling, and the values that are reached through them.
 
 `layout_of` says the layout of one value over one behind it, `spread` those of all values that follow from some.
 """
@@ -63,7 +63,7 @@ def layout_of(node: fx.Node, source: fx.Node) -> Layout:
         if value not in known:
             step = _step_of(value.target)
             if step is None:
-                raise Unreadable("it is not only laid out anew", f"{value.name} is made by {value.target}")
+                raise Unreadable("it is not only rearranged", f"{value.name} is made by {value.target}")
             known[value] = step(value, ask)
         return known[value]
 
@@ -134,7 +134,7 @@ def _is_whole(node: fx.Node, known: Mapping[fx.Node, Any]) -> bool:
 
 
 def _source(node: fx.Node) -> fx.Node | None:
-    """The one value that a node lays out anew, also if it joins pieces of it; None at a wait or anything else."""
+    """The value that a node rearranges, also if it joins pieces of it; None at a wait or anything else."""
     if node.op != "call_function" or is_wait(node) or _step_of(node.target) is None:
         return None
     first: Any = node.args[0] if node.args else next(iter(node.kwargs.values()))
@@ -255,7 +255,7 @@ def _unbind(node: fx.Node, known: Known) -> list[Layout]:
 def _element(node: fx.Node, known: Known) -> Layout:
     made = _first(node, known)
     if not isinstance(made, list):
-        raise Unreadable("it is not only laid out anew", f"{node.name} is an element of what is no list of pieces")
+        raise Unreadable("it is not only rearranged", f"{node.name} is an element of what is no list of pieces")
     return made[node.args[1]]  # type: ignore[index]
 
 

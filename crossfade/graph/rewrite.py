@@ -63,7 +63,7 @@ class Rule:
     """Rewrite `pattern` to what `replace` returns (a node or a constant), unless `check` returns a reason not to.
 
     A pattern is an expression of nested operator calls. Lower-case names capture (one name twice must be the same
-    thing), `_` matches anything, literals match themselves (`1` is neither `True` nor `1.0`), lists match item by
+    value), `_` matches anything, literals match themselves (`1` is neither `True` nor `1.0`), lists match item by
     item, `(aten.view | aten.reshape)` matches either. Arguments left out match their defaults only, written or not.
 
         >>> rule = Rule("double-negation", "aten.neg(aten.neg(x))", replace=lambda match: match["x"])
@@ -319,7 +319,7 @@ class _Sequence:
 
     @cached_property
     def literals(self) -> list[tuple[int, _Literal]]:
-        """What is quickly told apart: the items that match one thing only."""
+        """What is quickly compared: the items that match a single value."""
         return [(place, item) for place, item in enumerate(self.items) if isinstance(item, _Literal)]
 
     def matches(self, value: Any, bound: dict[str, Any]) -> bool:
@@ -411,7 +411,7 @@ def _arranged(pattern: _Call, target: Any) -> _Arranged:
 
 
 def _kind(argument: Any) -> Any:
-    """What tells quickly that an argument does not match: being a node, or the length of a list."""
+    """What shows quickly that an argument does not match: being a node, or the length of a list."""
     if isinstance(argument, fx.Node):
         return fx.Node
     return len(argument) if isinstance(argument, (tuple, list)) else None
@@ -438,7 +438,7 @@ class _Nothing:
 
 
 def _same(first: Any, second: Any) -> bool:
-    """Equality that tells `1`, `1.0` and `True` apart, also inside lists."""
+    """Equality that distinguishes `1`, `1.0` and `True`, also inside lists."""
     if first is second:
         return True
     if isinstance(first, (tuple, list)) and isinstance(second, (tuple, list)):

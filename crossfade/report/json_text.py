@@ -11,7 +11,7 @@ from dataclasses import asdict
 
 from crossfade.cost.timeline import Timeline
 from crossfade.errors import CrossfadeError
-from crossfade.files.found import Found
+from crossfade.files.found import FileValue
 from crossfade.files.plain import decoded_json
 from crossfade.graph.passes import PassRecord
 from crossfade.report.report import CollectiveCounts, Report, Table
@@ -58,7 +58,7 @@ def load(text: str, where: str = "text") -> Report:
     )
 
 
-def _checked(text: str, where: str) -> Found:
+def _checked(text: str, where: str) -> FileValue:
     remedy = "give it what Report.to_json wrote, with this version of crossfade"
     content = decoded_json(text, where, CrossfadeError, remedy, finite=False)
     found = content.get("format", "none") if isinstance(content, dict) else "none"
@@ -66,10 +66,10 @@ def _checked(text: str, where: str) -> Found:
         raise CrossfadeError(
             f"{where}, JSON of report format {str(found)[:80]}", expected=f"format {FORMAT}", remedy=remedy
         )
-    return Found(content, where, "", CrossfadeError, remedy)
+    return FileValue(content, where, "", CrossfadeError, remedy)
 
 
-def _table(item: Found) -> Table:
+def _table(item: FileValue) -> Table:
     rows = [[cell.read_as(Cell) for cell in row.items()] for row in item["rows"].items()]
     columns = [column.text() for column in item["columns"].items()]
     wrong = next((row for row in rows if len(row) != len(columns)), None)
@@ -83,7 +83,7 @@ def _sums(timeline: Timeline) -> dict[str, float | None]:
     return {**sums, "hidden": hidden(timeline)}
 
 
-def _timeline(item: Found) -> Timeline | None:
+def _timeline(item: FileValue) -> Timeline | None:
     if item.value is None:
         return None
     spans = {name: item[name].value for name in ("computation", "communication", "seconds", "source")}

@@ -218,7 +218,7 @@ def test_a_new_graph_is_verified():
 def test_verify_looks_inside():
     program = parse(COND)
     del first_call(program.constants["yes"]).meta["val"]
-    with pytest.raises(VerifyError, match="without metadata"):
+    with pytest.raises(VerifyError, match="has no metadata"):
         verify(program)
     verify(program, nested=False)
 
