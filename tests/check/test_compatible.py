@@ -193,11 +193,11 @@ def test_the_shortest_circle_is_told() -> None:
         ("reduce d da sum 4", "wait d", "reduce c cd sum 4", "wait c"),
     ]
     mesh = {"ab": (0, 1), "bc": (1, 2), "cd": (2, 3), "da": (0, 3)}
-    found = cf.check_compatible([program(*one) for one in circle], mesh)
+    found = cf.check_compatible([program(*events) for events in circle], mesh)
     assert found.findings[0].what == "ranks 0, 1, 2 and 3 wait for each other"
     wider = {**mesh, "cd": (1, 2, 3)}
     circle[1] = (*circle[1], "reduce c cd sum 4", "wait c")
-    found = cf.check_compatible([program(*one) for one in circle], wider)
+    found = cf.check_compatible([program(*events) for events in circle], wider)
     assert [place.rank for place in found.findings[0].places] == [1, 2]
 
 
@@ -316,7 +316,7 @@ def test_a_ring_of_messages_needs_a_batch_on_nccl(batched: bool) -> None:
     ring = [rank(number) for number in range(3)]
     assert cf.check_compatible(ring, {"pp": 3}, backend="gloo").messages == 3
     found = cf.check_compatible(ring, {"pp": 3})
-    assert [one.problem for one in found.findings] == ([] if batched else [FindingKind.NCCL])
+    assert [finding.problem for finding in found.findings] == ([] if batched else [FindingKind.NCCL])
 
 
 def test_a_rank_that_sends_to_itself_waits_for_itself() -> None:

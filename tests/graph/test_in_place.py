@@ -48,7 +48,7 @@ def test_regions_of_views_and_of_what_went_in_place():
     s: f32[] = aten.sum(v)
     return output("s", s), output("a", a)
     """)
-    node = {one.name: one for one in program.graph.nodes}
+    node = {each.name: each for each in program.graph.nodes}
     memory = MemoryUse(program)
     assert not memory.region[node["a"]].overlaps(memory.region[node["b"]])
     assert memory.region[node["n"]].overlaps(memory.region[node["b"]])
@@ -72,6 +72,6 @@ def test_an_element_may_be_written_until_the_last_of_its_siblings_is_waited_for(
     w1: f32[2] = c10d.wait_tensor(b1)
     return output("e", e), output("w1", w1)
     """)
-    node = {one.name: one for one in program.graph.nodes}
+    node = {each.name: each for each in program.graph.nodes}
     memory = MemoryUse(program)
     assert memory.last_read(memory.region[node["w0"]], ignoring=(node["e"],)) == memory.position[node["w1"]]
