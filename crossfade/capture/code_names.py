@@ -110,9 +110,8 @@ def is_looked_into(definition: Any) -> bool:
     if isinstance(definition, types.FunctionType):  # a decorator's says `__module__` of what it is around
         name = definition.__globals__.get("__name__")
     else:
-        name = (
-            definition.__name__ if isinstance(definition, types.ModuleType) else getattr(definition, "__module__", None)
-        )
+        is_module = isinstance(definition, types.ModuleType)
+        name = definition.__name__ if is_module else getattr(definition, "__module__", None)
     return isinstance(name, str) and not _is_known(name)
 
 

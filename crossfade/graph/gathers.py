@@ -17,20 +17,10 @@ from torch import Tensor, fx
 
 from crossfade.graph import collectives, layouts
 from crossfade.graph.collectives import Collective, Kind
-from crossfade.graph.layouts import (
-    Factors,
-    Layout,
-    LayoutFactor,
-    Size,
-    Unreadable,
-    merged,
-    same,
-    same_factors,
-    same_layout,
-)
+from crossfade.graph.layouts import Factors, Layout, LayoutFactor, Size, Unreadable, merged, same
 from crossfade.graph.operators import arguments
 from crossfade.graph.passes import Outcome, Verdict
-from crossfade.graph.relayouts import Refusal, Spread, ancestors, layout_of, spread
+from crossfade.graph.relayouts import Refusal, Spread, ancestors, laid_between, layout_of, spread
 from crossfade.graph.text import render_type
 
 
@@ -172,7 +162,7 @@ def _gather_of(gather: Collective, part: fx.Node) -> Gather | Refusal:
             between, results = [*between, *held], cuts
         result = next(node for node in results if node is not gather.node)
         also = tuple(node for node in results if node is not result)
-        nodes = _in_order({*_between(part, gather.inputs[0]), *between, *results})
+        nodes = tuple(sorted({*laid_between(part, gather.inputs[0]), *between, *results}))
         made = Gather(gather, part, dim, gather.group_size or 0, result, trim, nodes, also)
         if best is None or len(_behind(made)) > len(_behind(best)):
             best = made
@@ -197,7 +187,7 @@ def _ends(reached: Spread, wanted: dict[int, Layout], dtype: torch.dtype) -> dic
         if layout is None or _dtype(node) != dtype:
             continue
         for dim, expected in wanted.items():
-            if same_layout(layout, expected):
+            if layouts.same_layout(layout, expected):
                 found.setdefault(dim, set()).add(node)
     return found
 
@@ -293,7 +283,7 @@ def _scatter_of(scatter: Collective, whole: fx.Node) -> Scatter | Refusal:
         results, between = closed
         result = next(node for node in results if node is not scatter.node)
         also = tuple(node for node in results if node is not result)
-        nodes = _in_order({*_between(whole, scatter.inputs[0]), *between, *results})
+        nodes = tuple(sorted({*laid_between(whole, scatter.inputs[0]), *between, *results}))
         return Scatter(scatter, whole, dim, scatter.group_size or 0, scatter.reduce_op or "", result, nodes, also)
     return Refusal(scatter.node, "something reads it before its part is laid out", early) if early else apart
 
@@ -316,7 +306,7 @@ def _own_parts(own: Layout, outer: LayoutFactor, scattered: Factors, inner: Fact
         part = merged((LayoutFactor(size, factors[0].stride),)) if size is not None else None
         if part is not None and not same(outer.stride, size * factors[0].stride):
             part = None
-        if part is None and factors and same_factors(factors, scattered):
+        if part is None and factors and layouts.same_factors(factors, scattered):
             part = inner  # symbolic: not provably whole parts, but the collective takes no others
         if part is not None:
             found[dim] = replace(own, dims=(*own.dims[:dim], part, *own.dims[dim + 1 :]))
@@ -339,22 +329,6 @@ def _not_plain(moved: Collective) -> Refusal | None:
     if any(same(size, 0) for size in value.shape):
         return Refusal(moved.node, "it moves nothing", _described(moved.inputs[0]))
     return None
-
-
-def _between(source: fx.Node, node: fx.Node) -> set[fx.Node]:
-    """The nodes through which `node` is laid out from `source`: with the one, without the other."""
-    found: set[fx.Node] = set()
-    stack = [node] if node is not source else []
-    while stack:
-        node = stack.pop()
-        if node is not source and node not in found:
-            found.add(node)
-            stack += [read for read in node.all_input_nodes if isinstance(read.meta.get("val"), Tensor | list | tuple)]
-    return found
-
-
-def _in_order(nodes: set[fx.Node]) -> tuple[fx.Node, ...]:
-    return tuple(sorted(nodes))
 
 
 def _dtype(node: fx.Node) -> torch.dtype:

@@ -93,9 +93,8 @@ class Launch:
         types = ", ".join(map(str, self.tensors[:3])) + (", ..." if len(self.tensors) > 3 else "")
         settings = [self.reduce_op] if self.reduce_op else []
         settings += [f"root {self.root}"] if self.root is not None else []
-        settings += (
-            [f"{list(self.sent)} to, {list(self.received)} from each rank"] if self.sent or self.received else []
-        )
+        if self.sent or self.received:
+            settings.append(f"{list(self.sent)} to, {list(self.received)} from each rank")
         settings += [self.settings] if self.settings else []
         return f"{self.kind}{'(' + ', '.join(settings) + ')' if settings else ''} of {many}{types} on {self.group}"
 

@@ -22,7 +22,7 @@ from crossfade.graph import layouts
 from crossfade.graph.layouts import Layout, Piece, Size, Unreadable, same, same_shape
 from crossfade.graph.matmul_forms import Form, form_of
 from crossfade.graph.program import size_hint
-from crossfade.graph.relayouts import Refusal, Spread, ancestors, layout_of, spread
+from crossfade.graph.relayouts import Refusal, Spread, ancestors, laid_between, layout_of, spread
 from crossfade.graph.text import render_type
 
 OTHER_READER = "something else than a matmul reads it"
@@ -243,7 +243,7 @@ def _product_before(value: fx.Node) -> Product:
         scales=None,
         dtype=value.meta["val"].dtype,
         shape=tuple(letter.size for letter in result),
-        nodes=(matmul, *_path(value, set(_made_from(matmul, value)))),
+        nodes=(matmul, *_path(value, {matmul, *laid_between(matmul, value)})),
         matmul=matmul,
         letters=tuple(map(_joined, letters)),
         operand_shape=left_shape,
@@ -433,19 +433,6 @@ def _path(node: fx.Node, inside: set[fx.Node]) -> tuple[fx.Node, ...]:
             found.add(node)
             stack += behind
     return tuple(sorted(found))
-
-
-def _made_from(source: fx.Node, node: fx.Node) -> list[fx.Node]:
-    """The nodes between a source and a node that is laid out from it, both included."""
-    found = [source]
-    stack, seen = [node], {source}
-    while stack:
-        node = stack.pop()
-        if node not in seen:
-            seen.add(node)
-            found.append(node)
-            stack += [read for read in node.all_input_nodes if isinstance(read.meta.get("val"), Tensor | list | tuple)]
-    return found
 
 
 def _names() -> str:

@@ -83,6 +83,18 @@ def ancestors(node: fx.Node) -> list[fx.Node]:
     return found
 
 
+def laid_between(source: fx.Node, node: fx.Node) -> set[fx.Node]:
+    """The nodes through which `node` is laid out from `source`: with `node`, without `source`."""
+    found: set[fx.Node] = set()
+    stack = [node]
+    while stack:
+        last = stack.pop()
+        if last is not source and last not in found:
+            found.add(last)
+            stack += [read for read in last.all_input_nodes if isinstance(read.meta.get("val"), Tensor | list | tuple)]
+    return found
+
+
 @dataclass(frozen=True, slots=True)
 class Spread:
     """What is reached from some values: the layouts of re-laid values, and who reads one without being one.
