@@ -133,7 +133,7 @@ BAD: dict[str, tuple[type[CrossfadeError], str, Callable[[nn.Module], Any]]] = {
     ),
     "mesh larger than the world": (
         MeshError,
-        r"a mesh of 8 ranks in a world of 1; .* Remedy: start 8 processes",
+        r"a mesh of 8 ranks in a world of 1: .* Remedy: start 8 processes",
         lambda m: compiled(m, mesh={"dp": 8}),
     ),
     "axis of a later version": (NotYetError, r"mesh axes tp", lambda m: compiled(m, mesh={"tp": 2})),
@@ -147,7 +147,7 @@ BAD: dict[str, tuple[type[CrossfadeError], str, Callable[[nn.Module], Any]]] = {
         r"weight is on the meta device, .* Remedy: materialise the model first",
         lambda m: compiled(nn.Linear(4, 2, device="meta")),
     ),
-    "nothing to train": (ModelError, r"no parameter that requires", lambda m: compiled(nn.ReLU(), sgd(m))),
+    "nothing to train": (ModelError, r"no parameter of this ReLU requires a gradient", lambda m: compiled(nn.ReLU(), sgd(m))),
     "loss that is not a number": (
         CaptureError,
         r"the loss is a tensor of shape \(6, 2\): .* Remedy: reduce it with .mean\(\)",
