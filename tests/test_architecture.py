@@ -78,3 +78,63 @@ def test_collectives_are_named_in_one_file() -> None:
 
 def test_files_are_rooms_not_warehouses() -> None:
     assert [path.name for path in FILES if len(path.read_text().splitlines()) > 500] == []
+
+
+def module_name(path: Path) -> str:
+    parts = path.relative_to(PACKAGE.parent).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+MODULES = {module_name(path): path for path in FILES}
+
+
+def imported_modules(path: Path) -> set[str]:
+    """Our modules that a file imports, wherever: inside functions and for type checking as well."""
+    return {name if name in MODULES else name.rpartition(".")[0] for name in imports(path)} & MODULES.keys()
+
+
+@pytest.mark.parametrize("name", sorted({room(path) for path in FILES}))
+def test_no_room_imports_in_a_circle(name: str) -> None:
+    inside = {module for module, path in MODULES.items() if room(path) == name}
+    waiting = {module: (imported_modules(MODULES[module]) & inside) - {module} for module in inside}
+    while free := [module for module, needed in waiting.items() if not needed & waiting.keys()]:
+        for module in free:
+            del waiting[module]
+    assert sorted(waiting) == []  # a circle, and what stands above it
+
+
+def own_names(tree: ast.AST) -> set[str]:
+    """The names that a file defines, as functions, classes, fields, or attributes of `self`."""
+    names = set()
+    for node in ast.walk(tree):
+        match node:
+            case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) | ast.ClassDef(name=name):
+                names.add(name)
+            case ast.Name(id=name, ctx=ast.Store()) | ast.Attribute(attr=name, ctx=ast.Store(), value=ast.Name("self")):
+                names.add(name)
+    return names
+
+
+def foreign_private_attributes(path: Path) -> list[str]:
+    """Private attributes that a file asks objects of others for; `aten._to_copy` is an operator's name, and private
+    names of the standard library are read in the open (`sys._getframe`)."""
+    tree = ast.parse(path.read_text())
+    own = own_names(tree) | {"_replace", "_asdict", "_fields"}  # of a NamedTuple: documented
+    public = {"aten", "_aten", "_ops", "torch.ops", "torch.ops.aten", "sys", "os", "functools", "pickle"}
+    found = []
+    for node in ast.walk(tree):
+        match node:
+            case ast.Attribute(value=value, attr=name):
+                pass
+            case ast.Call(func=ast.Name("getattr" | "hasattr" | "setattr"), args=[value, ast.Constant(str(name)), *_]):
+                pass
+            case _:
+                continue
+        if name.startswith("_") and not name.startswith("__") and name not in own and ast.unparse(value) not in public:
+            found.append(f"line {node.lineno}: {ast.unparse(node)}")
+    return found
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_private_attributes_are_asked_for_in_one_file(path: Path) -> None:
+    assert path.name == "private.py" or foreign_private_attributes(path) == []

@@ -119,7 +119,7 @@ def _described(leaf: Tensor) -> Hashable:
 
 def _check_common_size(sizes: dict[str, int]) -> None:
     if not sizes:
-        raise BatchError("a batch without a tensor to split", remedy="pass at least one tensor with a batch dim")
+        raise BatchError("the batch has no tensor to split", remedy="pass at least one tensor with a batch dim")
     first, size = next(iter(sizes.items()))
     for name, other in sizes.items():
         if other != size:

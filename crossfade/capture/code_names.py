@@ -22,7 +22,7 @@ _OPEN = (types.SimpleNamespace, argparse.Namespace, UserDict, UserList, ChainMap
 """Classes of the standard library that are nothing but what they hold."""
 
 
-class Names(NamedTuple):
+class CodeNames(NamedTuple):
     """What code reads by name; `computed` says that it may read attributes by names that it makes up."""
 
     globals: frozenset[str]
@@ -31,7 +31,7 @@ class Names(NamedTuple):
 
 
 @lru_cache(maxsize=8192)
-def names_in(code: types.CodeType) -> Names:
+def names_in(code: types.CodeType) -> CodeNames:
     """What a function's code, and that of the functions inside it, reads. What it writes first is no part of it.
 
     >>> def forward(self, x):
@@ -45,12 +45,12 @@ def names_in(code: types.CodeType) -> Names:
     attributes: set[str] = set()
     for part in _with_parts(code):
         instructions = list(dis.get_instructions(part))
-        read_globally |= {one.argval for one in instructions if one.opname in ("LOAD_GLOBAL", "LOAD_NAME")}
+        read_globally |= {op.argval for op in instructions if op.opname in ("LOAD_GLOBAL", "LOAD_NAME")}
         attributes |= _attributes_read(instructions, straight=not part.co_exceptiontable)
-        words = (one.argval for one in instructions if one.opcode in dis.hasconst and isinstance(one.argval, str))
+        words = (op.argval for op in instructions if op.opcode in dis.hasconst and isinstance(op.argval, str))
         attributes |= {word for word in words if word.isidentifier()}
     computed = not _COMPUTED.isdisjoint(read_globally | attributes)
-    return Names(frozenset(read_globally), frozenset(attributes), computed)
+    return CodeNames(frozenset(read_globally), frozenset(attributes), computed)
 
 
 def _attributes_read(instructions: list[dis.Instruction], *, straight: bool) -> set[str]:
@@ -62,16 +62,16 @@ def _attributes_read(instructions: list[dis.Instruction], *, straight: bool) -> 
     conditional_until = -1
     written: set[tuple[str, str]] = set()
     read: set[str] = set()
-    for before, one in zip([None, *instructions], instructions, strict=False):
-        if one.opcode in (*dis.hasjrel, *dis.hasjabs):
-            conditional_until = max(conditional_until, int(one.argval))
-        if one.opcode not in dis.hasname or one.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
+    for before, op in zip([None, *instructions], instructions, strict=False):
+        if op.opcode in (*dis.hasjrel, *dis.hasjabs):
+            conditional_until = max(conditional_until, int(op.argval))
+        if op.opcode not in dis.hasname or op.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
             continue
         owner = _variable_loaded(before)
-        if straight and one.opname == "STORE_ATTR" and owner not in replaced and one.offset >= conditional_until:
-            written.add((owner, one.argval))
-        elif not one.opname.startswith(("STORE_", "DELETE_")) and (owner, one.argval) not in written:
-            read.add(one.argval)
+        if straight and op.opname == "STORE_ATTR" and owner not in replaced and op.offset >= conditional_until:
+            written.add((owner, op.argval))
+        elif not op.opname.startswith(("STORE_", "DELETE_")) and (owner, op.argval) not in written:
+            read.add(op.argval)
     return read
 
 
@@ -84,7 +84,7 @@ def _variable_loaded(instruction: dis.Instruction | None) -> str:
 
 def _variables_stored(instructions: list[dis.Instruction]) -> set[str]:
     """Local variables that change their meaning on the way; the empty name, of none, among them."""
-    given = [one.argval for one in instructions if "STORE_FAST" in one.opname or one.opname == "DELETE_FAST"]
+    given = [op.argval for op in instructions if "STORE_FAST" in op.opname or op.opname == "DELETE_FAST"]
     return {"", *(name for value in given for name in (value if isinstance(value, tuple) else (value,)))}
 
 
@@ -100,17 +100,18 @@ def _is_known(name: str) -> bool:
     return name.partition(".")[0] in _NOT_LOOKED_INTO
 
 
-def is_looked_into(thing: Any) -> bool:
+def is_looked_into(definition: Any) -> bool:
     """Whether the insides of a class, function or Python module are the user's, or a library's that we know nothing of.
 
     >>> from torch import nn
     >>> is_looked_into(nn.Linear), is_looked_into(types), is_looked_into(is_looked_into)
     (False, False, True)
     """
-    if isinstance(thing, types.FunctionType):  # a decorator's says `__module__` of what it is around
-        name = thing.__globals__.get("__name__")
+    if isinstance(definition, types.FunctionType):  # a decorator's says `__module__` of what it is around
+        name = definition.__globals__.get("__name__")
     else:
-        name = thing.__name__ if isinstance(thing, types.ModuleType) else getattr(thing, "__module__", None)
+        is_module = isinstance(definition, types.ModuleType)
+        name = definition.__name__ if is_module else getattr(definition, "__module__", None)
     return isinstance(name, str) and not _is_known(name)
 
 
@@ -136,13 +137,13 @@ def slots_of(kind: type) -> tuple[str, ...]:
     )
 
 
-def names_of_getter(thing: Any) -> frozenset[str] | None:
+def names_of_getter(getter: Any) -> frozenset[str] | None:
     """The attributes that an `operator.attrgetter` or `methodcaller` reads; None for anything else.
 
     >>> names_of_getter(operator.attrgetter("config.scale")) == {"config", "scale"}
     True
     """
-    if not isinstance(thing, operator.attrgetter | operator.methodcaller):
+    if not isinstance(getter, operator.attrgetter | operator.methodcaller):
         return None
-    given = thing.__reduce__()[1]
+    given = getter.__reduce__()[1]
     return frozenset(part for name in given if isinstance(name, str) for part in name.split("."))

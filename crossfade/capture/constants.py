@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from crossfade.capture.tracing import users_line
 from crossfade.errors import CaptureError
-from crossfade.graph.private import TorchDispatchMode
+from crossfade.graph.operators import by_name
+from crossfade.graph.private import TorchDispatchMode, schema_of
 
 _PLAIN = (Tensor, nn.Parameter, nn.Buffer)
 
@@ -23,7 +24,7 @@ def check_constants(constants: Mapping[str, Any], model: nn.Module, name_of: Cal
         >>> model = nn.Linear(2, 1)
         >>> check_constants({"c": model.weight}, model, lambda tensor: "loss_fn.weight")
         Traceback (most recent call last):
-        crossfade.errors.CaptureError: parameter weight read from loss_fn.weight...
+        crossfade.errors.CaptureError: parameter weight is read from loss_fn.weight...
     """
     own = {_memory(parameter): name for name, parameter in model.named_parameters() if type(parameter) in _PLAIN}
     for constant in constants.values():
@@ -32,14 +33,13 @@ def check_constants(constants: Mapping[str, Any], model: nn.Module, name_of: Cal
         where = name_of(constant)
         if (name := own.get(_memory(constant))) is not None:
             raise CaptureError(
-                f"parameter {name} read from {where or 'a list, a closure or a view'}",
+                f"parameter {name} is read from {where or 'a list, a closure or a view'}",
                 expected="parameters read from the modules that own them, as it is these that are trained",
                 remedy=f"read model.{name} in the forward or the loss, or pass what you need of it from the forward",
             )
         if constant.requires_grad:
             raise CaptureError(
-                f"{where or f'a tensor of shape {tuple(constant.shape)}'}, which requires a gradient and is not the "
-                "model's",
+                f"{where or f'a tensor of shape {tuple(constant.shape)}'} requires a gradient and is not the model's",
                 expected="parameters that the optimizer trains, or tensors that stay as they are",
                 remedy="make it a part of the model (loss_fn=None: the model returns the loss itself), or freeze it "
                 "with requires_grad_(False)",
@@ -56,9 +56,9 @@ class NoWrites(TorchDispatchMode):
     and no checkpoint would have it."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func._schema.is_mutable:
-            given = {**dict(zip([one.name for one in func._schema.arguments], args, strict=False)), **(kwargs or {})}
-            for argument in func._schema.arguments:
+        if schema_of(func).is_mutable:
+            given = by_name(func, args, kwargs or {})
+            for argument in schema_of(func).arguments:
                 if argument.alias_info is not None and argument.alias_info.is_write:
                     _check_written(func, given.get(argument.name))
         return func(*args, **(kwargs or {}))
@@ -68,7 +68,7 @@ def _check_written(func: Any, value: Any) -> None:
     for tensor in value if isinstance(value, list | tuple) else [value]:
         if type(tensor) in _PLAIN:
             raise CaptureError(
-                f"a tensor of shape {tuple(tensor.shape)}, neither parameter nor buffer, changed in place by {func}"
+                f"a tensor of shape {tuple(tensor.shape)}, neither parameter nor buffer, is changed in place by {func}"
                 f"{users_line(traceback.extract_stack())}",
                 expected="state that the model keeps in buffers",
                 remedy="register it with register_buffer(name, tensor), or change it between steps",

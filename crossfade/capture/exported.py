@@ -50,11 +50,11 @@ def capture_exported(exported: ExportedProgram) -> Program:
 
 def _input(spec: Any) -> Input:
     if spec.kind not in _INPUTS:
-        raise CaptureError(f"an exported input of kind {spec.kind.name}", remedy="export the model without it")
+        raise CaptureError(f"the program has an input of kind {spec.kind.name}", remedy="export the model without it")
     return Input(_INPUTS[spec.kind], spec.target or spec.arg.name)
 
 
 def _output(spec: Any) -> Output:
     if spec.kind not in _OUTPUTS:
-        raise CaptureError(f"an exported output of kind {spec.kind.name}", remedy="export the model without it")
+        raise CaptureError(f"the program has an output of kind {spec.kind.name}", remedy="export the model without it")
     return Output(_OUTPUTS[spec.kind], spec.target or getattr(spec.arg, "name", "constant"))

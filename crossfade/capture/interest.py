@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from crossfade.capture.code_names import Names
+from crossfade.capture.code_names import CodeNames
 
 Then = Callable[[], None]
 
@@ -15,7 +15,7 @@ class Interest:
     >>> interest, found = Interest(), []
     >>> interest.when("scale", lambda: found.append("scale"))
     >>> interest.when("epoch", lambda: found.append("epoch"))
-    >>> interest.mention(Names(frozenset(), frozenset({"scale", "bias"}), computed=False))
+    >>> interest.mention(CodeNames(frozenset(), frozenset({"scale", "bias"}), computed=False))
     >>> found
     ['scale']
     """
@@ -33,7 +33,7 @@ class Interest:
         else:
             (self._waiting if code else self._by_any_name).setdefault(name, []).append(then)
 
-    def mention(self, names: Names) -> None:
+    def mention(self, names: CodeNames) -> None:
         """Some code reads these."""
         new = names.attributes - self._mentioned
         self._mentioned |= new

@@ -30,7 +30,7 @@ def _sgd_state(group: Mapping[str, Any], parameter: Tensor, present: Mapping[str
         return {}
     if group["dampening"] and present.get("momentum_buffer") is None:
         raise OptimizerError(
-            f"SGD with dampening={group['dampening']} and no momentum buffers yet",
+            f"SGD has dampening={group['dampening']} and no momentum buffers yet",
             expected="dampening=0, or buffers from an earlier step (the first step is not dampened)",
             remedy="take the first step with optimizer.step(), then compile; or use dampening=0",
         )
@@ -62,12 +62,14 @@ def check_optimizer(optimizer: Optimizer, names: Mapping[Tensor, str]) -> None:
     """Refuse what cannot be captured: other optimizers, options that change its kind, foreign parameters."""
     if type(optimizer) not in _INITIAL_STATE:
         raise OptimizerError(
-            f"the optimizer {type(optimizer).__name__}",
+            f"the optimizer {type(optimizer).__name__} cannot be captured",
             expected=f"one of {', '.join(kind.__name__ for kind in _INITIAL_STATE)}",
             remedy="use one of those, or keep this optimizer and compile only the forward and backward",
         )
     if has_step_hooks(optimizer):
-        raise OptimizerError("hooks around the optimizer's step", remedy="remove them, and call them between steps")
+        raise OptimizerError(
+            "the optimizer has hooks around its step", remedy="remove them, and call them between steps"
+        )
     for index, group in enumerate(optimizer.param_groups):
         for option in _REFUSED_OPTIONS:
             if group.get(option):
@@ -77,12 +79,12 @@ def check_optimizer(optimizer: Optimizer, names: Mapping[Tensor, str]) -> None:
                 )
         if isinstance(group["lr"], Tensor):
             raise OptimizerError(
-                f"a tensor as the learning rate of group {index}", remedy="pass a float; it stays an input of the step"
+                f"the learning rate of group {index} is a tensor", remedy="pass a float; it stays an input of the step"
             )
         for parameter in group["params"]:
             if parameter not in names:
                 raise OptimizerError(
-                    f"a parameter of shape {tuple(parameter.shape)} in group {index} that is not the model's",
+                    f"a parameter of shape {tuple(parameter.shape)} in group {index} is not the model's",
                     remedy="build the optimizer from model.parameters()",
                 )
 
@@ -155,7 +157,7 @@ def append_optimizer(
         )
         norm = _clip({n: by_name[n] for n in names.values() if n in by_name}, clip_grad_norm, split_over or {})
         shadow.step()
-        return [*parameter_values, *(value for one in states for value in one.values()), *norm]
+        return [*parameter_values, *(value for state in states for value in state.values()), *norm]
 
     fakes = (
         [operands[n].meta["val"] for n in ready],
@@ -235,11 +237,11 @@ def _clip(parameters: Mapping[str, Tensor], limit: float | None, split_over: Map
     if not split_over:
         return [torch.nn.utils.clip_grad_norm_(list(parameters.values()), limit, foreach=False)]
     gradients = {name: parameter.grad for name, parameter in parameters.items() if parameter.grad is not None}
-    kind = functools.reduce(torch.promote_types, (one.dtype.to_real() for one in gradients.values()))
+    kind = functools.reduce(torch.promote_types, (gradient.dtype.to_real() for gradient in gradients.values()))
     norm = _norm_of_all(gradients, split_over, torch.promote_types(kind, torch.float32))
     scale = torch.clamp(limit / (norm + 1e-6), max=1.0)  # as torch.nn.utils.clip_grad_norm_ does
-    for one in gradients.values():
-        one.mul_(scale)
+    for gradient in gradients.values():
+        gradient.mul_(scale)
     return [norm.to(kind)]
 
 
@@ -250,13 +252,13 @@ def _norm_of_all(gradients: Mapping[str, Tensor], split_over: Mapping[str, str],
     """
     total = next(iter(gradients.values())).new_zeros((), dtype=wide)
     for group in dict.fromkeys(split_over.values()):
-        own = [one for name, one in gradients.items() if split_over.get(name) == group]
+        own = [gradient for name, gradient in gradients.items() if split_over.get(name) == group]
         if own:
-            squares = torch.stack([_square_of_norm(one, wide) for one in own]).sum()
+            squares = torch.stack([_square_of_norm(gradient, wide) for gradient in own]).sum()
             total = total + collectives.wait(collectives.all_reduce(squares, "sum", group))
-    for name, one in gradients.items():
+    for name, gradient in gradients.items():
         if name not in split_over:
-            total = total + _square_of_norm(one, wide)
+            total = total + _square_of_norm(gradient, wide)
     return total.sqrt()
 
 

@@ -20,11 +20,11 @@ import numpy as np
 import torch
 from torch import nn
 
-from crossfade.capture.code_names import Names, is_looked_into, is_open, names_in, names_of_getter, slots_of
+from crossfade.capture.code_names import CodeNames, is_looked_into, is_open, names_in, names_of_getter, slots_of
 from crossfade.capture.interest import Interest
-from crossfade.capture.tokens import Serials, Thing, Token, digest, memory_of, plain_token
+from crossfade.capture.tokens import ObjectToken, Serials, Token, digest, memory_of, plain_token
 from crossfade.capture.watch import Watch, is_filled, state_of_constant
-from crossfade.graph.private import global_module_hooks, has_hooks
+from crossfade.graph.private import global_module_hooks, has_hooks, own_buffers, own_modules, own_parameters
 
 LOOKED_AT = 200_000
 """Values that one walk looks at; what lies beyond counts as changed when it is replaced."""
@@ -75,7 +75,7 @@ class Reading:
         self._own_tensors = {
             id(tensor)
             for module in own.values()
-            for registry in (module._parameters, module._buffers)
+            for registry in (own_parameters(module), own_buffers(module))
             for tensor in registry.values()
         }
         self._interest = Interest()
@@ -109,7 +109,7 @@ class Reading:
 
     def _met_again(self, path: str, first: str) -> None:
         if path != first:
-            self._set(path, Thing(f"the same as {first}", (first,)))
+            self._set(path, ObjectToken(f"the same as {first}", (first,)))
 
     def _watch_holders(self) -> None:
         for holder in (*self._holders, *self._globals.values()):
@@ -142,7 +142,7 @@ class Reading:
             case types.ModuleType():
                 self._python_module(path, value)
             case _ if (parts := _parts_of(value)) is not None:
-                self._set(path, Thing(f"a {type(value).__name__}", tuple(parts)))
+                self._set(path, ObjectToken(f"a {type(value).__name__}", tuple(parts)))
                 self._named(path, parts)
             case types.FunctionType():
                 self._function(path, value)
@@ -151,13 +151,13 @@ class Reading:
 
     def _replaced(self, path: str, value: Any) -> None:
         """Something that is not looked into."""
-        self._set(path, Thing(_words(value), (self._serials.of(value),)))
+        self._set(path, ObjectToken(_words(value), (self._serials.of(value),)))
         if not isinstance(value, types.ModuleType | types.FunctionType | types.BuiltinFunctionType | type):
             self.if_replaced[type(value).__qualname__] += 1
 
     def _module(self, path: str, module: nn.Module) -> None:
-        kind, children = type(module), module._modules
-        self._set(path, Thing(f"a {kind.__name__}", (self._serials.of(kind), *children.keys())))
+        kind, children = type(module), own_modules(module)
+        self._set(path, ObjectToken(f"a {kind.__name__}", (self._serials.of(kind), *children.keys())))
         self._class_of(module)
         everything = not is_looked_into(kind)
         holder = self._hold(vars(module))
@@ -174,7 +174,7 @@ class Reading:
 
     def _tensors_of(self, path: str, module: nn.Module) -> None:
         own = id(module) in self._own_modules
-        for registry, look in ((module._parameters, self._parameter), (module._buffers, self._buffer)):
+        for registry, look in ((own_parameters(module), self._parameter), (own_buffers(module), self._buffer)):
             self.watch.mapping(registry)
             for name, tensor in registry.items():
                 if own and tensor is not None:
@@ -184,11 +184,11 @@ class Reading:
 
     def _parameter(self, path: str, parameter: torch.Tensor) -> None:
         facts = parameter.requires_grad, parameter.dtype, has_hooks(parameter)
-        self._set(path, Thing(_of_parameter(parameter), (self._serials.of(parameter), *facts)))
+        self._set(path, ObjectToken(_of_parameter(parameter), (self._serials.of(parameter), *facts)))
         self.watch.parameter(parameter)
 
     def _buffer(self, path: str, buffer: torch.Tensor) -> None:
-        self._set(path, Thing(_of_tensor(buffer), (buffer.shape, buffer.dtype)))
+        self._set(path, ObjectToken(_of_tensor(buffer), (buffer.shape, buffer.dtype)))
         self.watch.buffer(buffer)
 
     def _tensor(self, path: str, tensor: torch.Tensor) -> None:
@@ -197,12 +197,12 @@ class Reading:
         if id(tensor) not in self._own_tensors:
             facts += (*state_of_constant(tensor), self._contents(memory_of(tensor), f"tensors on {tensor.device.type}"))
             self.watch.constant(tensor)
-        self._set(path, Thing(_of_tensor(tensor), facts))
+        self._set(path, ObjectToken(_of_tensor(tensor), facts))
 
     def _array(self, path: str, array: np.ndarray) -> None:
         contents = self._contents(memory_of(array), "arrays")
         facts = (array.shape, array.dtype, contents) if contents is not None else (self._serials.of(array),)
-        self._set(path, Thing(f"an array of shape {array.shape}", facts))
+        self._set(path, ObjectToken(f"an array of shape {array.shape}", facts))
 
     def _contents(self, memory: np.ndarray | None, kind: str) -> bytes | None:
         if memory is None or self._hashed + memory.nbytes > HASHED:
@@ -214,14 +214,14 @@ class Reading:
 
     def _mapping(self, path: str, mapping: Mapping[Any, Any]) -> None:
         keys = [plain_token(key) or self._serials.of(key) for key in mapping]
-        self._set(path, Thing(_words(mapping), (type(mapping), *keys)))
+        self._set(path, ObjectToken(_words(mapping), (type(mapping), *keys)))
         self.watch.mapping(mapping)
         for key, value in mapping.items():
             self._value(f"{path}[{key!r}]" if plain_token(key) else f"{path}[a {type(key).__name__}]", value)
         self._beside(path, mapping)
 
     def _members(self, path: str, members: Collection[Any]) -> None:
-        self._set(path, Thing(_words(members), (type(members), len(members))))
+        self._set(path, ObjectToken(_words(members), (type(members), len(members))))
         if not isinstance(members, tuple | frozenset):
             self.watch.members(members)
         for index, member in enumerate(members):
@@ -236,7 +236,7 @@ class Reading:
     def _function(self, path: str, function: types.FunctionType) -> None:
         """Torch's own functions are not looked into, but a decorator of torch's may hold one of the user's."""
         code = function.__code__
-        self._set(path, Thing(_words(function), (self._serials.of(code),)))
+        self._set(path, ObjectToken(_words(function), (self._serials.of(code),)))
         self.watch.function(function)
         self.watch.mapping(function.__dict__)
         cells = zip(code.co_freevars, function.__closure__ or (), strict=True)
@@ -258,41 +258,41 @@ class Reading:
     def _python_module(self, path: str, module: types.ModuleType) -> None:
         if not is_looked_into(module):
             return self._replaced(path, module)
-        self._set(path, Thing(f"the module {module.__name__}", (self._serials.of(module),)))
+        self._set(path, ObjectToken(f"the module {module.__name__}", (self._serials.of(module),)))
         holder = self._globals.setdefault(id(vars(module)), _Holder(vars(module), sized=False))
         for name in vars(module):
             read = functools.partial(self._read_globals, holder.mapping, (name,))
             self._interest.when(name, read, code=True)
         return None
 
-    def _object(self, path: str, thing: Any) -> None:
-        kind = type(thing)
-        if (names := names_of_getter(thing)) is not None:
-            self._interest.mention(Names(frozenset(), names, computed=False))
+    def _object(self, path: str, instance: Any) -> None:
+        kind = type(instance)
+        if (names := names_of_getter(instance)) is not None:
+            self._interest.mention(CodeNames(frozenset(), names, computed=False))
         if not is_looked_into(kind) and not is_open(kind):
-            return self._replaced(path, thing)
-        self._set(path, Thing(f"a {kind.__qualname__}", (self._serials.of(kind),)))
-        self._attributes(path, thing)
+            return self._replaced(path, instance)
+        self._set(path, ObjectToken(f"a {kind.__qualname__}", (self._serials.of(kind),)))
+        self._attributes(path, instance)
         return None
 
-    def _attributes(self, path: str, thing: Any) -> None:
-        self._class_of(thing)
-        kind, mapping = type(thing), getattr(thing, "__dict__", None)
+    def _attributes(self, path: str, instance: Any) -> None:
+        self._class_of(instance)
+        kind, mapping = type(instance), getattr(instance, "__dict__", None)
         if isinstance(mapping, dict):
             holder = self._hold(mapping)
             for name, value in mapping.items():
                 self._attribute(holder, path, name, value, is_open(kind))
         if slots := slots_of(kind):
-            self.watch.slots(thing, slots)
-            self._named(path, {name: getattr(thing, name) for name in slots if hasattr(thing, name)})
+            self.watch.slots(instance, slots)
+            self._named(path, {name: getattr(instance, name) for name in slots if hasattr(instance, name)})
 
-    def _class_of(self, thing: Any) -> None:
-        kind = type(thing)
-        self.watch.types_of(thing)
+    def _class_of(self, instance: Any) -> None:
+        kind = type(instance)
+        self.watch.types_of(instance)
         self._value(f"{kind.__module__}.{kind.__qualname__}", kind)
 
     def _class(self, path: str, kind: type) -> None:
-        self._set(path, Thing(f"class {kind.__qualname__}", (self._serials.of(kind),)))
+        self._set(path, ObjectToken(f"class {kind.__qualname__}", (self._serials.of(kind),)))
         for base in kind.__bases__:
             self._value(f"{base.__module__}.{base.__qualname__}", base)
         if is_looked_into(kind):

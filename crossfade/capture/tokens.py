@@ -46,7 +46,7 @@ def _plain_members(value: tuple[Any, ...] | frozenset[Any]) -> Token | None:
     return (type(value), *members) if None not in members else None
 
 
-class Thing(NamedTuple):
+class ObjectToken(NamedTuple):
     """The token of what is not plain: in a few words, and what must be the same."""
 
     words: str
@@ -56,10 +56,10 @@ class Thing(NamedTuple):
 def shown(token: Token) -> str:
     """What a token stands for, in a few words.
 
-    >>> shown(plain_token(0.5)), shown(plain_token(("fast", 2))), shown(Thing("a list of 2", ()))
+    >>> shown(plain_token(0.5)), shown(plain_token(("fast", 2))), shown(ObjectToken("a list of 2", ()))
     ('0.5', "('fast', 2)", 'a list of 2')
     """
-    text = token.words if isinstance(token, Thing) else _plain_words(token)
+    text = token.words if isinstance(token, ObjectToken) else _plain_words(token)
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
@@ -76,8 +76,8 @@ class Serials:
     """A number for each object, never given again to another: `id` is, once an object has died.
 
     >>> serials = Serials()
-    >>> one, other = torch.ones(1), torch.ones(1)
-    >>> serials.of(one) == serials.of(one), serials.of(one) == serials.of(other)
+    >>> first, second = torch.ones(1), torch.ones(1)
+    >>> serials.of(first) == serials.of(first), serials.of(first) == serials.of(second)
     (True, False)
     """
 
@@ -85,20 +85,20 @@ class Serials:
         self._known: dict[int, tuple[Any, int]] = {}
         self._next = count()
 
-    def of(self, thing: Any) -> int:
+    def of(self, value: Any) -> int:
         """The object's number."""
-        place = id(thing)
+        place = id(value)
         known = self._known.get(place)
         if known is None:
-            self._known[place] = known = (self._held(thing, place), next(self._next))
+            self._known[place] = known = (self._held(value, place), next(self._next))
         return known[1]
 
-    def _held(self, thing: Any, place: int) -> Any:
+    def _held(self, value: Any, place: int) -> Any:
         """A weak reference that takes the number with it, or the object itself where there can be none."""
         try:
-            return weakref.ref(thing, lambda _: self._known.pop(place, None))
+            return weakref.ref(value, lambda _: self._known.pop(place, None))
         except TypeError:
-            return thing
+            return value
 
 
 def memory_of(value: torch.Tensor | np.ndarray) -> np.ndarray | None:

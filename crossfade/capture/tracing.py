@@ -54,7 +54,7 @@ def _capture_error(error: Exception, what: str) -> CaptureError:
     depends_on_data = any(word in f"{type(error).__name__} {error}" for word in ("DataDependent", "data-dependent"))
     if depends_on_data:
         return CaptureError(
-            f"control flow that depends on tensor values in {what}{where}",
+            f"control flow depends on tensor values in {what}{where}",
             expected="one graph that is right for every batch",
             remedy="compute both sides and choose with torch.where, or move the decision out of the step",
         )

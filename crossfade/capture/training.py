@@ -21,6 +21,8 @@ from crossfade.errors import CaptureError, ModelError
 from crossfade.graph.private import (
     TorchDispatchMode,
     has_hooks,
+    rename_node,
+    schema_of,
     swapped_state,
     tree_flatten,
     tree_map_only,
@@ -37,22 +39,24 @@ def check_model(model: nn.Module) -> None:
     tensors = [*model.named_parameters(), *model.named_buffers()]
     if not any(p.requires_grad for p in model.parameters()):
         raise ModelError(
-            f"a {type(model).__name__} with no parameter that requires a gradient",
+            f"no parameter of this {type(model).__name__} requires a gradient",
             remedy="pass a model with trainable parameters",
         )
     for name, tensor in tensors:
         if tensor.is_meta:
             raise ModelError(
-                f"{name} on the meta device, which holds no numbers",
+                f"{name} is on the meta device, which holds no numbers",
                 remedy="materialise the model first: model.to_empty(device='cpu'), then initialise or load its weights",
             )
     hooked = next((name for name, parameter in model.named_parameters() if has_hooks(parameter)), None)
     if hooked is not None:
-        raise ModelError(f"a gradient hook on {hooked}", remedy="remove it: gradients live inside the compiled step")
+        raise ModelError(
+            f"parameter {hooked} has a gradient hook", remedy="remove it: gradients live inside the compiled step"
+        )
     devices = {str(tensor.device) for _, tensor in tensors}
     if len(devices) > 1:
         raise ModelError(
-            f"parameters and buffers on {', '.join(sorted(devices))}", remedy="move the model to one device"
+            f"parameters and buffers are on {', '.join(sorted(devices))}", remedy="move the model to one device"
         )
 
 
@@ -121,9 +125,9 @@ class _NoDraws(TorchDispatchMode):
     """Refuses random numbers drawn in the backward: a checkpointed forward that runs again would draw others."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if torch.Tag.nondeterministic_seeded in func.tags and "attention" not in func._schema.name:
+        if torch.Tag.nondeterministic_seeded in func.tags and "attention" not in schema_of(func).name:
             raise CaptureError(
-                f"{func} drawn again in the backward, as activation checkpointing does",
+                f"the backward draws {func} again, as activation checkpointing does",
                 expected="the numbers that the forward drew",
                 remedy="leave dropout out of checkpointed parts, or leave the checkpointing out",
             )
@@ -154,13 +158,13 @@ def loss_of(model: Callable[..., Any], loss_fn: LossFunction | None, batch: tupl
     if not isinstance(loss, Tensor) or loss.dim() or not loss.is_floating_point():
         shape = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
         raise CaptureError(
-            f"{shape} as the loss",
+            f"the loss is {shape}",
             expected="one floating-point number",
             remedy="reduce it with .mean()" if isinstance(loss, Tensor) else "return the loss tensor from loss_fn",
         )
     if not loss.requires_grad:
         raise CaptureError(
-            "a loss that does not depend on any trained parameter",
+            "the loss does not depend on any trained parameter",
             remedy="check for detach(), no_grad or inference_mode in the model, and that parameters require gradients",
         )
     return loss
@@ -186,14 +190,14 @@ def resized(batch: tuple[Any, ...], batch_size: int, layout: BatchLayout) -> tup
     (tensor([[0., 0.]]), 'words')
     """
 
-    def one(leaf: Tensor) -> Tensor:
+    def zeros(leaf: Tensor) -> Tensor:
         if not is_split(leaf):
             return torch.zeros(leaf.shape, dtype=leaf.dtype, device=leaf.device)
         rows = leaf.shape[0] * batch_size // layout.size
         strides = strides_for(leaf, rows)
         return torch.empty_strided((rows, *leaf.shape[1:]), strides, dtype=leaf.dtype, device=leaf.device).zero_()
 
-    return tree_map_only(Tensor, one, batch)
+    return tree_map_only(Tensor, zeros, batch)
 
 
 def _fill(leaves: Sequence[Any], tensors: Sequence[Tensor]) -> list[Any]:
@@ -213,14 +217,14 @@ def _tidy(module: torch.fx.GraphModule, inputs: tuple[Input, ...], outputs: tupl
     for out, _ in kept:
         if out.kind is OutputKind.UPDATE and Input(InputKind.PARAMETER, out.name) in inputs:
             raise CaptureError(
-                f"parameter {out.name} changed by the forward itself",
+                f"the forward itself changes parameter {out.name}",
                 expected="parameters that only the optimizer changes",
                 remedy="do it between steps (an embedding's max_norm, a clamp), or make it a buffer",
             )
     module.graph.output_node().args = (tuple(value for _, value in kept),)
     for name, node in placeholders.items():
         node.target = identifier(name)
-        node._rename(node.target)
+        rename_node(node, node.target)
     constants = {
         name: getattr(module, name) for name in {str(n.target) for n in module.graph.find_nodes(op="get_attr")}
     }

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch.utils.hooks import RemovableHandle
 
-from crossfade.graph.private import HOOKS_OF_TENSOR
+from crossfade.graph.private import HOOKS_OF_TENSOR, version_of
 
 EVERY_STEP_AT_MOST = 1000
 """Entries of a container, and bytes of a tensor or an array, that are compared at every step."""
@@ -95,17 +95,17 @@ class Watch:
         if names:
             self._probes.append(partial(itemgetter(*names, names[0]), mapping))  # of a single one it makes no tuple
 
-    def slots(self, thing: Any, names: tuple[str, ...]) -> None:
+    def slots(self, instance: Any, names: tuple[str, ...]) -> None:
         """Of an object without a dict."""
-        self._probes.append(lambda: [getattr(thing, name, None) for name in names])
+        self._probes.append(lambda: [getattr(instance, name, None) for name in names])
 
     def no_hooks(self, hooks: Collection[Any]) -> None:
         """Where hooks would be; looked at only when torch has given a handle of a hook to anyone."""
         self._without_hooks.append(hooks)
 
-    def types_of(self, thing: Any) -> None:
+    def types_of(self, instance: Any) -> None:
         """Which class an object is of."""
-        self._typed.append(thing)
+        self._typed.append(instance)
 
     def function(self, function: types.FunctionType) -> None:
         """A function's code, defaults and free variables."""
@@ -196,7 +196,7 @@ def state_of_constant(tensor: torch.Tensor) -> tuple[Any, ...]:
     >>> state_of_constant(tensor) == before
     False
     """
-    version = -1 if tensor.is_inference() else tensor._version
+    version = -1 if tensor.is_inference() else version_of(tensor)
     return version, tensor.shape, tensor.dtype, tensor.requires_grad, _address(tensor)
 
 

@@ -8,9 +8,9 @@ from typing import Any, Literal
 from torch import fx
 
 from crossfade.check.deadlocks import deadlocks, too_few
-from crossfade.check.findings import Compatibility, Finding, Place, Problem
+from crossfade.check.findings import Compatibility, Finding, FindingKind, Place
 from crossfade.check.groups import Groups, Meshes, groups_of_ranks
-from crossfade.check.walk import Walk, splits
+from crossfade.check.walk import ScheduleWalk, splits
 from crossfade.errors import CrossfadeError, MeshError
 from crossfade.graph.events import Events, events_of
 from crossfade.graph.launches import Launch
@@ -72,16 +72,16 @@ def check_compatible(
 def _programs(given: Sequence[Any]) -> list[Program]:
     """Programs, also where graphs were given; one that is given several times stays one."""
     read: dict[int, Program] = {}
-    for one in given:
-        if not isinstance(one, Program | fx.GraphModule):
+    for graph in given:
+        if not isinstance(graph, Program | fx.GraphModule):
             raise CrossfadeError(
-                f"a {type(one).__name__} to check", expected="a Program or an FX graph", remedy="pass what ranks run"
+                f"a {type(graph).__name__} to check", expected="a Program or an FX graph", remedy="pass what ranks run"
             )
-        if id(one) not in read:
-            read[id(one)] = one if isinstance(one, Program) else from_graph_module(one)
+        if id(graph) not in read:
+            read[id(graph)] = graph if isinstance(graph, Program) else from_graph_module(graph)
     if not read:
         raise CrossfadeError("no programs to check", expected="one for each rank", remedy="pass at least one")
-    return [read[id(one)] for one in given]
+    return [read[id(graph)] for graph in given]
 
 
 def check_schedules(schedules: Sequence[Events], groups: Sequence[Groups], backend: Backend = "any") -> Compatibility:
@@ -92,16 +92,16 @@ def check_schedules(schedules: Sequence[Events], groups: Sequence[Groups], backe
         return _result(schedules, groups, [*wrong, *unread])
     if len(_distinct(schedules)) == 1 and not _depends_on_rank(schedules[0]):
         return _result(schedules, groups, unread)
-    walk = Walk(schedules, groups)
+    walk = ScheduleWalk(schedules, groups)
     findings = walk.findings or [*deadlocks(walk), *too_few(walk)]
     if not findings and backend != "gloo":
-        serial = Walk(schedules, groups, serial=True)
+        serial = ScheduleWalk(schedules, groups, serial=True)
         findings = serial.findings or deadlocks(serial)
     return _result(schedules, groups, [*findings, *unread], walk)
 
 
 def _distinct(schedules: Sequence[Events]) -> list[Events]:
-    return list({id(one): one for one in schedules}.values())
+    return list({id(schedule): schedule for schedule in schedules}.values())
 
 
 def _groups(schedules: Sequence[Events], meshes: Meshes, given: Sequence[Program]) -> list[Groups]:
@@ -118,13 +118,13 @@ def _groups(schedules: Sequence[Events], meshes: Meshes, given: Sequence[Program
             )
         return groups_of_ranks(sizes or {"": 1})
     everyone = tuple(range(ranks))
-    found = dict.fromkeys((launch.group for one in schedules for launch in one.launches), everyone)
+    found = dict.fromkeys((launch.group for schedule in schedules for launch in schedule.launches), everyone)
     return [found] * ranks
 
 
 def _unknown(schedules: Sequence[Events], groups: Sequence[Groups]) -> Iterator[Finding]:
     """Groups that a rank is not in, or that their members see differently."""
-    names = {id(one): dict.fromkeys(launch.group for launch in one.launches) for one in _distinct(schedules)}
+    names = {id(events): dict.fromkeys(launch.group for launch in events.launches) for events in _distinct(schedules)}
     seen = set()
     for rank, (events, own) in enumerate(zip(schedules, groups, strict=True)):
         for name in names[id(events)]:
@@ -142,11 +142,11 @@ def _unknown(schedules: Sequence[Events], groups: Sequence[Groups]) -> Iterator[
 def _misfit_group(
     rank: int, events: Events, name: str, ranks: tuple[int, ...], groups: Sequence[Groups]
 ) -> Iterator[Finding]:
-    launch = next(one for one in events.launches if one.group == name)
+    launch = next(launch for launch in events.launches if launch.group == name)
     place = Place.of(rank, launch)
     if rank not in ranks:
         yield Finding(
-            Problem.MEMBERS, name, f"rank {rank} is not in {name}, which has ranks {_listed(ranks)}", (place,)
+            FindingKind.MEMBERS, name, f"rank {rank} is not in {name}, which has ranks {_listed(ranks)}", (place,)
         )
         return
     for other in ranks:
@@ -154,7 +154,7 @@ def _misfit_group(
         if theirs != ranks:
             said = f"ranks {_listed(theirs)}" if theirs else "nothing"
             what = f"{name} has ranks {_listed(ranks)} on rank {rank}, and {said} on rank {other}"
-            yield Finding(Problem.MEMBERS, name, what, (place,))
+            yield Finding(FindingKind.MEMBERS, name, what, (place,))
             return
 
 
@@ -173,7 +173,7 @@ def _misfits(schedules: Sequence[Events], groups: Sequence[Groups]) -> Iterator[
         for launch in events.launches:
             if launch.group in own and own[launch.group] not in seen and (what := _misfit(launch, own[launch.group])):
                 seen.add(own[launch.group])
-                yield Finding(Problem.MISMATCH, launch.group, what, (Place.of(rank, launch),))
+                yield Finding(FindingKind.MISMATCH, launch.group, what, (Place.of(rank, launch),))
 
 
 def _misfit(launch: Launch, ranks: tuple[int, ...]) -> str:
@@ -212,25 +212,25 @@ def _is_uneven(launch: Launch) -> bool:
 
 def _unread(schedules: Sequence[Events]) -> Iterator[Finding]:
     for events in _distinct(schedules):
-        rank = next(rank for rank, one in enumerate(schedules) if one is events)
-        for one in events.unread:
-            place = Place(rank, one.node, one.source, "communicates in a way that the graph does not show")
-            yield Finding(Problem.UNPROVED, "", one.reason, (place,))
+        rank = next(rank for rank, schedule in enumerate(schedules) if schedule is events)
+        for unread in events.unread:
+            place = Place(rank, unread.node, unread.source, "communicates in a way that the graph does not show")
+            yield Finding(FindingKind.UNPROVED, "", unread.reason, (place,))
 
 
 def _result(
     schedules: Sequence[Events],
     groups: Sequence[Groups],
     findings: list[Finding],
-    walk: Walk | None = None,
+    walk: ScheduleWalk | None = None,
 ) -> Compatibility:
-    counts = {id(one): _counted(one) for one in _distinct(schedules)}
+    counts = {id(schedule): _counted(schedule) for schedule in _distinct(schedules)}
     known: dict[tuple[str, tuple[int, ...]], int] = {}
     for own, events in zip(groups, schedules, strict=True):
         for name, number in counts[id(events)].items():
             known[name, own[name]] = max(number, known.get((name, own[name]), 0))
     channels = walk.channels.values() if walk is not None else ()
-    messages = sum(len(one.operations) for one in channels if one.carries_messages)
+    messages = sum(len(channel.operations) for channel in channels if channel.carries_messages)
     collectives = sum(known.values())
     return Compatibility(len(schedules), len(known), collectives, messages, tuple(findings), _assumed(schedules))
 

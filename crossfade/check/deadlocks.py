@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections import deque
 
-from crossfade.check.findings import Finding, Place, Problem
-from crossfade.check.walk import Operation, Walk
+from crossfade.check.findings import Finding, FindingKind, Place
+from crossfade.check.walk import Operation, ScheduleWalk
 from crossfade.graph.events import Wait
 from crossfade.graph.launches import ordinal
 
 
-def deadlocks(walk: Walk) -> list[Finding]:
+def deadlocks(walk: ScheduleWalk) -> list[Finding]:
     """The shortest circle of ranks that wait for each other; nothing if there is none."""
     circle = shortest_circle(walk.stuck)
     return [_circle_found(walk, circle)] if circle else []
@@ -55,19 +55,19 @@ def _way(before: dict[int, int], start: int, last: int) -> list[int]:
     return way[::-1]
 
 
-def _circle_found(walk: Walk, circle: list[int]) -> Finding:
+def _circle_found(walk: ScheduleWalk, circle: list[int]) -> Finding:
     pairs = list(zip(circle, circle[1:] + circle[:1], strict=True))
     places = tuple(_stuck_place(walk, rank, after) for rank, after in pairs)
     group = walk.stuck[circle[0]].channel.group
     who = _ranks(circle)
     if walk.serial:
         what = f"{who} start communication in opposite orders, and a device may run it one after the other"
-        return Finding(Problem.NCCL, group, what, places)
+        return Finding(FindingKind.NCCL, group, what, places)
     what = f"{who} wait for each other" if len(circle) > 1 else f"{who} waits for itself"
-    return Finding(Problem.DEADLOCK, group, what, places)
+    return Finding(FindingKind.DEADLOCK, group, what, places)
 
 
-def _stuck_place(walk: Walk, rank: int, other: int) -> Place:
+def _stuck_place(walk: ScheduleWalk, rank: int, other: int) -> Place:
     operation, event = walk.stuck[rank], walk.event_of(rank)
     launch = walk.launches_of(rank, event)
     later = _start_of(walk, other, operation)
@@ -77,7 +77,7 @@ def _stuck_place(walk: Walk, rank: int, other: int) -> Place:
     return Place(rank, event.node, event.source, f"starts {launch}, {when}")
 
 
-def _start_of(walk: Walk, rank: int, operation: Operation) -> str:
+def _start_of(walk: ScheduleWalk, rank: int, operation: Operation) -> str:
     """Where a rank would take part in an operation that it has not come to."""
     roles = [role for role in operation.channel.roles if role[0] == rank and role not in operation.arrived]
     number = operation.channel.posted.get(roles[0], 0)
@@ -92,32 +92,32 @@ def _start_of(walk: Walk, rank: int, operation: Operation) -> str:
     return "never starts"
 
 
-def too_few(walk: Walk) -> list[Finding]:
+def too_few(walk: ScheduleWalk) -> list[Finding]:
     """Operations that a member never comes to, since its program ends before; the first of each channel."""
     found = []
     stuck = walk.stuck
     for channel in walk.channels.values():
-        first = next((one for one in channel.operations if not one.complete), None)
+        first = next((operation for operation in channel.operations if not operation.complete), None)
         ended = [rank for rank in first.missing if rank not in stuck] if first is not None else []
         if first is not None and ended:
-            before = sum(walk.cursor[one.rank] for one in first.arrived.values())
+            before = sum(walk.cursor[arrival.rank] for arrival in first.arrived.values())
             found.append((before, _ends_early(walk, first, ended[0])))
     return [finding for _, finding in sorted(found, key=lambda item: item[0])]
 
 
-def _ends_early(walk: Walk, operation: Operation, rank: int) -> Finding:
+def _ends_early(walk: ScheduleWalk, operation: Operation, rank: int) -> Finding:
     channel = operation.channel
     arrival = next(iter(operation.arrived.values()))
     if channel.carries_messages:
         sends = arrival.message is not None and arrival.message.sends
         does = f"ends without the {'receive' if sends else 'send'} that it needs"
         return Finding(
-            Problem.NUMBER, channel.group, "a message without its other end", (arrival.place(), _end(rank, does))
+            FindingKind.NUMBER, channel.group, "a message without its other end", (arrival.place(), _end(rank, does))
         )
     done = operation.number
     does = f"ends after {done} on {channel.group}"
     starts = Place.of(arrival.rank, arrival.launch, f"starts a {ordinal(done + 1)} collective, {arrival.launch}")
-    return Finding(Problem.NUMBER, channel.group, "different numbers of collectives", (starts, _end(rank, does)))
+    return Finding(FindingKind.NUMBER, channel.group, "different numbers of collectives", (starts, _end(rank, does)))
 
 
 def _end(rank: int, does: str) -> Place:

@@ -9,7 +9,7 @@ from enum import StrEnum
 from crossfade.graph.launches import Launch
 
 
-class Problem(StrEnum):
+class FindingKind(StrEnum):
     """What was found."""
 
     MEMBERS = "members"
@@ -47,11 +47,11 @@ class Place:
 class Finding:
     """One problem: what it is, and what each rank in it does.
 
-    >>> print(Finding(Problem.NUMBER, "dp", "too few collectives", (Place(0, "a", "", "starts a 2nd"),)))
+    >>> print(Finding(FindingKind.NUMBER, "dp", "too few collectives", (Place(0, "a", "", "starts a 2nd"),)))
     number: too few collectives: rank 0 starts a 2nd (node a)
     """
 
-    problem: Problem
+    problem: FindingKind
     group: str
     what: str
     places: tuple[Place, ...] = ()
@@ -96,8 +96,8 @@ class Compatibility:
         return json.dumps({"ok": self.ok, **asdict(self)}, indent=2)
 
     def __str__(self) -> str:
-        said = "every wait is met." if self.ok else "\n" + "\n".join(f"  {one}" for one in self.findings)
-        assumed = "".join(f"\n  assuming that {one}" for one in self.assumptions)
+        said = "every wait is met." if self.ok else "\n" + "\n".join(f"  {finding}" for finding in self.findings)
+        assumed = "".join(f"\n  assuming that {assumption}" for assumption in self.assumptions)
         return f"{self.size}: {said}{assumed}" if self.ok else f"{self.size}:{said}{assumed}"
 
 

@@ -37,20 +37,20 @@ def groups_of_ranks(meshes: Meshes, ranks: int | None = None) -> list[Groups]:
     if hasattr(meshes, "mesh_dim_names"):
         return _of_device_mesh(meshes)
     if not isinstance(meshes, Mapping):
-        views = [_own(_checked_values(one, "ranks"), rank) for rank, one in enumerate(_mappings(meshes))]
+        views = [_own(_checked_values(mesh, "ranks"), rank) for rank, mesh in enumerate(_mappings(meshes))]
         return _checked(views, ranks)
     axes = {name: size for name, size in meshes.items() if isinstance(size, int)}
     if axes:
         return _checked(_of_axes(_checked_values(meshes, "size", "axes"), axes), ranks)
     _checked_values(meshes, "ranks", "groups")
-    listed = [rank for one in meshes.values() for group in _listed(one) for rank in group]
+    listed = [rank for groups in meshes.values() for group in _listed(groups) for rank in group]
     number = ranks if ranks is not None else max(listed, default=-1) + 1
     return [_own(meshes, rank) for rank in range(number)]
 
 
 def _mappings(meshes: Any) -> list[Mapping[str, Any]]:
     found = list(meshes) if isinstance(meshes, Sequence) and not isinstance(meshes, str) else [meshes]
-    if wrong := [one for one in found if not isinstance(one, Mapping)]:
+    if wrong := [mapping for mapping in found if not isinstance(mapping, Mapping)]:
         raise _unreadable(wrong[0])
     return found
 
@@ -84,7 +84,7 @@ def _unreadable(value: Any) -> MeshError:
 
 
 def _of_axes(meshes: Mapping[str, Any], axes: Mapping[str, int]) -> list[Groups]:
-    made_of = {name: (name,) for name in axes} | {n: tuple(one) for n, one in meshes.items() if n not in axes}
+    made_of = {name: (name,) for name in axes} | {n: tuple(axes_of) for n, axes_of in meshes.items() if n not in axes}
     for name, parts in made_of.items():
         if unknown := [part for part in parts if part not in axes]:
             raise MeshError(
@@ -122,15 +122,16 @@ def _of_device_mesh(mesh: Any) -> list[Groups]:
     return [found.get(rank, {}) for rank in range(max(found) + 1)]
 
 
-def _listed(one: Any) -> list[tuple[int, ...]]:
+def _listed(given: Any) -> list[tuple[int, ...]]:
     """The groups that a mesh gives under one name: one, or a list of them."""
-    items = list(one)
+    items = list(given)
     return [tuple(items)] if all(isinstance(item, int) for item in items) else [tuple(item) for item in items]
 
 
 def _own(groups: Mapping[str, Any], rank: int) -> Groups:
-    """A rank's groups; where it is in none of a name, the first, so that it can be told that it is not in it."""
-    own = {name: [group for group in _listed(one) if rank in group] or _listed(one) for name, one in groups.items()}
+    """A rank's groups; where it is in none of a name, the first, for the report that it is not in it."""
+    listed = {name: _listed(given) for name, given in groups.items()}
+    own = {name: [group for group in found if rank in group] or found for name, found in listed.items()}
     return {name: found[0] for name, found in own.items() if found}
 
 

@@ -6,7 +6,7 @@ members have launched. What the members of a group do next never depends on who 
 interleavings: it ends where each of them ends.
 
 Walked in `serial`, a launch too goes on only when all members have launched, as if a device ran one kernel of NCCL at a
-time, and tags are not told apart, as NCCL does.
+time, and tags are ignored, as NCCL does.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 
-from crossfade.check.findings import Finding, Place, Problem
+from crossfade.check.findings import Finding, FindingKind, Place
 from crossfade.check.groups import Groups
 from crossfade.graph.events import Events, Wait
 from crossfade.graph.launches import Launch, Sent, Size, difference, ordinal
@@ -84,7 +84,7 @@ class Channel:
         return operation
 
 
-class Walk:
+class ScheduleWalk:
     """A walk of all ranks: `findings` are what does not match; `stuck` are the ranks that wait for ever."""
 
     def __init__(self, schedules: Sequence[Events], groups: Sequence[Groups], *, serial: bool = False) -> None:
@@ -192,14 +192,14 @@ class Walk:
         else:
             what = difference(first.launch, arrival.launch)
         if what is not None:
-            self._report(operation, Problem.MISMATCH, f"different {what}", [first, arrival])
+            self._report(operation, FindingKind.MISMATCH, f"different {what}", [first, arrival])
 
-    def _unlike(self, one: Sent, other: Sent) -> str | None:
-        if self.serial and one.tag != other.tag:
-            return "tags (which NCCL does not tell apart)"
-        if one.tensor == other.tensor:
+    def _unlike(self, first: Sent, second: Sent) -> str | None:
+        if self.serial and first.tag != second.tag:
+            return "tags (which NCCL ignores)"
+        if first.tensor == second.tensor:
             return None
-        return "dtypes" if one.tensor.dtype != other.tensor.dtype else "sizes"
+        return "dtypes" if first.tensor.dtype != second.tensor.dtype else "sizes"
 
     def _compare_splits(self, operation: Operation) -> None:
         """What each member sends to another must be what that one receives from it."""
@@ -211,20 +211,20 @@ class Walk:
                     self._splits_differ(operation, members[i], members[j], sent[j], received[i])
                     return
 
-    def _splits_differ(self, operation: Operation, one: Arrival, other: Arrival, sent: Size, got: Size) -> None:
-        said = f"rank {one.rank} sends {sent} to rank {other.rank}, which expects {got}"
-        arrivals = [one, other] if one is not other else [one]
+    def _splits_differ(self, operation: Operation, sender: Arrival, receiver: Arrival, sent: Size, got: Size) -> None:
+        said = f"rank {sender.rank} sends {sent} to rank {receiver.rank}, which expects {got}"
+        arrivals = [sender, receiver] if sender is not receiver else [sender]
         if isinstance(sent, int) and isinstance(got, int):
-            self._report(operation, Problem.MISMATCH, f"different splits ({said})", arrivals)
+            self._report(operation, FindingKind.MISMATCH, f"different splits ({said})", arrivals)
         else:
-            self._report(operation, Problem.UNPROVED, f"splits that depend on data ({said})", arrivals)
+            self._report(operation, FindingKind.UNPROVED, f"splits that depend on data ({said})", arrivals)
 
-    def _report(self, operation: Operation, problem: Problem, what: str, arrivals: list[Arrival]) -> None:
+    def _report(self, operation: Operation, problem: FindingKind, what: str, arrivals: list[Arrival]) -> None:
         kind = "message" if operation.channel.carries_messages else "collective"
         said = f"{what} in the {ordinal(operation.number + 1)} {kind} of {operation.channel.group}"
-        places = tuple(one.place() for one in sorted(arrivals, key=lambda one: one.rank))
+        places = tuple(arrival.place() for arrival in sorted(arrivals, key=lambda arrival: arrival.rank))
         finding = Finding(problem, operation.channel.group, said, places)
-        before = sum(self.cursor[one.rank] for one in arrivals)
+        before = sum(self.cursor[arrival.rank] for arrival in arrivals)
         self._found[id(operation.channel)] = before, finding
 
 

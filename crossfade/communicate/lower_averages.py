@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from crossfade.graph import collectives
 from crossfade.graph.passes import Numerics, Outcome, Pass, PassResult, Verdict
+from crossfade.graph.private import is_erased
 from crossfade.graph.program import Program
 from crossfade.graph.rewrite import Match, Rule, apply_rules
 
@@ -47,7 +48,7 @@ class LowerAverages(Pass):
         verdicts = []
         for average, size in zip(averages, sizes, strict=True):
             outcome, reason = Outcome.LEFT, declined.get(average.node, "only the plain all-reduce is lowered")
-            if average.node._erased:
+            if is_erased(average.node):
                 outcome, reason = Outcome.REPLACED, "divided before it is summed, since its backend may not average"
             verdicts.append(Verdict.of(average.node, outcome, reason, bytes=size))
         return PassResult(done.changed, {"lowered": done.counts["average"]}, tuple(verdicts))

@@ -17,6 +17,7 @@ from torch import Tensor, fx
 
 from crossfade.graph.effects import is_pure
 from crossfade.graph.operators import arguments
+from crossfade.graph.private import schema_of
 
 _aten = torch.ops.aten
 
@@ -71,7 +72,7 @@ def split(node: fx.Node, places: Places, ranks: int) -> Split | str:
 
 def is_pointwise(target: Any) -> bool:
     """Whether an operator makes each element of one new tensor of the elements in the same place, and draws nothing."""
-    schema = getattr(target, "_schema", None)
+    schema = schema_of(target)
     if schema is None or len(schema.returns) != 1 or not is_pure(target) or target in _NOT_POINTWISE:
         return False
     return torch.Tag.pointwise in target.tags or target in _UNTAGGED
@@ -126,7 +127,7 @@ def _reduction(node: fx.Node, places: Places, ranks: int) -> Split | str:
     if place in reduced:
         return Split(SUMMED, cut) if node.target in _SUMS else MIXES
     kept = place if given.get("keepdim") else place - sum(dim < place for dim in reduced)
-    results = len(node.target._schema.returns)  # type: ignore[union-attr]
+    results = len(schema_of(node.target).returns)
     return Split(kept if results == 1 else (kept,) * results, cut)
 
 
@@ -153,7 +154,7 @@ def _norm(node: fx.Node, places: Places, ranks: int) -> Split | str:
     place = places[source]
     if place >= source.meta["val"].dim() - len(given["normalized_shape"]):
         return MIXES
-    results = len(node.target._schema.returns)  # type: ignore[union-attr]
+    results = len(schema_of(node.target).returns)
     return Split(place if results == 1 else (place,) * results, {source: place})
 
 
@@ -169,7 +170,7 @@ def _norm_backward(node: fx.Node, places: Places, ranks: int) -> Split | str:
         return MIXES
     if any(source.meta["val"].dim() != number for source in by_token):
         return UNKNOWN
-    results = len(node.target._schema.returns)  # type: ignore[union-attr]
+    results = len(schema_of(node.target).returns)
     return Split((place, *[SUMMED] * (results - 1)), dict.fromkeys(by_token, place))
 
 

@@ -14,6 +14,7 @@ from crossfade.graph.collectives import Collective, Kind
 from crossfade.graph.effects import alias_roots, strided_owners, written_owners
 from crossfade.graph.operators import arguments
 from crossfade.graph.passes import Numerics, Outcome, Pass, PassResult, Verdict
+from crossfade.graph.private import is_erased
 from crossfade.graph.program import Input, InputKind, Program
 from crossfade.graph.splice import erase_if_dead, splice
 
@@ -63,7 +64,7 @@ class ScatterSlicedReductions(Pass):
         verdicts = []
         restrided: set[fx.Node] = set()
         for node in list(program.graph.nodes):
-            collective = None if node._erased else collectives.view(node)  # only now: its input may be new
+            collective = None if is_erased(node) else collectives.view(node)  # only now: its input may be new
             if collective is None or collective.kind is not Kind.ALL_REDUCE or not collective.plain:
                 continue
             parts = _parts(collective, rank)

@@ -12,6 +12,7 @@ from crossfade.graph import collectives
 from crossfade.graph.effects import alias_roots
 from crossfade.graph.order import Order, reorder
 from crossfade.graph.passes import Numerics, Outcome, Pass, PassResult, Verdict
+from crossfade.graph.private import schema_of
 from crossfade.graph.program import Program
 
 
@@ -88,7 +89,7 @@ def _is_result(root: fx.Node) -> bool:
 
 def _takes_apart(node: fx.Node) -> bool:
     """Views and `getitem`: they cost nothing and write nothing."""
-    schema = getattr(node.target, "_schema", None)
+    schema = schema_of(node.target)
     if schema is None:
         return node.target is operator.getitem
     return not schema.is_mutable and not collectives.is_collective(node)

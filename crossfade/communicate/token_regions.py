@@ -18,6 +18,7 @@ from crossfade.cost.machine import bytes_sent
 from crossfade.graph import collectives
 from crossfade.graph.collectives import Collective, Kind
 from crossfade.graph.effects import alias_roots, is_random, rewritten
+from crossfade.graph.private import has_schema
 from crossfade.graph.program import Program, tensor_bytes
 
 NOT_ALIKE = "what it meets is not known to be alike on all ranks"
@@ -112,7 +113,7 @@ class AlikeValues:
             if collective.kind not in _EVERYWHERE:
                 self._culprits[node] = node
             return
-        known = hasattr(node.target, "_schema") or getattr(node.target, "__module__", "") in ("_operator", "math")
+        known = has_schema(node.target) or getattr(node.target, "__module__", "") in ("_operator", "math")
         if not known or collectives.group_of(node) == group or is_random(node) or node in self.written:
             self._culprits[node] = node
             return

@@ -40,7 +40,7 @@ from crossfade.graph.collective_matmul import ANYWHERE
 from crossfade.graph.collectives import Kind
 from crossfade.graph.passes import Pass, run_passes
 from crossfade.graph.pipelines import Pipeline
-from crossfade.graph.private import backend_of_group, tree_flatten, tree_unflatten
+from crossfade.graph.private import backend_of_group, keep_codegen, tree_flatten, tree_unflatten
 from crossfade.graph.program import Program
 from crossfade.graph.verify import accept
 from crossfade.ranks.mesh import DataParallel, backend_on
@@ -340,5 +340,5 @@ def optimize(
     hold(expect, Judged(report, before, after))
     result = after.copy()
     result.output_node.args = (tree_unflatten(result.results, spec),)
-    result.graph.set_codegen(module.graph._codegen)
+    keep_codegen(result.graph, module.graph)
     return Optimized(result.module(), report)

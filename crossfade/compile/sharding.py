@@ -25,7 +25,7 @@ from torch.export.graph_signature import OutputKind
 
 from crossfade.errors import MeshError
 from crossfade.graph.passes import Verdict
-from crossfade.graph.private import name_group, tree_flatten, tree_unflatten
+from crossfade.graph.private import name_group, schema_of, tree_flatten, tree_unflatten
 from crossfade.graph.program import tensor_bytes
 from crossfade.shard.tensor.borders import input_placements, output_placements
 from crossfade.shard.tensor.devices import device_types, has_numbers, moved
@@ -76,7 +76,7 @@ class Sharded:
         counted: Counter[str] = Counter()
         moved: Counter[str] = Counter()
         for node in self.program.graph.nodes:
-            kind = _KINDS.get(getattr(getattr(node.target, "_schema", None), "name", ""))
+            kind = _KINDS.get(getattr(schema_of(node.target), "name", ""))
             if kind is not None:
                 counted[kind] += 1
                 moved[kind] += tensor_bytes(node.args[0].meta["val"])

@@ -25,7 +25,7 @@ from crossfade.errors import CrossfadeError, RankFailedError
 from crossfade.execute.bound import Bound, BoundValue, watch
 from crossfade.execute.executable import Executable
 from crossfade.execute.stopwatch import Stopwatch
-from crossfade.graph.private import group_named, mark_optimizer_stepped
+from crossfade.graph.private import group_named, mark_optimizer_stepped, own_buffers
 from crossfade.graph.program import InputKind, OutputKind, Program
 from crossfade.ranks import checkpoint
 from crossfade.ranks.one_at_a_time import CAPTURING
@@ -376,7 +376,7 @@ class Step:
                 registry, attribute = place_of(self.model, name)
             case _:
                 owner, _, attribute = name.rpartition(".")
-                registry = self.model.get_submodule(owner)._buffers
+                registry = own_buffers(self.model.get_submodule(owner))
         return partial(self._found_tensor, kind, name, registry, attribute)
 
     def _found_tensor(self, kind: InputKind, name: str, registry: dict[str, Any], attribute: str) -> BoundValue:

@@ -24,7 +24,7 @@ from torch.optim import Optimizer
 
 from crossfade.errors import CaptureError, MeshError, ModelError, NotYetError, PlanError
 from crossfade.graph.passes import Outcome, Verdict
-from crossfade.graph.private import FakeTensorMode, has_forward_hooks, tree_flatten
+from crossfade.graph.private import FakeTensorMode, has_forward_hooks, own_buffers, tree_flatten
 from crossfade.graph.program import Program
 from crossfade.ranks.checkpoint import checksums
 from crossfade.ranks.groups import Lease
@@ -177,7 +177,7 @@ class TensorParallel:
                 fake = fake.new_empty(self.parts.whole_shape(name, tensor.shape))
             memo[id(tensor)] = like(fake, tensor)
         copied = copy.deepcopy(self.model, memo)
-        copied._buffers.pop(RANK, None)
+        own_buffers(copied).pop(RANK, None)
         called = copied.forward
 
         def forward(module: nn.Module, *batch: Any) -> Tensor:

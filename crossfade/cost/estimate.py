@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import torch
 from torch import fx
 
 from crossfade.cost.collective_matmul import Forecast, forecast
@@ -20,6 +19,7 @@ from crossfade.graph.collectives import Collective
 from crossfade.graph.effects import written_inputs
 from crossfade.graph.lasting import lasting_views
 from crossfade.graph.operators import remembered
+from crossfade.graph.private import OperatorBase, schema_of
 from crossfade.graph.program import Program
 
 
@@ -180,19 +180,19 @@ _ONLY_ALLOCATE = frozenset({"empty", "empty_like", "empty_strided", "new_empty",
 @remembered
 def _name(target: Any) -> str:
     """An operator's name without namespace and overload."""
-    schema = getattr(target, "_schema", None)
+    schema = schema_of(target)
     return schema.name.split("::")[1] if schema is not None else str(target)
 
 
 @remembered
 def _is_operator(target: Any) -> bool:
-    return isinstance(target, torch._ops.OperatorBase) and not _name(target).startswith("sym_")
+    return isinstance(target, OperatorBase) and not _name(target).startswith("sym_")
 
 
 @remembered
 def _view_name(target: Any) -> str | None:
     """The operator's name if all it does is look at an argument's memory differently, else None."""
-    schema = getattr(target, "_schema", None)
+    schema = schema_of(target)
     if schema is None or not schema.returns:
         return None
     looks = all(result.alias_info is not None and not result.alias_info.is_write for result in schema.returns)
@@ -203,6 +203,6 @@ def _view_name(target: Any) -> str | None:
 @remembered
 def _shared_results(target: Any) -> tuple[bool, ...]:
     """For each result, whether it is an argument's memory. A list of results is one to the schema, and all or none."""
-    schema = getattr(target, "_schema", None)
+    schema = schema_of(target)
     shared = tuple(result.alias_info is not None for result in schema.returns) if schema is not None else ()
     return shared if any(shared) else ()

@@ -14,6 +14,7 @@ from torch import fx
 from crossfade.cost.keys import Keys, TensorDescription
 from crossfade.graph.collective_matmul import Equation, read_product
 from crossfade.graph.operators import arguments, remembered
+from crossfade.graph.private import schema_of
 
 Sizes = tuple[int, ...]
 Formula = Callable[[Mapping[str, Any], tuple[TensorDescription, ...]], float]
@@ -43,7 +44,7 @@ def flops_of(node: fx.Node, keys: Keys | None = None) -> float:
 @remembered
 def formula_of(target: Any) -> Formula | None:
     """How to count an operator's operations; None if it has no matrix product."""
-    schema = getattr(target, "_schema", None)
+    schema = schema_of(target)
     namespace, name = schema.name.split("::") if schema is not None else ("higher_order", str(target))
     if namespace == "crossfade":
         return _IN_PIECES.get(name)

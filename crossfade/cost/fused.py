@@ -23,6 +23,7 @@ from crossfade.graph.collective_matmul import (
 )
 from crossfade.graph.collectives import Kind
 from crossfade.graph.operators import arguments, remembered
+from crossfade.graph.private import schema_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,14 +99,14 @@ def is_fused(target: Any) -> bool:
     >>> is_fused(torch.ops.crossfade.gather_matmul.default), is_fused(torch.ops.aten.mm.default)
     (True, False)
     """
-    schema = getattr(target, "_schema", None)
+    schema = schema_of(target)
     return schema is not None and schema.name in (GATHER_MATMUL, MATMUL_SCATTER, MATMUL_SCATTER_MEANWHILE)
 
 
 def read_fused(node: fx.Node, keys: Keys) -> FusedCollective:
     """What a node for which `is_fused` holds computes and exchanges; symbolic sizes by their hint."""
     given = arguments(node)
-    gathers = node.target._schema.name == GATHER_MATMUL  # type: ignore[union-attr]
+    gathers = schema_of(node.target).name == GATHER_MATMUL
     how = {name: given[name] for name in ("ranks", "form", "chunks")} | {"group": given["group_name"]}
     device = _device(node)
     if gathers:

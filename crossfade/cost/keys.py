@@ -10,6 +10,7 @@ import torch
 from torch import fx
 
 from crossfade.graph.operators import remembered
+from crossfade.graph.private import OperatorBase
 from crossfade.graph.program import size_hint
 from crossfade.graph.text import DTYPES
 
@@ -173,4 +174,4 @@ def _commas(numbers: Sequence[int]) -> str:
 
 @remembered
 def _operator_name(target: Any) -> str:
-    return str(target) if isinstance(target, torch._ops.OperatorBase) else f"{target.__module__}.{target.__name__}"
+    return str(target) if isinstance(target, OperatorBase) else f"{target.__module__}.{target.__name__}"

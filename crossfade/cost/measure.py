@@ -26,7 +26,7 @@ from crossfade.cost.presets import preset
 from crossfade.cost.sample import SampleMemory, TimedCall
 from crossfade.cost.walk import TimedWalk, fitting
 from crossfade.errors import MachineError
-from crossfade.files.found import Found
+from crossfade.files.found import FileValue
 from crossfade.files.plain import decoded_json, read_text
 from crossfade.graph.passes import Pass, run_passes
 from crossfade.graph.private import below_autograd, unwrapped_operator
@@ -76,7 +76,7 @@ class Measurements(dict[str, float]):
     @classmethod
     def _read(cls, text: str, where: str) -> Measurements:
         remedy = "write it with Measurements.save"
-        found = Found(decoded_json(text, where, MachineError, remedy), where, "", MachineError, remedy)
+        found = FileValue(decoded_json(text, where, MachineError, remedy), where, "", MachineError, remedy)
         return cls(
             {key: float(entry.number()) for key, entry in found["seconds"].entries().items()},
             left_out=[item.text() for item in found["left_out"].items()],

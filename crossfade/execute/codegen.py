@@ -19,7 +19,7 @@ import torch
 from torch import fx
 
 from crossfade.graph.lasting import lasting_views
-from crossfade.graph.private import unwrapped_operator
+from crossfade.graph.private import OpOverload, schema_of, unwrapped_operator
 from crossfade.graph.program import Program
 
 # fmt: off
@@ -103,9 +103,9 @@ def compile_written(writer: Writer) -> Compiled:
 
 def native(target: Any) -> Callable[..., Any]:
     """What to call for an operator: torch's own binding where that is known to be the same, else the operator."""
-    if not isinstance(target, torch._ops.OpOverload):
+    if not isinstance(target, OpOverload):
         return target
-    name = target._schema.name.removeprefix("aten::")
+    name = schema_of(target).name.removeprefix("aten::")
     if name not in _NATIVE:
         return unwrapped_operator(target)
     return getattr(torch, name, None) or getattr(torch.Tensor, name)

@@ -132,7 +132,7 @@ def _classes() -> dict[str, Any]:
     pure = {"Posix": pathlib.PurePosixPath, "Windows": pathlib.PureWindowsPath}
     paths = {f"pathlib.{how}{system}Path": kind for system, kind in pure.items() for how in ("", "Pure")}
     dtypes = {f"torch.{name}": value for name, value in vars(torch).items() if isinstance(value, torch.dtype)}
-    return {f"{one.__module__}.{one.__qualname__}": one for one in classes} | paths | dtypes
+    return {f"{class_.__module__}.{class_.__qualname__}": class_ for class_ in classes} | paths | dtypes
 
 
 class _Checked:

@@ -21,7 +21,7 @@ from torch.export import ExportedProgram
 
 from crossfade.errors import CaptureError, CrossfadeError
 from crossfade.files.expressions import why_no_guard, why_no_size
-from crossfade.files.found import Found
+from crossfade.files.found import FileValue
 from crossfade.files.pickled import TRUST, check_plain
 from crossfade.files.plain import decoded_json
 from crossfade.graph.allowed import operator_named
@@ -95,12 +95,12 @@ class _Archive:
         data = self.reader.get_record(record)
         return check_plain(data, f"{self.path}, {record}", CaptureError) if data else None
 
-    def json(self, record: str) -> Found:
+    def json(self, record: str) -> FileValue:
         if record not in self.records:
             raise CaptureError(f"{self.path} without {record}", expected="a file of torch.export.save", remedy=_SAVE)
         where = f"{self.path}, {record}"
         data = decoded_json(self.reader.get_record(record), where, CaptureError, _SAVE, finite=False)
-        return Found(data, where, "", CaptureError, _SAVE)
+        return FileValue(data, where, "", CaptureError, _SAVE)
 
     def payloads(self, folder: str, kind: str) -> None:
         """Weights or constants: a table of names, each with a record of bytes or of one pickled tensor."""
@@ -121,7 +121,7 @@ class _Archive:
         if not isinstance(self.plain(record), torch.Tensor):
             raise self.refused(record, "which is no tensor")
 
-    def bytes(self, record: str, entry: Found) -> None:
+    def bytes(self, record: str, entry: FileValue) -> None:
         """A tensor of no bytes is made of its sizes alone: none may be reserved for it, except on the meta device."""
         kept = entry["tensor_meta"]["device"]["type"].text() != "meta"
         sizes = [size["as_int"].whole(least=0) for size in entry["tensor_meta"]["sizes"].items()]
@@ -132,7 +132,7 @@ class _Archive:
         for found, key in _strings(self.json(record), ""):
             self.string(record, found, key)
 
-    def string(self, record: str, found: Found, key: str) -> None:
+    def string(self, record: str, found: FileValue, key: str) -> None:
         """One text of the model, by the key that it stands under."""
         if why := _CHECKS.get(key, _why_no_label)(found.value):
             raise self.refused(record, f"{found.place} = {found.value[:200]!r}, {why}")
@@ -154,7 +154,7 @@ def _why_no_label(text: str) -> str | None:
     return None if text.isprintable() and not set(text) & set("\"'\\{}") else "which has quotes or escapes in it"
 
 
-def _strings(found: Found, key: str) -> Iterator[tuple[Found, str]]:
+def _strings(found: FileValue, key: str) -> Iterator[tuple[FileValue, str]]:
     """Every text in a document that means something to torch, keys as well, with the key it stands under."""
     if isinstance(found.value, str):
         yield found, key

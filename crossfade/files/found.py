@@ -1,6 +1,6 @@
 """A value read from a file, with its place there: asked for as what it should be, it says where it is not.
 
->>> account = Found({"ranks": "two"}, "sharded.json", "", CrossfadeError, "save it again")
+>>> account = FileValue({"ranks": "two"}, "sharded.json", "", CrossfadeError, "save it again")
 >>> account["ranks"].whole(least=1)
 Traceback (most recent call last):
 crossfade.errors.CrossfadeError: sharded.json, ranks = 'two': expected a whole number of at least 1...
@@ -23,7 +23,7 @@ _MOST_SHOWN = 80
 
 
 @dataclass(frozen=True)
-class Found:
+class FileValue:
     """What stands at one place of a file."""
 
     value: Any
@@ -38,11 +38,11 @@ class Found:
         shown = shown if len(shown) <= _MOST_SHOWN else f"{shown[:_MOST_SHOWN]}..."
         return self.error(f"{self.file}, {self.place or 'the whole'} = {shown}", expected=expected, remedy=self.remedy)
 
-    def at(self, value: Any, place: str) -> Found:
+    def at(self, value: Any, place: str) -> FileValue:
         """A value inside this one."""
         return dataclasses.replace(self, value=value, place=f"{self.place}{place}".removeprefix("."))
 
-    def __getitem__(self, key: str) -> Found:
+    def __getitem__(self, key: str) -> FileValue:
         entries = self.entries()
         if key not in entries:
             raise self.error(
@@ -50,17 +50,17 @@ class Found:
             )
         return entries[key]
 
-    def get(self, key: str, default: Any) -> Found:
+    def get(self, key: str, default: Any) -> FileValue:
         """An entry, or another value in its place."""
         return self.entries().get(key) or self.at(default, f".{key}")
 
-    def entries(self) -> dict[str, Found]:
+    def entries(self) -> dict[str, FileValue]:
         """The values of an object."""
         if not isinstance(self.value, dict) or not all(isinstance(key, str) for key in self.value):
             raise self.wrong("an object")
         return {key: self.at(value, f".{key}") for key, value in self.value.items()}
 
-    def items(self) -> list[Found]:
+    def items(self) -> list[FileValue]:
         """The values of a list."""
         if not isinstance(self.value, list):
             raise self.wrong("a list")
@@ -126,7 +126,7 @@ class Found:
     def _as_either(self, hints: tuple[Any, ...]) -> Any:
         if self.value is None and type(None) in hints:
             return None
-        for hint in (one for one in hints if one is not type(None)):
+        for hint in (hint for hint in hints if hint is not type(None)):
             try:
                 return self.read_as(hint)
             except CrossfadeError as error:

@@ -10,9 +10,10 @@ from torch import fx
 
 from crossfade.finish.group_small_operators import is_light, small_call
 from crossfade.graph import collectives
-from crossfade.graph.in_place import Memory, Region
+from crossfade.graph.in_place import ByteRange, MemoryUse
 from crossfade.graph.order import reorder
 from crossfade.graph.passes import Numerics, Pass, PassResult
+from crossfade.graph.private import has_schema
 from crossfade.graph.program import Program, tensor_bytes
 
 
@@ -53,7 +54,7 @@ class CollectSmallOperators(Pass):
 
     def run(self, program: Program) -> PassResult:
         """Walk once; hold back what may wait, and let all of it go where something must not pass it."""
-        memory, waiting = Memory(program), _that_may_wait(program)
+        memory, waiting = MemoryUse(program), _that_may_wait(program)
         held = _Held(memory)
         order: list[fx.Node] = []
         for node in program.graph.nodes:
@@ -84,12 +85,12 @@ def _that_may_wait(program: Program) -> set[fx.Node]:
 class _Held:
     """What is held back, and the memory that it touches."""
 
-    def __init__(self, memory: Memory) -> None:
+    def __init__(self, memory: MemoryUse) -> None:
         self.memory = memory
         self.nodes: list[fx.Node] = []
         self.bytes = self.count = 0
-        self._read: dict[fx.Node, set[Region]] = {}
-        self._written: dict[fx.Node, set[Region]] = {}
+        self._read: dict[fx.Node, set[ByteRange]] = {}
+        self._written: dict[fx.Node, set[ByteRange]] = {}
 
     def add(self, node: fx.Node, size: int) -> None:
         self.nodes.append(node)
@@ -108,7 +109,7 @@ class _Held:
         """Whether a node must not run before what is held."""
         if not self.nodes or is_light(node) or node.op in ("placeholder", "get_attr"):
             return False
-        if not hasattr(node.target, "_schema") or collectives.is_collective(node) or collectives.is_wait(node):
+        if not has_schema(node.target) or collectives.is_collective(node) or collectives.is_wait(node):
             return True  # of the output, and of what has no schema, it is not known what is read or written
         if any(isinstance(source.meta.get("val"), (list, tuple)) for source in node.all_input_nodes):
             return True  # it reads memory of many
@@ -116,5 +117,5 @@ class _Held:
         return self._overlap(read | written, self._written) or self._overlap(written, self._read)
 
     @staticmethod
-    def _overlap(regions: Iterable[Region], known: dict[fx.Node, set[Region]]) -> bool:
+    def _overlap(regions: Iterable[ByteRange], known: dict[fx.Node, set[ByteRange]]) -> bool:
         return any(region.overlaps(other) for region in regions for other in known.get(region.root, ()))

@@ -10,7 +10,7 @@ from torch import Tensor, fx
 
 from crossfade.finish.group_small_operators import is_number
 from crossfade.graph import adam
-from crossfade.graph.in_place import Memory
+from crossfade.graph.in_place import MemoryUse
 from crossfade.graph.operators import arguments
 from crossfade.graph.passes import Numerics, Outcome, Pass, PassResult, Verdict
 from crossfade.graph.program import Program, tensor_bytes
@@ -69,7 +69,7 @@ class FuseAdamUpdates(Pass):
 
     def run(self, program: Program) -> PassResult:
         """Read each update backwards from its last step, and fuse those that can be."""
-        memory = Memory(program)
+        memory = MemoryUse(program)
         verdicts: list[Verdict] = []
         for last in program.graph.find_nodes(op="call_function", target=_aten.addcdiv_.default):
             if tensor_bytes(last.meta["val"]) <= self.smallest_kb * 1024:
@@ -105,7 +105,7 @@ class _Update:
     def last(self) -> fx.Node:
         return self.steps[-1]
 
-    def reason_against(self, memory: Memory) -> str | None:
+    def reason_against(self, memory: MemoryUse) -> str | None:
         """Why not all steps may be done where the last one is."""
         tensors = [self.parameter, self.gradient, self.mean, self.square]
         if not all(_is_plain(tensor.meta["val"], self.last.meta["val"]) for tensor in tensors):
@@ -119,7 +119,7 @@ class _Update:
             return _USED
         return self._reason_against_reading_late(memory, steps)
 
-    def _reason_against_reading_late(self, memory: Memory, steps: set[fx.Node]) -> str | None:
+    def _reason_against_reading_late(self, memory: MemoryUse, steps: set[fx.Node]) -> str | None:
         """Why the gradient may not be read where the last step is."""
         first = min(memory.position[step] for step in self.steps if self.gradient in step.all_input_nodes)
         end, held = memory.position[self.last], memory.region[self.gradient]

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, fx
 
 from crossfade.graph.effects import written_inputs
-from crossfade.graph.in_place import Memory, Region
+from crossfade.graph.in_place import ByteRange, MemoryUse
 from crossfade.graph.lasting import only_looks
 from crossfade.graph.order import reorder
 from crossfade.graph.passes import Numerics, Pass, PassResult
@@ -82,7 +82,7 @@ class GroupSmallOperators(Pass):
 
     def run(self, program: Program) -> PassResult:
         """Find the stretches, put each in order of levels, and make one call of what is alike on a level."""
-        memory = Memory(program)
+        memory = MemoryUse(program)
         windows = list(_windows(program))
         order: list[fx.Node] = []
         groups: list[list[fx.Node]] = []
@@ -201,11 +201,11 @@ def is_light(node: fx.Node) -> bool:
     return only_looks(node.target) or arithmetic or node.target in _SCALARS
 
 
-def _levels(window: Sequence[fx.Node], memory: Memory) -> dict[fx.Node, int]:
+def _levels(window: Sequence[fx.Node], memory: MemoryUse) -> dict[fx.Node, int]:
     """For each node one more than the highest of those it must follow: its arguments, and what it would overwrite or
     read too soon. Nodes of one level do not depend on each other."""
     levels: dict[fx.Node, int] = {}
-    touched: dict[fx.Node, list[tuple[Region, bool, int]]] = {}
+    touched: dict[fx.Node, list[tuple[ByteRange, bool, int]]] = {}
     for node in window:
         read, written = memory.touched(node)
         above = [levels[source] for source in node.all_input_nodes if source in levels]

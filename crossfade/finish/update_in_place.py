@@ -9,7 +9,7 @@ import torch
 from torch import fx
 
 from crossfade.graph import collectives
-from crossfade.graph.in_place import NEVER, Memory, Region, in_place_form, update_chain
+from crossfade.graph.in_place import NEVER, ByteRange, MemoryUse, in_place_form, update_chain
 from crossfade.graph.passes import Numerics, Outcome, Pass, PassResult, Verdict
 from crossfade.graph.program import InputKind, OutputKind, Program, tensor_bytes
 from crossfade.graph.splice import insert_call
@@ -48,7 +48,7 @@ class UpdateInPlace(Pass):
 
     def run(self, program: Program) -> PassResult:
         """Plan the updates of inputs, then walk once and overwrite what is dead."""
-        memory = Memory(program)
+        memory = MemoryUse(program)
         workspaces = {node for item, node in program.named_inputs() if item.kind is InputKind.WORKSPACE}
         chains = _update_chains(program, memory)
         overwritten = sum(_overwrite(memory, node, chains, workspaces) for node in memory.nodes)
@@ -63,7 +63,7 @@ class UpdateInPlace(Pass):
         return PassResult(bool(dropped or overwritten or cloned), counts, verdicts)
 
 
-def _update_chains(program: Program, memory: Memory) -> dict[fx.Node, fx.Node]:
+def _update_chains(program: Program, memory: MemoryUse) -> dict[fx.Node, fx.Node]:
     """For each node that computes (a step towards) an input's new value in place, that input's placeholder."""
     chains: dict[fx.Node, fx.Node] = {}
     placeholders = program.input_nodes()
@@ -77,7 +77,7 @@ def _update_chains(program: Program, memory: Memory) -> dict[fx.Node, fx.Node]:
     return chains
 
 
-def _old_values_unread(chain: list[fx.Node], placeholder: fx.Node, memory: Memory) -> bool:
+def _old_values_unread(chain: list[fx.Node], placeholder: fx.Node, memory: MemoryUse) -> bool:
     """Whether each value of the chain, the input first, is read for the last time by the next op, and there once."""
     for old, new in zip([placeholder, *chain], chain, strict=False):
         if memory.last_read(memory.region[old], ignoring=(new,)) > memory.position[new] or memory.reads_twice(new, old):
@@ -85,7 +85,7 @@ def _old_values_unread(chain: list[fx.Node], placeholder: fx.Node, memory: Memor
     return True
 
 
-def _overwrite(memory: Memory, node: fx.Node, chains: dict[fx.Node, fx.Node], workspaces: set[fx.Node]) -> bool:
+def _overwrite(memory: MemoryUse, node: fx.Node, chains: dict[fx.Node, fx.Node], workspaces: set[fx.Node]) -> bool:
     """Make one op write into its first argument's memory, if nothing needs that any more."""
     target = in_place_form(node)
     if (
@@ -100,12 +100,12 @@ def _overwrite(memory: Memory, node: fx.Node, chains: dict[fx.Node, fx.Node], wo
     return True
 
 
-def _is_free(memory: Memory, node: fx.Node, workspaces: set[fx.Node]) -> bool:
+def _is_free(memory: MemoryUse, node: fx.Node, workspaces: set[fx.Node]) -> bool:
     """Whether the first argument's memory was made inside the program, and is read for the last time here."""
     source: Any = node.args[0]
     region = memory.region[source]
     if collectives.is_collective(node):
-        region = Region(region.root)
+        region = ByteRange(region.root)
     made_here = region.root.op == "call_function" or region.root in workspaces
     return (
         made_here
@@ -114,7 +114,7 @@ def _is_free(memory: Memory, node: fx.Node, workspaces: set[fx.Node]) -> bool:
     )
 
 
-def _clone_results(program: Program, memory: Memory, workspaces: set[fx.Node]) -> int:
+def _clone_results(program: Program, memory: MemoryUse, workspaces: set[fx.Node]) -> int:
     """Give each result that lives in memory which this run or the next one changes, memory of its own."""
     placeholders = program.input_nodes()
     changing = {placeholders[out.name] for out in program.outputs if out.kind is OutputKind.UPDATE} | workspaces
@@ -130,7 +130,7 @@ def _clone_results(program: Program, memory: Memory, workspaces: set[fx.Node]) -
     return len(clones)
 
 
-def _copy_the_rest(program: Program, memory: Memory, chains: dict[fx.Node, fx.Node]) -> list[fx.Node]:
+def _copy_the_rest(program: Program, memory: MemoryUse, chains: dict[fx.Node, fx.Node]) -> list[fx.Node]:
     """Copy in each update that did not go in place, once the old value is no longer read; return those inputs."""
     placeholders = program.input_nodes()
     updates = [(placeholders[o.name], v) for o, v in program.named_results() if o.kind is OutputKind.UPDATE]

@@ -27,7 +27,7 @@ def adam_(
     """Update the two moments and the parameter in place, all contiguous, of one shape and dtype, on the CPU.
 
     The parameter changes by `size * mean / (sqrt(square) / correction + eps)`. The kernel of torch corrects for the
-    first steps by itself: it is told of a late one, with the correction in its learning rate and epsilon.
+    first steps by itself: it is given a late one, with the correction in its learning rate and epsilon.
 
     >>> parameter, mean, square = torch.zeros(1), torch.zeros(1), torch.zeros(1)
     >>> adam_(parameter, torch.tensor([4.0]), mean, square, 0.5, 0.75, 0.5, 0.0, -0.25)

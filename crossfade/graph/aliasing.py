@@ -13,7 +13,7 @@ from torch import Tensor, fx
 
 from crossfade.graph.effects import may_write, memory_of, written_inputs
 from crossfade.graph.operators import remembered
-from crossfade.graph.private import statically_equal
+from crossfade.graph.private import schema_of, statically_equal
 from crossfade.graph.program import Program
 
 
@@ -79,7 +79,7 @@ class Aliasing:
 @remembered
 def may_copy(target: Any) -> bool:
     """Whether an operator returns its input's memory only where it need not copy: then a write is seen or not."""
-    schema = getattr(target, "_schema", None)
+    schema = schema_of(target)
     return schema is not None and schema.name in _MAY_COPY
 
 

@@ -23,6 +23,7 @@ import torch
 
 from crossfade.graph import collectives
 from crossfade.graph.operators import remembered
+from crossfade.graph.private import OpNamespace, OpOverload, OpOverloadPacket, schema_of
 
 NAMESPACES = {"c10d": collectives.NAMESPACE}
 """Short names of namespaces, as texts have them."""
@@ -97,22 +98,22 @@ def overloads_named(name: str) -> list[str]:
     return packet.overloads() if packet is not None else []
 
 
-def overload_named(namespace: str, path: list[str]) -> torch._ops.OpOverload | None:
+def overload_named(namespace: str, path: list[str]) -> OpOverload | None:
     """An operator of torch's registry, whatever it does."""
     if not 1 <= len(path) <= 2:
         return None
     packet, overload = _packet(namespace, path[0]), path[1] if len(path) > 1 else "default"
     found = getattr(packet, overload) if packet is not None and overload in packet.overloads() else None
-    return found if isinstance(found, torch._ops.OpOverload) else None
+    return found if isinstance(found, OpOverload) else None
 
 
-def _packet(namespace: str, name: str) -> torch._ops.OpOverloadPacket | None:
+def _packet(namespace: str, name: str) -> OpOverloadPacket | None:
     """A family of overloads. Only what is an identifier and no attribute of a Python object is looked up."""
     if not all(part.isidentifier() and not part.startswith("__") for part in (namespace, name)):
         return None
     space = getattr(torch.ops, namespace)
-    found = getattr(space, name, None) if isinstance(space, torch._ops._OpNamespace) else None
-    return found if isinstance(found, torch._ops.OpOverloadPacket) else None
+    found = getattr(space, name, None) if isinstance(space, OpNamespace) else None
+    return found if isinstance(found, OpOverloadPacket) else None
 
 
 def _higher_order(path: list[str]) -> Any | None:
@@ -120,10 +121,10 @@ def _higher_order(path: list[str]) -> Any | None:
 
 
 @remembered
-def why_refused(target: torch._ops.OpOverload) -> str | None:
+def why_refused(target: OpOverload) -> str | None:
     """Why no program from a file may name an operator; None if one may. Its schema decides, so that operators that
     torch or the user registers later are judged as well."""
-    schema = target._schema
+    schema = schema_of(target)
     if schema.name.partition("::")[0] in REFUSED_NAMESPACES:
         return "its namespace is not one of programs"
     named = (*schema.arguments, *schema.returns)

@@ -18,6 +18,7 @@ import torch
 
 from crossfade.graph.allowed import FUNCTIONS
 from crossfade.graph.operators import by_name
+from crossfade.graph.private import OpOverload, schema_of
 
 MOST_BITS = 4096
 MOST_RESULTS = 1 << 16
@@ -31,7 +32,7 @@ _FUNCTIONS = {function for function in FUNCTIONS.values() if function is not ope
 
 def why_too_large(target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str | None:
     """What would be expected instead of a call that costs more than its text; None if the call is fine."""
-    if isinstance(target, torch._ops.OpOverload):
+    if isinstance(target, OpOverload):
         count = _results(target, by_name(target, args, kwargs))
         return f"at most {MOST_RESULTS} results, not {count}" if count > MOST_RESULTS else None
     if target not in _FUNCTIONS:
@@ -94,6 +95,6 @@ _COUNTS: dict[str, Callable[[dict[Any, Any]], int]] = {
 """How many tensors an operator makes that makes a list of them, from its arguments."""
 
 
-def _results(target: torch._ops.OpOverload, arguments: dict[Any, Any]) -> int:
-    count = _COUNTS.get(target._schema.name)
+def _results(target: OpOverload, arguments: dict[Any, Any]) -> int:
+    count = _COUNTS.get(schema_of(target).name)
     return count(arguments) if count is not None else 0

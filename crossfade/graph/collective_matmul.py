@@ -6,7 +6,7 @@ its last pieces travel). A *product* is an einsum equation with one letter for e
 layer on three dims, "bmk,bkn->bmn" a bmm, "bsk,bsn->kn" a weight's gradient. A scaled product also says what it
 returns ("mk,kn->mn bfloat16") and whether it may round more on the way ("mk,kn->mn bfloat16 fast").
 
-Here is what they are told and what shapes come out; how they run is with the code that runs programs.
+Here are their arguments and the shapes that come out; how they run is with the code that runs programs.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def read_product(product: str) -> Equation:
     letters = {*first, *second, *result}
     whole = arrow and comma and all(letter.isalpha() for letter in letters)
     once = all(len(set(side)) == len(side) for side in (first, second, result))
-    if not whole or not once or any(sum(one in side for side in (first, second, result)) < 2 for one in letters):
+    if not whole or not once or any(sum(letter in side for side in (first, second, result)) < 2 for letter in letters):
         raise _error(
             f"the product {product!r}",
             "two operands and a result, such as 'mk,kn->mn', with each letter once in two or three of them",
@@ -342,7 +342,7 @@ def _scatter_without_data(*given: Any) -> Tensor:
 def _scatter_meanwhile_without_data(*given: Any) -> list[Tensor]:
     """Takes what `_scatter_without_data` does, then the operands of what is computed meanwhile."""
     *scattered, meanwhile = given
-    others = [one.new_empty([one.shape[0], other.shape[1]]) for one, other in pairs(meanwhile)]
+    others = [left.new_empty([left.shape[0], right.shape[1]]) for left, right in pairs(meanwhile)]
     return [_scatter_without_data(*scattered), *others]
 
 
@@ -355,13 +355,13 @@ def pairs(meanwhile: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
     if len(meanwhile) % 2:
         raise _error(f"{len(meanwhile)} operands to be multiplied meanwhile", "two for each product", "pass pairs")
     found = list(zip(meanwhile[::2], meanwhile[1::2], strict=True))
-    for one, other in found:
-        matrices = one.dim() == other.dim() == 2 and one.dtype == other.dtype
-        inner = (one.shape[-1], other.shape[0]) if matrices else ()
+    for left, right in found:
+        matrices = left.dim() == right.dim() == 2 and left.dtype == right.dtype
+        inner = (left.shape[-1], right.shape[0]) if matrices else ()
         unequal = all(isinstance(size, int) for size in inner) and len(set(inner)) > 1  # symbolic sizes are trusted
         if not matrices or unequal:
             raise _error(
-                f"{one.dtype}{list(one.shape)} and {other.dtype}{list(other.shape)} to be multiplied meanwhile",
+                f"{left.dtype}{list(left.shape)} and {right.dtype}{list(right.shape)} to be multiplied meanwhile",
                 "two matrices of one dtype that fit",
                 "pass pairs of such",
             )

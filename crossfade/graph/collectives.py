@@ -16,8 +16,9 @@ import torch
 import torch.distributed._functional_collectives  # registers the shape rules of these ops
 from torch import Tensor, fx
 
+from crossfade.graph.metadata import tensor_bytes
 from crossfade.graph.operators import remembered
-from crossfade.graph.program import tensor_bytes
+from crossfade.graph.private import schema_of
 
 NAMESPACE = "_c10d_functional"
 _ops = torch.ops._c10d_functional
@@ -221,9 +222,9 @@ def messages(node: fx.Node) -> list[Message] | None:
     return [Message(how == "isend", peer, tag, tensor) for how, peer, tag, tensor in parts]
 
 
-def reduced_value(one: Collective) -> fx.Node:
+def reduced_value(reduction: Collective) -> fx.Node:
     """What a reduction is given; without the rows of padding, where these were added so that each rank has as many."""
-    given = one.inputs[0]
+    given = reduction.inputs[0]
     return given.args[0] if given.target is torch.ops.aten.constant_pad_nd.default else given  # type: ignore[return-value]
 
 
@@ -236,24 +237,24 @@ def started_by(wait: fx.Node) -> fx.Node | None:
 
 
 def settings(node: fx.Node) -> tuple[Any, ...]:
-    """What a collective is told beside its input (reduction, sizes, group), equal in every spelling of the call."""
-    return tuple(_argument(node, index) for index in range(1, len(node.target._schema.arguments)))  # type: ignore[union-attr]
+    """The settings of a collective beside its input (reduction, sizes, group), equal in every spelling of the call."""
+    return tuple(_argument(node, index) for index in range(1, len(schema_of(node.target).arguments)))
 
 
 def group_sizes(graph: fx.Graph) -> dict[str, int]:
     """The sizes of the groups that this graph's collectives name, where the ops say them (0 where none does)."""
     sizes: dict[str, int] = {}
-    for one in find(graph):
-        sizes[one.group] = max(sizes.get(one.group, 0), one.group_size or 0)
+    for collective in find(graph):
+        sizes[collective.group] = max(sizes.get(collective.group, 0), collective.group_size or 0)
     return sizes
 
 
 def count_by_kind(graph: fx.Graph) -> dict[str, tuple[int, int]]:
     """Number and bytes of the collectives of each kind, for reports."""
     table: dict[str, tuple[int, int]] = {}
-    for one in find(graph):
-        number, size = table.get(one.kind, (0, 0))
-        table[str(one.kind)] = (number + 1, size + one.bytes)
+    for collective in find(graph):
+        number, size = table.get(collective.kind, (0, 0))
+        table[str(collective.kind)] = (number + 1, size + collective.bytes)
     return table
 
 
@@ -265,7 +266,7 @@ def rename_groups(nodes: Iterable[fx.Node], names: dict[str, str]) -> None:
             if index < len(node.args):
                 node.update_arg(index, names[group])
             else:
-                node.update_kwarg(node.target._schema.arguments[index].name, names[group])  # type: ignore[union-attr]
+                node.update_kwarg(schema_of(node.target).arguments[index].name, names[group])
 
 
 def in_place_form(node: fx.Node) -> Any:
@@ -282,17 +283,17 @@ def ask_inputs_for_sizes(graph: fx.Graph) -> None:
 
     Asking reads no data, but would keep the result tied to this very start.
     """
-    for one in find(graph):
-        queries = [user for user in one.node.users if user.target is torch.ops.aten.sym_size.int]
-        for query in queries if not one.coalesced else ():
+    for collective in find(graph):
+        queries = [user for user in collective.node.users if user.target is torch.ops.aten.sym_size.int]
+        for query in queries if not collective.coalesced else ():
             dim: Any = query.args[1]
-            first = dim % one.node.meta["val"].dim() == 0
+            first = dim % collective.node.meta["val"].dim() == 0
             with graph.inserting_before(query):
-                size = graph.call_function(torch.ops.aten.sym_size.int, (one.inputs[0], dim))
-                size.meta["val"] = one.inputs[0].meta["val"].shape[dim]
-                if first and one.kind in (Kind.ALL_GATHER, Kind.REDUCE_SCATTER):
-                    change = operator.mul if one.kind is Kind.ALL_GATHER else operator.floordiv
-                    size = graph.call_function(change, (size, one.group_size))
+                size = graph.call_function(torch.ops.aten.sym_size.int, (collective.inputs[0], dim))
+                size.meta["val"] = collective.inputs[0].meta["val"].shape[dim]
+                if first and collective.kind in (Kind.ALL_GATHER, Kind.REDUCE_SCATTER):
+                    change = operator.mul if collective.kind is Kind.ALL_GATHER else operator.floordiv
+                    size = graph.call_function(change, (size, collective.group_size))
                     size.meta["val"] = query.meta["val"]
             query.replace_all_uses_with(size)
             graph.erase_node(query)
@@ -366,7 +367,7 @@ def wait(tensor: Tensor) -> Tensor:
 def _argument(node: fx.Node, index: int) -> Any:
     if index < len(node.args):
         return None if index < 0 else node.args[index]
-    return node.kwargs.get(node.target._schema.arguments[index].name)  # type: ignore[union-attr]
+    return node.kwargs.get(schema_of(node.target).arguments[index].name)
 
 
 @remembered
@@ -377,6 +378,6 @@ def _spelling(target: Any) -> _Spelling | None:
 @remembered
 def _group_argument(target: Any) -> int:
     """The position of an op's group name, -1 if it has none."""
-    schema = getattr(target, "_schema", None)
+    schema = schema_of(target)
     names = [argument.name for argument in schema.arguments] if schema is not None else []
     return names.index("group_name") if "group_name" in names else -1

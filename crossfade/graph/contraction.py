@@ -114,11 +114,11 @@ class Contraction:
             unit = self.unit_of.get(node)
             together = [node] if unit is None else self.members[unit]
             result += together
-            after = [head.get(one, one) for member in together for one in self._successors(member)]
-            for one in after if node not in chained else [*after, chained[node]]:
-                waiting[one] -= 1
-                if not waiting[one] and one is not output:
-                    heapq.heappush(ready, (rank[one], one))
+            after = [head.get(follower, follower) for member in together for follower in self._successors(member)]
+            for follower in after if node not in chained else [*after, chained[node]]:
+                waiting[follower] -= 1
+                if not waiting[follower] and follower is not output:
+                    heapq.heappush(ready, (rank[follower], follower))
         return [*result, *(node for node in self.order.nodes if node.op == "output")]
 
     def sequence(self, *, at_first: bool = True) -> list[int]:
@@ -165,10 +165,10 @@ class Contraction:
         """For each unit's head and each other node, how many edges lead to it; members of a unit have none between."""
         waiting: dict[fx.Node, int] = {}
         for node, edges in self._edges.items():
-            one = head.get(node, node)
-            waiting[one] = waiting.get(one, 0) + edges
-        for one in chained.values():
-            waiting[one] += 1
+            unit = head.get(node, node)
+            waiting[unit] = waiting.get(unit, 0) + edges
+        for unit in chained.values():
+            waiting[unit] += 1
         return waiting
 
     def _successors(self, node: fx.Node) -> list[fx.Node]:

@@ -12,6 +12,7 @@ from torch import fx
 
 from crossfade.graph import collectives
 from crossfade.graph.operators import remembered
+from crossfade.graph.private import has_schema, schema_of
 
 _UNDECLARED_ALIASES = {
     **dict.fromkeys(("_unsafe_view", "type_as", "sum_to_size", "atleast_1d", "atleast_2d", "atleast_3d"), 0),
@@ -128,10 +129,10 @@ def rewritten_at_waits(nodes: Iterable[fx.Node], roots: dict[fx.Node, fx.Node]) 
     """For each memory that the wait on a sibling may write again, the coalesced collectives whose results these are.
 
     Whichever result is waited for, all may be written: gloo copies every output of a coalesced reduce-scatter out at
-    each wait. Somebody could tell only where another node writes one of them; other lists are left out.
+    each wait. It shows only where another node writes one of them; other lists are left out.
     """
     nodes = list(nodes)
-    started = [one for node in nodes if (one := collectives.view(node)) is not None and one.coalesced]
+    started = [view for node in nodes if (view := collectives.view(node)) is not None and view.coalesced]
     if not started:
         return {}
     writers: dict[fx.Node, set[fx.Node]] = {}
@@ -139,11 +140,11 @@ def rewritten_at_waits(nodes: Iterable[fx.Node], roots: dict[fx.Node, fx.Node]) 
         for target in written_inputs(node):
             writers.setdefault(roots[target], set()).add(node)
     lists: dict[fx.Node, list[fx.Node]] = {}
-    for one in started:
-        owners = {roots[result] for result in one.results}
-        if any(writers.get(owner, set()) - {one.node} for owner in owners):
+    for collective in started:
+        owners = {roots[result] for result in collective.results}
+        if any(writers.get(owner, set()) - {collective.node} for owner in owners):
             for owner in owners:
-                lists.setdefault(owner, []).append(one.node)
+                lists.setdefault(owner, []).append(collective.node)
     return lists
 
 
@@ -181,12 +182,12 @@ def is_pure(target: Any) -> bool:
     """Whether no call of this operator writes, draws, communicates or has another effect: only data orders it."""
     traits = _traits(target)
     effect = traits.written or traits.random or traits.hidden_effect or collectives.communicates(target)
-    return hasattr(target, "_schema") and not effect
+    return has_schema(target) and not effect
 
 
 @remembered
 def _traits(target: Any) -> _Traits:
-    schema = getattr(target, "_schema", None)
+    schema = schema_of(target)
     if schema is None:
         return _Traits()
     namespace, name = schema.name.split("::")
@@ -236,7 +237,7 @@ _UNKNOWN = (-1, "")
 @remembered
 def _shared_place(target: Any) -> tuple[int, str] | None:
     """The place of the argument whose memory an operator's one result is or may be; None if its memory is new."""
-    if not hasattr(target, "_schema"):
+    if not has_schema(target):
         return _UNKNOWN
     shared = _traits(target).shared
     return shared[0] if len(shared) == 1 else None
@@ -271,7 +272,7 @@ def _first_node(value: Any) -> fx.Node | None:
 
 def has_hidden_effect(node: fx.Node) -> bool:
     """Effects that no schema describes (asserts, profiler marks): kept in order among themselves."""
-    return _traits(node.target).hidden_effect if hasattr(node.target, "_schema") else _is_effectful(node)
+    return _traits(node.target).hidden_effect if has_schema(node.target) else _is_effectful(node)
 
 
 def _is_effectful(node: fx.Node) -> bool:

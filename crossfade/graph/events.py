@@ -16,10 +16,10 @@ import torch
 from torch import fx
 
 from crossfade.graph import collectives, own_part
-from crossfade.graph.launches import Described, Launch, Sent, Size
+from crossfade.graph.launches import Launch, Sent, Size, TensorType
 from crossfade.graph.nested import opened
 from crossfade.graph.operators import remembered
-from crossfade.graph.private import size_expression
+from crossfade.graph.private import HigherOrderOperator, schema_of, size_expression
 from crossfade.graph.program import Program, source_line
 from crossfade.graph.text import render_type
 
@@ -41,7 +41,7 @@ class Wait:
 
 @dataclass(frozen=True, slots=True)
 class Unread:
-    """A node whose communication cannot be told from the graph, and why."""
+    """A node whose communication the graph does not show, and why."""
 
     node: str
     source: str
@@ -181,10 +181,10 @@ def _how(target: Any) -> str:
     """What an operator is to the other ranks."""
     if target is operator.getitem:
         return "element"
-    if isinstance(target, torch._ops.HigherOrderOperator):
+    if isinstance(target, HigherOrderOperator):
         return "calls"
     if target is own_part.OPERATOR or not collectives.communicates(target):
-        schema: Any = getattr(target, "_schema", None)
+        schema: Any = schema_of(target)
         namespace = schema.name.split("::")[0] if schema is not None else ""
         named = namespace == "crossfade" and any(argument.name == "group" for argument in schema.arguments)
         return "unnamed" if namespace == "c10d" or named else "computes"
@@ -194,30 +194,30 @@ def _how(target: Any) -> str:
 def _launch(node: fx.Node) -> Launch:
     where = node.name, source_line(node)
     if (sent := collectives.messages(node)) is not None:
-        parts = tuple(Sent(one.sends, one.peer, one.tag, _described(one.tensor)) for one in sent)
+        parts = tuple(Sent(message.sends, message.peer, message.tag, _described(message.tensor)) for message in sent)
         return Launch(*where, "messages", collectives.group_of(node) or "", messages=parts)
-    one = collectives.view(node)
-    if one is None:
+    collective = collectives.view(node)
+    if collective is None:
         return _other_launch(node)
-    tensors = tuple(_described(tensor) for tensor in one.inputs)
+    tensors = tuple(_described(tensor) for tensor in collective.inputs)
     root: int | None = None
     sent_rows: tuple[Size, ...] = ()
     received: tuple[Size, ...] = ()
-    if one.kind is collectives.Kind.BROADCAST:
+    if collective.kind is collectives.Kind.BROADCAST:
         root = collectives.settings(node)[0]
-    elif one.kind is collectives.Kind.ALL_TO_ALL:
+    elif collective.kind is collectives.Kind.ALL_TO_ALL:
         received, sent_rows = (tuple(map(_size, rows)) for rows in collectives.settings(node)[:2])
     return Launch(
         *where,
-        str(one.kind),
-        one.group,
+        str(collective.kind),
+        collective.group,
         tensors,
-        one.reduce_op or "",
+        collective.reduce_op or "",
         root,
-        one.group_size,
+        collective.group_size,
         sent_rows,
         received,
-        one.coalesced,
+        collective.coalesced,
     )
 
 
@@ -225,16 +225,16 @@ def _other_launch(node: fx.Node) -> Launch:
     """An operator that communicates in a way of its own: members must call it with the same settings and types."""
     tensors = tuple(_described(source) for source in node.all_input_nodes if _is_tensor(source))
     group = collectives.group_of(node) or ""
-    told = fx.map_arg((node.args, node.kwargs), lambda source: "_" if _is_tensor(source) else str(_size(source)))
-    name = node.target._schema.name.split("::")[1]  # type: ignore[union-attr]
-    return Launch(node.name, source_line(node), name, group, tensors, settings=str(told))
+    settings = fx.map_arg((node.args, node.kwargs), lambda source: "_" if _is_tensor(source) else str(_size(source)))
+    name = schema_of(node.target).name.split("::")[1]
+    return Launch(node.name, source_line(node), name, group, tensors, settings=str(settings))
 
 
 def _is_tensor(node: fx.Node) -> bool:
     return isinstance(node.meta.get("val"), torch.Tensor)
 
 
-def _described(node: fx.Node) -> Described:
+def _described(node: fx.Node) -> TensorType:
     value = node.meta["val"]
     return _type(value.dtype, tuple(value.shape)) if _is_static(value.shape) else _symbolic(value)
 
@@ -244,8 +244,8 @@ def _is_static(shape: Any) -> bool:
 
 
 @functools.lru_cache(maxsize=1024)
-def _type(dtype: torch.dtype, shape: tuple[int, ...]) -> Described:
-    return Described(_dtype(dtype), shape)
+def _type(dtype: torch.dtype, shape: tuple[int, ...]) -> TensorType:
+    return TensorType(_dtype(dtype), shape)
 
 
 @functools.cache
@@ -253,8 +253,8 @@ def _dtype(dtype: torch.dtype) -> str:
     return render_type(torch.empty(0, dtype=dtype, device="meta")).partition("[")[0]
 
 
-def _symbolic(value: torch.Tensor) -> Described:
-    return Described(_dtype(value.dtype), tuple(map(_size, value.shape)))
+def _symbolic(value: torch.Tensor) -> TensorType:
+    return TensorType(_dtype(value.dtype), tuple(map(_size, value.shape)))
 
 
 def _size(size: Any) -> Size:

@@ -17,10 +17,10 @@ from torch import Tensor, fx
 
 from crossfade.graph import collectives, layouts
 from crossfade.graph.collectives import Collective, Kind
-from crossfade.graph.layouts import Factor, Factors, Layout, Size, Unreadable, merged, same, same_factors, same_layout
+from crossfade.graph.layouts import Factors, Layout, LayoutFactor, Size, Unreadable, merged, same
 from crossfade.graph.operators import arguments
 from crossfade.graph.passes import Outcome, Verdict
-from crossfade.graph.relayouts import Refusal, Spread, ancestors, layout_of, spread
+from crossfade.graph.relayouts import Refusal, Spread, ancestors, laid_between, layout_of, spread
 from crossfade.graph.text import render_type
 
 
@@ -77,7 +77,7 @@ def find_gathers(graph: fx.Graph) -> tuple[list[Gather], list[Verdict]]:
     >>> [(one.part.name, one.dim, one.result.name) for one in find_gathers(program.graph)[0]]
     [('x', 1, 'whole')]
     """
-    return _sorted_out(_gather(one) for one in collectives.find(graph) if one.kind is Kind.ALL_GATHER)
+    return _sorted_out(_gather(found) for found in collectives.find(graph) if found.kind is Kind.ALL_GATHER)
 
 
 def find_scatters(graph: fx.Graph) -> tuple[list[Scatter], list[Verdict]]:
@@ -97,31 +97,31 @@ def find_scatters(graph: fx.Graph) -> tuple[list[Scatter], list[Verdict]]:
     >>> [(one.whole.name, one.dim, one.result.name) for one in find_scatters(program.graph)[0]]
     [('x', 1, 'done')]
     """
-    return _sorted_out(_scatter(one) for one in collectives.find(graph) if one.kind is Kind.REDUCE_SCATTER)
+    return _sorted_out(_scatter(found) for found in collectives.find(graph) if found.kind is Kind.REDUCE_SCATTER)
 
 
 def _sorted_out(found: Iterable[Any]) -> tuple[list[Any], list[Verdict]]:
     kept, verdicts = [], []
-    for one in found:
-        if isinstance(one, Refusal):
-            verdicts.append(Verdict.of(one.node, Outcome.LEFT, one.reason, detail=one.detail))
+    for candidate in found:
+        if isinstance(candidate, Refusal):
+            verdicts.append(Verdict.of(candidate.node, Outcome.LEFT, candidate.reason, detail=candidate.detail))
         else:
-            kept.append(one)
+            kept.append(candidate)
     return kept, verdicts
 
 
-def _gather(one: Collective) -> Gather | Refusal:
-    if (refusal := _not_plain(one)) is not None:
+def _gather(gather: Collective) -> Gather | Refusal:
+    if (refusal := _not_plain(gather)) is not None:
         return refusal
     best: Gather | None = None
     problem: Refusal | None = None
-    for part in _parts(one.inputs[0]):
-        found = _gather_of(one, part)
+    for part in _parts(gather.inputs[0]):
+        found = _gather_of(gather, part)
         if isinstance(found, Refusal):
             problem = problem or found
         elif best is None or len(_behind(found)) > len(_behind(best)):
             best = found
-    return best or problem or Refusal(one.node, "its input is not a tensor's bytes", _described(one.inputs[0]))
+    return best or problem or Refusal(gather.node, "its input is not a tensor's bytes", _described(gather.inputs[0]))
 
 
 def _parts(given: fx.Node) -> list[fx.Node]:
@@ -133,16 +133,16 @@ def _parts(given: fx.Node) -> list[fx.Node]:
     return chain[erased:]
 
 
-def _gather_of(one: Collective, part: fx.Node) -> Gather | Refusal:
+def _gather_of(gather: Collective, part: fx.Node) -> Gather | Refusal:
     """The gather of one part, along the dim for which most of the re-layout after the collective belongs to it."""
     value: Tensor = part.meta["val"]
     own, size = layouts.of_tensor(value), layouts.product(value.shape) * value.element_size()
     try:
-        sent = layout_of(one.inputs[0], part)
+        sent = layout_of(gather.inputs[0], part)
     except Unreadable as error:
-        return Refusal(one.node, error.reason, f"from {part.name} to {one.inputs[0].name}, {error.detail}")
-    ranks = Factor(one.group_size, size)
-    reached = spread({one.node: replace(sent, dims=(merged((ranks, *sent.dims[0])), *sent.dims[1:]))})
+        return Refusal(gather.node, error.reason, f"from {part.name} to {gather.inputs[0].name}, {error.detail}")
+    ranks = LayoutFactor(gather.group_size, size)
+    reached = spread({gather.node: replace(sent, dims=(merged((ranks, *sent.dims[0])), *sent.dims[1:]))})
     wanted = {
         dim: replace(own, dims=(*own.dims[:dim], merged((ranks, *own.dims[dim])), *own.dims[dim + 1 :]))
         for dim in range(len(own.dims))
@@ -151,26 +151,27 @@ def _gather_of(one: Collective, part: fx.Node) -> Gather | Refusal:
     best: Gather | None = None
     early = ""
     for dim, found in ends.items():
-        closed = _close(one, reached, found)
+        closed = _close(gather, reached, found)
         if isinstance(closed, str):
             early = closed
             continue
         results, between = closed
         held = _waited_for_again(results)
-        cuts, trim = _trimmed(held, dim) if one.node not in results else ([], None)
+        cuts, trim = _trimmed(held, dim) if gather.node not in results else ([], None)
         if cuts:
             between, results = [*between, *held], cuts
-        result = next(node for node in results if node is not one.node)
+        result = next(node for node in results if node is not gather.node)
         also = tuple(node for node in results if node is not result)
-        nodes = _in_order({*_between(part, one.inputs[0]), *between, *results})
-        made = Gather(one, part, dim, one.group_size or 0, result, trim, nodes, also)
+        nodes = tuple(sorted({*laid_between(part, gather.inputs[0]), *between, *results}))
+        made = Gather(gather, part, dim, gather.group_size or 0, result, trim, nodes, also)
         if best is None or len(_behind(made)) > len(_behind(best)):
             best = made
     if best is not None:
         return best
     if early:
-        return Refusal(one.node, "something reads it before its parts are put together", early)
-    return Refusal(one.node, "its parts are not put together along one dim", f"of {one.group_size} {_described(part)}")
+        return Refusal(gather.node, "something reads it before its parts are put together", early)
+    apart = f"of {gather.group_size} {_described(part)}"
+    return Refusal(gather.node, "its parts are not put together along one dim", apart)
 
 
 def _behind(gather: Gather) -> list[fx.Node]:
@@ -186,19 +187,19 @@ def _ends(reached: Spread, wanted: dict[int, Layout], dtype: torch.dtype) -> dic
         if layout is None or _dtype(node) != dtype:
             continue
         for dim, expected in wanted.items():
-            if same_layout(layout, expected):
+            if layouts.same_layout(layout, expected):
                 found.setdefault(dim, set()).add(node)
     return found
 
 
-def _close(one: Collective, reached: Spread, ends: set[fx.Node]) -> tuple[list[fx.Node], list[fx.Node]] | str:
+def _close(collective: Collective, reached: Spread, ends: set[fx.Node]) -> tuple[list[fx.Node], list[fx.Node]] | str:
     """The ends that all reading goes through, and what lies before them; or who reads something before."""
-    results, between, seen = [], [], {one.node}
-    stack = [one.node]
+    results, between, seen = [], [], {collective.node}
+    stack = [collective.node]
     while stack:
         node = stack.pop()
         outside = [user for user in node.users if user not in reached.layouts]
-        if outside and (node is not one.node or node not in ends):
+        if outside and (node is not collective.node or node not in ends):
             return f"{outside[0].name} reads {node.name}, {_described(node)}"
         between.append(node)
         if outside:
@@ -211,7 +212,7 @@ def _close(one: Collective, reached: Spread, ends: set[fx.Node]) -> tuple[list[f
                 results.append(user)
             else:
                 stack.append(user)
-    if all(node is one.node for node in results):
+    if all(node is collective.node for node in results):
         return "nothing reads it"
     return sorted(results), between
 
@@ -244,15 +245,15 @@ def _cuts(node: fx.Node, source: fx.Node, dim: int) -> bool:
     return along and start in (0, None) and given.get("step", 1) == 1 and not whole
 
 
-def _scatter(one: Collective) -> Scatter | Refusal:
-    if (refusal := _not_plain(one)) is not None:
+def _scatter(scatter: Collective) -> Scatter | Refusal:
+    if (refusal := _not_plain(scatter)) is not None:
         return refusal
-    if one.reduce_op not in ("sum", "avg"):
-        return Refusal(one.node, "it reduces otherwise than by sum or mean", f"by {one.reduce_op}")
+    if scatter.reduce_op not in ("sum", "avg"):
+        return Refusal(scatter.node, "it reduces otherwise than by sum or mean", f"by {scatter.reduce_op}")
     problem: Refusal | None = None
-    chain = ancestors(one.inputs[0])
-    for whole in reversed([node for node in chain if _dtype(node) == _dtype(one.inputs[0])]):
-        found = _scatter_of(one, whole)
+    chain = ancestors(scatter.inputs[0])
+    for whole in reversed([node for node in chain if _dtype(node) == _dtype(scatter.inputs[0])]):
+        found = _scatter_of(scatter, whole)
         if isinstance(found, Scatter):
             return found
         problem = found
@@ -260,90 +261,74 @@ def _scatter(one: Collective) -> Scatter | Refusal:
     return problem
 
 
-def _scatter_of(one: Collective, whole: fx.Node) -> Scatter | Refusal:
+def _scatter_of(scatter: Collective, whole: fx.Node) -> Scatter | Refusal:
     value: Tensor = whole.meta["val"]
     own = layouts.of_tensor(value)
-    apart = Refusal(one.node, "what it scatters is not one dim's parts", f"of {_described(whole)}")
+    apart = Refusal(scatter.node, "what it scatters is not one dim's parts", f"of {_described(whole)}")
     try:
-        sent = layout_of(one.inputs[0], whole)
-        outer, inner = _cut_for_ranks(sent.dims[0], one)
+        sent = layout_of(scatter.inputs[0], whole)
+        outer, inner = _cut_for_ranks(sent.dims[0], scatter)
     except Unreadable as error:
-        return Refusal(one.node, error.reason, f"from {whole.name} to {one.inputs[0].name}, {error.detail}")
+        return Refusal(scatter.node, error.reason, f"from {whole.name} to {scatter.inputs[0].name}, {error.detail}")
     if len(outer) != 1:
         return apart
-    reached = spread({one.node: replace(sent, dims=(inner, *sent.dims[1:]))})
+    reached = spread({scatter.node: replace(sent, dims=(inner, *sent.dims[1:]))})
     early = ""
     for dim, expected in _own_parts(own, outer[0], sent.dims[0], inner).items():
         found = _ends(reached, {dim: expected}, value.dtype).get(dim, set())
-        closed = _close(one, reached, found)
+        closed = _close(scatter, reached, found)
         if isinstance(closed, str):
             early = closed
             continue
         results, between = closed
-        result = next(node for node in results if node is not one.node)
+        result = next(node for node in results if node is not scatter.node)
         also = tuple(node for node in results if node is not result)
-        nodes = _in_order({*_between(whole, one.inputs[0]), *between, *results})
-        return Scatter(one, whole, dim, one.group_size or 0, one.reduce_op or "", result, nodes, also)
-    return Refusal(one.node, "something reads it before its part is laid out", early) if early else apart
+        nodes = tuple(sorted({*laid_between(whole, scatter.inputs[0]), *between, *results}))
+        return Scatter(scatter, whole, dim, scatter.group_size or 0, scatter.reduce_op or "", result, nodes, also)
+    return Refusal(scatter.node, "something reads it before its part is laid out", early) if early else apart
 
 
-def _cut_for_ranks(factors: Factors, one: Collective) -> tuple[Factors, Factors]:
+def _cut_for_ranks(factors: Factors, scatter: Collective) -> tuple[Factors, Factors]:
     """What is scattered, as the ranks' parts and what is inside one: that a single dim divides, the collective says."""
-    received = one.node.meta["val"].shape[0]
+    received = scatter.node.meta["val"].shape[0]
     if len(factors) == 1:
         ((_, stride),) = factors
-        return (Factor(one.group_size, received * stride),), merged((Factor(received, stride),))
-    outer, inner = layouts.grouped(factors, (one.group_size, received))
+        return (LayoutFactor(scatter.group_size, received * stride),), merged((LayoutFactor(received, stride),))
+    outer, inner = layouts.grouped(factors, (scatter.group_size, received))
     return outer, inner
 
 
-def _own_parts(own: Layout, outer: Factor, scattered: Factors, inner: Factors) -> dict[int, Layout]:
+def _own_parts(own: Layout, outer: LayoutFactor, scattered: Factors, inner: Factors) -> dict[int, Layout]:
     """For each dim that steps of `outer` cut in parts, the layout of one part."""
     found = {}
     for dim, factors in enumerate(own.dims):
         size = layouts.divided(factors[0].size, outer.size) if factors else None
-        part = merged((Factor(size, factors[0].stride),)) if size is not None else None
+        part = merged((LayoutFactor(size, factors[0].stride),)) if size is not None else None
         if part is not None and not same(outer.stride, size * factors[0].stride):
             part = None
-        if part is None and factors and same_factors(factors, scattered):
+        if part is None and factors and layouts.same_factors(factors, scattered):
             part = inner  # symbolic: not provably whole parts, but the collective takes no others
         if part is not None:
             found[dim] = replace(own, dims=(*own.dims[:dim], part, *own.dims[dim + 1 :]))
     return found
 
 
-def _not_plain(one: Collective) -> Refusal | None:
-    """Why a collective is none of one tensor into a new one, waited for."""
-    if one.coalesced:
-        return Refusal(one.node, "it moves several tensors at once", f"{len(one.inputs)} tensors")
-    if one.in_place or one.out is not None:
-        return Refusal(one.node, "it writes into a given buffer", one.out.name if one.out is not None else "its input")
-    if not one.waits:
-        return Refusal(one.node, "nothing waits for it", f"{len(one.node.users)} readers")
-    value = one.inputs[0].meta.get("val")
+def _not_plain(moved: Collective) -> Refusal | None:
+    """Why a collective is not one of a single tensor into a new one that is waited for; None if it is."""
+    if moved.coalesced:
+        return Refusal(moved.node, "it moves several tensors at once", f"{len(moved.inputs)} tensors")
+    if moved.in_place or moved.out is not None:
+        return Refusal(moved.node, "it writes into a given buffer", moved.out.name if moved.out else "its input")
+    if not moved.waits:
+        return Refusal(moved.node, "nothing waits for it", f"{len(moved.node.users)} readers")
+    value = moved.inputs[0].meta.get("val")
     if not isinstance(value, Tensor) or value.layout is not torch.strided or value.dim() == 0:
-        return Refusal(one.node, "what it moves has no dims", _described(one.inputs[0]))
-    if not isinstance(one.group_size, int) or one.group_size < 2:
-        return Refusal(one.node, "its group has one rank", f"group {one.group} of {one.group_size}")
+        return Refusal(moved.node, "what it moves has no dims", _described(moved.inputs[0]))
+    if not isinstance(moved.group_size, int) or moved.group_size < 2:
+        return Refusal(moved.node, "its group has one rank", f"group {moved.group} of {moved.group_size}")
     if any(same(size, 0) for size in value.shape):
-        return Refusal(one.node, "it moves nothing", _described(one.inputs[0]))
+        return Refusal(moved.node, "it moves nothing", _described(moved.inputs[0]))
     return None
-
-
-def _between(source: fx.Node, node: fx.Node) -> set[fx.Node]:
-    """The nodes through which `node` is laid out from `source`: with the one, without the other."""
-    found: set[fx.Node] = set()
-    stack = [node] if node is not source else []
-    while stack:
-        one = stack.pop()
-        if one is not source and one not in found:
-            found.add(one)
-            stack += [read for read in one.all_input_nodes if isinstance(read.meta.get("val"), Tensor | list | tuple)]
-    return found
-
-
-def _in_order(nodes: set[fx.Node]) -> tuple[fx.Node, ...]:
-    return tuple(sorted(nodes))
 
 
 def _dtype(node: fx.Node) -> torch.dtype:

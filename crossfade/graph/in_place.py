@@ -17,7 +17,7 @@ from crossfade.graph import collectives
 from crossfade.graph.effects import alias_roots, memory_behind, written_inputs
 from crossfade.graph.lasting import only_looks
 from crossfade.graph.operators import remembered
-from crossfade.graph.private import statically_equal
+from crossfade.graph.private import OpOverload, has_schema, memory_id, schema_of, statically_equal
 from crossfade.graph.program import Program
 
 NEVER = float("inf")
@@ -28,26 +28,26 @@ _ALL = 2**62
 
 
 @dataclass(frozen=True, slots=True)
-class Region:
+class ByteRange:
     """A range of bytes of one piece of memory."""
 
     root: fx.Node
     start: int = 0
     end: int = _ALL
 
-    def overlaps(self, other: Region) -> bool:
+    def overlaps(self, other: ByteRange) -> bool:
         """Whether two regions have a byte in common."""
         return self.root is other.root and self.start < other.end and other.start < self.end
 
-    def moved(self, old: Region, new: Region) -> Region:
+    def moved(self, old: ByteRange, new: ByteRange) -> ByteRange:
         """Where this region of the memory `old` lies once that is the region `new`."""
         if self.end >= _ALL or new.end >= _ALL:
-            return Region(new.root)
+            return ByteRange(new.root)
         shift = new.start - old.start
-        return Region(new.root, self.start + shift, self.end + shift)
+        return ByteRange(new.root, self.start + shift, self.end + shift)
 
 
-class Memory:
+class MemoryUse:
     """Where each value lives and when that memory is read last, kept up to date while ops go in place.
 
     >>> from crossfade.graph.text import parse
@@ -58,7 +58,7 @@ class Memory:
     ... return output("b", b)
     ... ''')
     >>> x, a, b, out = program.graph.nodes
-    >>> memory = Memory(program)
+    >>> memory = MemoryUse(program)
     >>> memory.last_read(memory.region[a]) == memory.position[b], memory.last_read(memory.region[b])
     (True, inf)
     """
@@ -72,9 +72,9 @@ class Memory:
         for node in self.nodes:
             for root in dict.fromkeys(memory_behind(node, roots)):
                 self.aliases.setdefault(root, []).append(node)
-        self._latest: dict[fx.Node, dict[Region, tuple[float, fx.Node | None]]] = {}
+        self._latest: dict[fx.Node, dict[ByteRange, tuple[float, fx.Node | None]]] = {}
 
-    def last_read(self, region: Region, *, ignoring: Container[fx.Node] = ()) -> float:
+    def last_read(self, region: ByteRange, *, ignoring: Container[fx.Node] = ()) -> float:
         """The position of the last node that reads memory overlapping the region; an output reads for ever.
 
         What is in flight counts with all of its memory, as it does to `verify`.
@@ -85,7 +85,7 @@ class Memory:
         last, reader = known[region]
         return self._last_reader(region, ignoring)[0] if reader in ignoring else last
 
-    def _last_reader(self, region: Region, ignoring: Container[fx.Node]) -> tuple[float, fx.Node | None]:
+    def _last_reader(self, region: ByteRange, ignoring: Container[fx.Node]) -> tuple[float, fx.Node | None]:
         last: tuple[float, fx.Node | None] = (-1, None)
         for alias in self.aliases[region.root]:
             place = self.region[alias]
@@ -97,7 +97,7 @@ class Memory:
 
     def _read_ends(self, user: fx.Node) -> float:
         """When a user has read its input for good: a collective goes on reading until it is waited for."""
-        if user.op == "output" or not (hasattr(user.target, "_schema") or user.target is operator.getitem):
+        if user.op == "output" or not (has_schema(user.target) or user.target is operator.getitem):
             return NEVER  # what an operator without a schema keeps is not known
         ends = (user, *self._waits_after(user))
         return max(self.position.get(node, NEVER) for node in ends)  # what was added since stands at the end
@@ -108,23 +108,23 @@ class Memory:
         started = collectives.view(start)  # type: ignore[arg-type]
         return started.waits if started is not None else ()
 
-    def touched(self, node: fx.Node) -> tuple[set[Region], set[Region]]:
+    def touched(self, node: fx.Node) -> tuple[set[ByteRange], set[ByteRange]]:
         """The regions that an operator reads, and those that it writes; a view touches none."""
-        written = {self.region[one] for one in written_inputs(node)}
-        read = set() if only_looks(node.target) else {self.region[one] for one in node.all_input_nodes}
+        written = {self.region[source] for source in written_inputs(node)}
+        read = set() if only_looks(node.target) else {self.region[source] for source in node.all_input_nodes}
         return read - written, written
 
-    def merge(self, node: fx.Node, into: Region) -> None:
+    def merge(self, node: fx.Node, into: ByteRange) -> None:
         """Note that `node`'s own memory is now the region `into`, whose values so far are read no more."""
         old = self.region[node]
         moved = self.aliases.pop(old.root)
         for alias in moved:
             self.region[alias] = self.region[alias].moved(old, into)
-        apart = [one for one in self.aliases[into.root] if not self.region[one].overlaps(into)]
+        apart = [alias for alias in self.aliases[into.root] if not self.region[alias].overlaps(into)]
         self.aliases[into.root] = apart + moved
         self._latest.pop(into.root, None)
 
-    def add(self, node: fx.Node, like: fx.Node, region: Region) -> None:
+    def add(self, node: fx.Node, like: fx.Node, region: ByteRange) -> None:
         """Note a new node that names memory of a region, standing where `like` stands."""
         self.position[node], self.region[node] = self.position[like], region
         self.aliases[region.root].append(node)
@@ -149,25 +149,25 @@ class Memory:
             read = [other for other in read if other is not source]
         return any(self._may_overlap(other, self.region[source]) for other in read)
 
-    def _may_overlap(self, node: fx.Node, region: Region) -> bool:
+    def _may_overlap(self, node: fx.Node, region: ByteRange) -> bool:
         place = self.region[node]
         return place.overlaps(region) or (place.root is not region.root and node in self.aliases[region.root])
 
 
-def _regions(nodes: list[fx.Node], roots: dict[fx.Node, fx.Node]) -> dict[fx.Node, Region]:
+def _regions(nodes: list[fx.Node], roots: dict[fx.Node, fx.Node]) -> dict[fx.Node, ByteRange]:
     """The bytes of its root's memory that each value occupies: all of them where metadata cannot tell.
 
     Views carry the storage of what they view. A wait or an op already in place may carry one of its own: it is the
     argument that it looks like.
     """
-    regions: dict[fx.Node, Region] = {}
+    regions: dict[fx.Node, ByteRange] = {}
     begins: dict[tuple[fx.Node, int], int] = {}
     for node in nodes:
         root, value = roots[node], node.meta.get("val")
-        regions[node] = Region(root)
+        regions[node] = ByteRange(root)
         if not isinstance(value, Tensor) or value.layout is not torch.strided or _is_symbolic(value):
             continue
-        storage = root, value.untyped_storage()._cdata
+        storage = root, memory_id(value)
         first = int(value.storage_offset()) * value.element_size()
         if root is node:
             begins[storage] = 0
@@ -177,7 +177,7 @@ def _regions(nodes: list[fx.Node], roots: dict[fx.Node, fx.Node]) -> dict[fx.Nod
                 continue
             begins[storage] = regions[twins[0]].start - first
         start = begins[storage] + first
-        regions[node] = Region(root, start, start + _span(value))
+        regions[node] = ByteRange(root, start, start + _span(value))
     return regions
 
 
@@ -196,7 +196,7 @@ def _is_symbolic(value: Tensor) -> bool:
 
 def in_place_form(node: fx.Node) -> Any:
     """The operator that computes the same into its first argument, if there is one and the result fits there."""
-    if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload) or not node.args:
+    if node.op != "call_function" or not isinstance(node.target, OpOverload) or not node.args:
         return None
     source = node.args[0]
     if not isinstance(source, fx.Node) or not has_layout_of(source.meta.get("val"), node.meta.get("val")):
@@ -238,18 +238,18 @@ def in_place_twin(target: Any) -> Any:
     >>> in_place_twin(torch.ops.aten.add.Tensor), in_place_twin(torch.ops.aten.mm.default)
     (<OpOverload(op='aten.add_', overload='Tensor')>, None)
     """
-    if not isinstance(target, torch._ops.OpOverload):
+    if not isinstance(target, OpOverload):
         return None
-    schema = target._schema
+    schema = schema_of(target)
     namespace, name = schema.name.split("::")
-    if schema.is_mutable or any(one.alias_info is not None for one in schema.returns) or name == "set":
+    if schema.is_mutable or any(result.alias_info is not None for result in schema.returns) or name == "set":
         return None  # `set_` would share the memory of its second argument, not write its first's
     packet = getattr(getattr(torch.ops, namespace), f"{name}_", None)
-    twin = getattr(packet, target._overloadname, None) if packet is not None else None
-    if twin is None or len(twin._schema.returns) != 1 or len(schema.returns) != 1:
+    twin = getattr(packet, schema.overload_name or "default", None) if packet is not None else None
+    if twin is None or len(schema_of(twin).returns) != 1 or len(schema.returns) != 1:
         return None
-    writes = [one.alias_info is not None and one.alias_info.is_write for one in twin._schema.arguments]
-    same = [one.name for one in twin._schema.arguments] == [one.name for one in schema.arguments]
+    writes = [item.alias_info is not None and item.alias_info.is_write for item in schema_of(twin).arguments]
+    same = [item.name for item in schema_of(twin).arguments] == [item.name for item in schema.arguments]
     return twin if same and writes[0] and not any(writes[1:]) else None
 
 

@@ -14,6 +14,7 @@ from torch import fx
 from crossfade.graph.effects import is_pure
 from crossfade.graph.memory import may_copy
 from crossfade.graph.operators import remembered
+from crossfade.graph.private import schema_of
 from crossfade.graph.program import InputKind, Program
 
 LASTING = frozenset({InputKind.PARAMETER, InputKind.BUFFER, InputKind.OPTIMIZER_STATE, InputKind.WORKSPACE})
@@ -36,7 +37,7 @@ def lasting_views(program: Program) -> dict[fx.Node, None]:
     [t]
     """
     lasting = {node for item, node in program.named_inputs() if item.kind in LASTING}
-    returned = {one for one in program.results if isinstance(one, fx.Node)}
+    returned = {result for result in program.results if isinstance(result, fx.Node)}
     views: dict[fx.Node, None] = {}
     for node in program.graph.nodes:
         sources = node.all_input_nodes
@@ -51,12 +52,12 @@ def only_looks(target: Any) -> bool:
     """Whether all that an operator ever does is to look at an argument's memory differently.
 
     >>> import torch
-    >>> [only_looks(one.default) for one in (torch.ops.aten.permute, torch.ops.aten.reshape, torch.ops.aten.relu_)]
+    >>> [only_looks(each.default) for each in (torch.ops.aten.permute, torch.ops.aten.reshape, torch.ops.aten.relu_)]
     [True, False, False]
     """
     if target is operator.getitem:
         return True
-    schema = getattr(target, "_schema", None)
+    schema = schema_of(target)
     if schema is None or not schema.returns or not is_pure(target) or may_copy(target):
         return False
-    return all(one.alias_info is not None for one in schema.returns)
+    return all(result.alias_info is not None for result in schema.returns)

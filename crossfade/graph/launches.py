@@ -15,10 +15,10 @@ Size = int | str
 
 
 @dataclass(frozen=True, slots=True)
-class Described:
+class TensorType:
     """A tensor's dtype and sizes.
 
-    >>> print(Described("f32", (2, "s0")))
+    >>> print(TensorType("f32", (2, "s0")))
     f32[2, s0]
     """
 
@@ -33,14 +33,14 @@ class Described:
 class Sent:
     """A message to (`sends`) or from the rank `peer` of a group, counted in the group.
 
-    >>> print(Sent(True, 1, 0, Described("f32", (4,))))
+    >>> print(Sent(True, 1, 0, TensorType("f32", (4,))))
     a send of f32[4] to rank 1
     """
 
     sends: bool
     peer: int
     tag: int
-    tensor: Described
+    tensor: TensorType
 
     def __str__(self) -> str:
         tag = f" with tag {self.tag}" if self.tag else ""
@@ -52,10 +52,10 @@ class Sent:
 class Launch:
     """A collective, or one or more messages, as one rank starts it.
 
-    `members` is the group's size as the operator says it, `settings` what an operator of another kind is told.
+    `members` is the group's size as the operator says it, `settings` the settings of an operator of another kind.
 
-    >>> one = Launch("a", "model.py:12", "all_reduce", "dp", (Described("f32", (4,)),), "sum")
-    >>> print(one, one.where)
+    >>> launch = Launch("a", "model.py:12", "all_reduce", "dp", (TensorType("f32", (4,)),), "sum")
+    >>> print(launch, launch.where)
     all_reduce(sum) of f32[4] on dp node a [model.py:12]
     """
 
@@ -63,7 +63,7 @@ class Launch:
     source: str
     kind: str
     group: str
-    tensors: tuple[Described, ...] = ()
+    tensors: tuple[TensorType, ...] = ()
     reduce_op: str = ""
     root: int | None = None
     members: int | None = None
@@ -91,29 +91,30 @@ class Launch:
             return f"{' and '.join(map(str, self.messages))} of {self.group}"
         many = f"{len(self.tensors)} tensors in one call, " if self.coalesced else ""
         types = ", ".join(map(str, self.tensors[:3])) + (", ..." if len(self.tensors) > 3 else "")
-        told = [self.reduce_op] if self.reduce_op else []
-        told += [f"root {self.root}"] if self.root is not None else []
-        told += [f"{list(self.sent)} to, {list(self.received)} from each rank"] if self.sent or self.received else []
-        told += [self.settings] if self.settings else []
-        return f"{self.kind}{'(' + ', '.join(told) + ')' if told else ''} of {many}{types} on {self.group}"
+        settings = [self.reduce_op] if self.reduce_op else []
+        settings += [f"root {self.root}"] if self.root is not None else []
+        if self.sent or self.received:
+            settings.append(f"{list(self.sent)} to, {list(self.received)} from each rank")
+        settings += [self.settings] if self.settings else []
+        return f"{self.kind}{'(' + ', '.join(settings) + ')' if settings else ''} of {many}{types} on {self.group}"
 
 
-def difference(one: Launch, other: Launch) -> str | None:
+def difference(first: Launch, second: Launch) -> str | None:
     """In what two ranks' launches differ that ought to be one collective; None if they fit.
 
-    >>> mine = Launch("a", "", "all_reduce", "dp", (Described("f32", (4,)),), "sum")
-    >>> difference(mine, Launch("b", "", "all_reduce", "dp", (Described("f32", (8,)),), "sum"))
+    >>> mine = Launch("a", "", "all_reduce", "dp", (TensorType("f32", (4,)),), "sum")
+    >>> difference(mine, Launch("b", "", "all_reduce", "dp", (TensorType("f32", (8,)),), "sum"))
     'sizes'
     """
-    if one.key == other.key:
+    if first.key == second.key:
         return None
     names = ("collectives", "collectives", "reductions", "tensors", "roots", "group sizes", "settings")
-    name = next(name for name, a, b in zip(names, one.key, other.key, strict=True) if a != b)
+    name = next(name for name, a, b in zip(names, first.key, second.key, strict=True) if a != b)
     if name != "tensors":
         return name
-    if len(one.tensors) != len(other.tensors):
+    if len(first.tensors) != len(second.tensors):
         return "numbers of tensors"
-    alike = [a.dtype for a in one.tensors] == [b.dtype for b in other.tensors]
+    alike = [a.dtype for a in first.tensors] == [b.dtype for b in second.tensors]
     return "sizes" if alike else "dtypes"
 
 
@@ -130,7 +131,9 @@ class Apart:
     def said(self, our_rank: int, their_rank: int) -> str:
         """The difference as a sentence about two ranks."""
         sides = ((our_rank, self.ours), (their_rank, self.theirs))
-        each = [f"rank {rank} starts {one} ({one.where})" if one else f"rank {rank} ends" for rank, one in sides]
+        each = [
+            f"rank {rank} starts {launch} ({launch.where})" if launch else f"rank {rank} ends" for rank, launch in sides
+        ]
         return f"the {ordinal(self.number)} collective of {self.group}, which differs in {self.what}: {', '.join(each)}"
 
 
@@ -168,19 +171,19 @@ def as_json(launches: Sequence[Launch]) -> list[dict[str, Any]]:
 def from_json(items: Sequence[dict[str, Any]]) -> list[Launch]:
     """The launches that `as_json` wrote.
 
-    >>> one = Launch("a", "", "broadcast", "dp", (Described("f32", (4,)),), root=1)
-    >>> from_json(as_json([one])) == [one]
+    >>> launch = Launch("a", "", "broadcast", "dp", (TensorType("f32", (4,)),), root=1)
+    >>> from_json(as_json([launch])) == [launch]
     True
     """
     return [_launch(item) for item in items]
 
 
 def _launch(item: dict[str, Any]) -> Launch:
-    tensors = tuple(_described(one) for one in item["tensors"])
-    sent = tuple(Sent(**{**one, "tensor": _described(one["tensor"])}) for one in item["messages"])
+    tensors = tuple(_described(tensor) for tensor in item["tensors"])
+    sent = tuple(Sent(**{**message, "tensor": _described(message["tensor"])}) for message in item["messages"])
     lists = {name: tuple(item[name]) for name in ("sent", "received")}
     return Launch(**{**item, **lists, "tensors": tensors, "messages": sent})
 
 
-def _described(item: dict[str, Any]) -> Described:
-    return Described(item["dtype"], tuple(item["shape"]))
+def _described(item: dict[str, Any]) -> TensorType:
+    return TensorType(item["dtype"], tuple(item["shape"]))

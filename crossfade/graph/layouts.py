@@ -1,4 +1,4 @@
-"""Which element of a source each index of a result reads, for results that only lay elements out anew.
+"""Which element of a source each index of a result reads, for results that only rearrange elements.
 
 A *layout* has for each dim of the result its factors, outermost first: `(size, stride)`, the stride counted in bytes of
 the source as if that were contiguous. An index of the dim is read as a number in these sizes. Viewing regroups factors,
@@ -35,14 +35,14 @@ class Unreadable(Exception):
         self.reason, self.detail = reason, detail
 
 
-class Factor(NamedTuple):
+class LayoutFactor(NamedTuple):
     """A part of a dim: `size` steps of `stride` bytes; a stride of 0 repeats what it has."""
 
     size: Size
     stride: Size
 
 
-Factors = tuple[Factor, ...]
+Factors = tuple[LayoutFactor, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,14 +67,14 @@ class Layout:
         return " | ".join(dims) + (f" + {self.offset}" if not same(self.offset, 0) else "")
 
 
-def same(one: Size, other: Size) -> bool:
+def same(first: Size, second: Size) -> bool:
     """Whether two sizes are provably equal."""
-    return one == other if type(one) is int and type(other) is int else statically_equal(one, other)
+    return first == second if type(first) is int and type(second) is int else statically_equal(first, second)
 
 
-def same_shape(one: Sequence[Size], other: Sequence[Size]) -> bool:
+def same_shape(first: Sequence[Size], second: Sequence[Size]) -> bool:
     """Whether two shapes are provably equal."""
-    return len(one) == len(other) and all(map(same, one, other))
+    return len(first) == len(second) and all(map(same, first, second))
 
 
 def product(sizes: Iterable[Size]) -> Size:
@@ -104,7 +104,7 @@ def natural(shape: Sequence[Size], itemsize: int) -> Layout:
     dims: list[Factors] = []
     stride: Size = itemsize
     for size in reversed(shape):
-        dims.append(() if same(size, 1) else (Factor(size, stride),))
+        dims.append(() if same(size, 1) else (LayoutFactor(size, stride),))
         stride = stride * size
     return Layout(tuple(reversed(dims)), 0, itemsize)
 
@@ -114,57 +114,57 @@ def of_tensor(value: torch.Tensor) -> Layout:
     return natural(value.shape, value.element_size())
 
 
-def same_layout(one: Layout, other: Layout) -> bool:
+def same_layout(first: Layout, second: Layout) -> bool:
     """Whether two layouts over one source provably read the same elements."""
     return (
-        one.itemsize == other.itemsize
-        and len(one.dims) == len(other.dims)
-        and same(one.offset, other.offset)
-        and all(map(same_factors, one.dims, other.dims))
+        first.itemsize == second.itemsize
+        and len(first.dims) == len(second.dims)
+        and same(first.offset, second.offset)
+        and all(map(same_factors, first.dims, second.dims))
     )
 
 
-def same_factors(one: Factors, other: Factors) -> bool:
+def same_factors(first: Factors, second: Factors) -> bool:
     """Whether two dims' factors are provably the same."""
-    return len(one) == len(other) and all(map(same_shape, one, other))
+    return len(first) == len(second) and all(map(same_shape, first, second))
 
 
-def merged(factors: Iterable[Factor]) -> Factors:
+def merged(factors: Iterable[LayoutFactor]) -> Factors:
     """Factors without those of size 1, neighbours put together where one steps over the other exactly.
 
-    >>> merged([Factor(2, 24), Factor(1, 5), Factor(3, 8)])
-    (Factor(size=6, stride=8),)
+    >>> merged([LayoutFactor(2, 24), LayoutFactor(1, 5), LayoutFactor(3, 8)])
+    (LayoutFactor(size=6, stride=8),)
     """
-    done: list[Factor] = []
+    done: list[LayoutFactor] = []
     for factor in factors:
         if same(factor.size, 1):
             continue
         if done and same(done[-1].stride, factor.size * factor.stride):
-            factor = Factor(done.pop().size * factor.size, factor.stride)
+            factor = LayoutFactor(done.pop().size * factor.size, factor.stride)
         done.append(factor)
     return tuple(done)
 
 
-def grouped(factors: Iterable[Factor], sizes: Sequence[Size]) -> list[Factors]:
+def grouped(factors: Iterable[LayoutFactor], sizes: Sequence[Size]) -> list[Factors]:
     """Factors regrouped in dims of these sizes, split where a dim ends inside one.
 
-    >>> grouped([Factor(6, 4)], (2, 3))
-    [(Factor(size=2, stride=12),), (Factor(size=3, stride=4),)]
+    >>> grouped([LayoutFactor(6, 4)], (2, 3))
+    [(LayoutFactor(size=2, stride=12),), (LayoutFactor(size=3, stride=4),)]
     """
     rest = list(reversed(merged(factors)))
     groups: list[Factors] = []
     for wanted in sizes:
-        group: list[Factor] = []
+        group: list[LayoutFactor] = []
         left = wanted
         while not same(left, 1):
-            factor = rest.pop() if rest else Factor(0, 0)
+            factor = rest.pop() if rest else LayoutFactor(0, 0)
             more = divided(left, factor.size)
             inner = divided(factor.size, left) if more is None else None
             if more is not None:
                 left = more
             elif inner is not None and not same(factor.size, 0):
-                rest.append(Factor(inner, factor.stride))
-                factor, left = Factor(left, factor.stride * inner), 1
+                rest.append(LayoutFactor(inner, factor.stride))
+                factor, left = LayoutFactor(left, factor.stride * inner), 1
             else:
                 found = " ".join(str(factor.size) for factor in merged(factors))
                 raise Unreadable(CROSSED, f"factors of {found or 1} viewed as {list(sizes)}")
@@ -210,7 +210,7 @@ def _cut(factors: Factors, start: Size, length: Size) -> tuple[Factors, Size]:
     inner = product(factor.size for factor in rest)
     blocks, whole = divided(length, inner), divided(start, inner)
     if blocks is not None and whole is not None:
-        return (Factor(blocks, first.stride), *rest), whole * first.stride
+        return (LayoutFactor(blocks, first.stride), *rest), whole * first.stride
     if type(start) is int and type(length) is int and type(inner) is int:
         block = start // inner
         if block == (start + length - 1) // inner:
@@ -222,8 +222,8 @@ def _cut(factors: Factors, start: Size, length: Size) -> tuple[Factors, Size]:
 
 def selected(layout: Layout, dim: int, index: Size) -> Layout:
     """One index of a dim, which is then gone."""
-    one = sliced(layout, dim, index, 1)
-    return replace(one, dims=(*one.dims[:dim], *one.dims[dim + 1 :]))
+    slice_ = sliced(layout, dim, index, 1)
+    return replace(slice_, dims=(*slice_.dims[:dim], *slice_.dims[dim + 1 :]))
 
 
 def joined(layouts: Sequence[Layout], dim: int) -> Layout:
@@ -232,12 +232,13 @@ def joined(layouts: Sequence[Layout], dim: int) -> Layout:
     if len(layouts) == 1:
         return first
     step = layouts[1].offset - first.offset
-    for number, one in enumerate(layouts):
-        if not same_layout(replace(one, offset=0), replace(first, offset=0)):
-            raise Unreadable(UNEQUAL, f"piece 0 is {first}, piece {number} is {one}")
-        if not same(one.offset, first.offset + number * step):
-            raise Unreadable(UNEQUAL, f"piece {number} begins at byte {one.offset}, not {first.offset + number * step}")
-    outer = Factor(len(layouts), step)
+    for number, piece in enumerate(layouts):
+        start = first.offset + number * step
+        if not same_layout(replace(piece, offset=0), replace(first, offset=0)):
+            raise Unreadable(UNEQUAL, f"piece 0 is {first}, piece {number} is {piece}")
+        if not same(piece.offset, start):
+            raise Unreadable(UNEQUAL, f"piece {number} begins at byte {piece.offset}, not {start}")
+    outer = LayoutFactor(len(layouts), step)
     return replace(first, dims=(*first.dims[:dim], merged((outer, *first.dims[dim])), *first.dims[dim + 1 :]))
 
 
@@ -253,7 +254,7 @@ def broadcast(layout: Layout, shape: Sequence[Size]) -> Layout:
     dims = [()] * more + list(layout.dims)
     for dim, (old, new) in enumerate(zip(sizes, shape, strict=True)):
         if not same(old, new):
-            dims[dim] = (Factor(new, 0),)
+            dims[dim] = (LayoutFactor(new, 0),)
     return replace(layout, dims=tuple(dims))
 
 
@@ -267,13 +268,13 @@ def retyped(layout: Layout, itemsize: int) -> Layout:
         return layout
     *dims, last = layout.dims
     if itemsize < layout.itemsize:
-        last = merged((*last, Factor(layout.itemsize // itemsize, itemsize)))
+        last = merged((*last, LayoutFactor(layout.itemsize // itemsize, itemsize)))
         return replace(layout, dims=(*dims, last), itemsize=itemsize)
     ratio = itemsize // layout.itemsize
     whole = divided(last[-1].size, ratio) if last and same(last[-1].stride, layout.itemsize) else None
     if whole is None:
         raise Unreadable("its bytes are not seen as elements where they lie together", f"{ratio} of {layout}")
-    last = merged((*last[:-1], Factor(whole, itemsize)))
+    last = merged((*last[:-1], LayoutFactor(whole, itemsize)))
     return replace(layout, dims=(*dims, last), itemsize=itemsize)
 
 
@@ -288,7 +289,7 @@ class Piece(NamedTuple):
 def pieces(factors: Factors, source: Layout) -> list[Piece]:
     """Factors cut where a dim of the source ends; one that is repeated has the dim -1.
 
-    >>> pieces((Factor(24, 4),), natural((4, 6), 4))
+    >>> pieces((LayoutFactor(24, 4),), natural((4, 6), 4))
     [Piece(dim=0, size=4, stride=24), Piece(dim=1, size=6, stride=4)]
     """
     found: list[Piece] = []
@@ -300,9 +301,9 @@ def pieces(factors: Factors, source: Layout) -> list[Piece]:
     return found
 
 
-def _pieces_of(factor: Factor, source: Layout) -> list[Piece]:
-    steps = ((dim, one[0], divided(factor.stride, one[0].stride)) for dim, one in enumerate(source.dims) if one)
-    dim, whole, step = next((entry for entry in steps if entry[2] is not None), (-1, Factor(0, 0), None))
+def _pieces_of(factor: LayoutFactor, source: Layout) -> list[Piece]:
+    steps = ((dim, own[0], divided(factor.stride, own[0].stride)) for dim, own in enumerate(source.dims) if own)
+    dim, whole, step = next((entry for entry in steps if entry[2] is not None), (-1, LayoutFactor(0, 0), None))
     room = divided(whole.size, step) if step is not None else None
     cut: list[Piece] = []
     left, stride = factor.size, factor.stride
@@ -313,7 +314,7 @@ def _pieces_of(factor: Factor, source: Layout) -> list[Piece]:
         if left is None:
             break
         cut.insert(0, Piece(dim, room, stride))
-        dim = next((one for one in range(dim - 1, -1, -1) if source.dims[one]), -1)
+        dim = next((outer for outer in range(dim - 1, -1, -1) if source.dims[outer]), -1)
         if dim < 0:
             break
         ((room, stride),) = source.dims[dim]

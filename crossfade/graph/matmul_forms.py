@@ -58,7 +58,7 @@ _FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 
 def _check_dtypes(node: fx.Node, form: Form) -> None:
-    left, right, made = (one.meta["val"].dtype for one in (form.left, form.right, node))
+    left, right, made = (operand.meta["val"].dtype for operand in (form.left, form.right, node))
     if form.scales is None and left not in _FLOATS:
         raise Unreadable("the matmul is not of floating-point numbers", f"{node.name} of {left}")
     if form.scales is None and not left == right == made:
@@ -99,16 +99,16 @@ def _matmul(given: dict[str, Any]) -> Form:
         raise _vector(left, right)
     batches = max(_rank(left), _rank(right)) - 2
     names = tuple(f"b{index}" for index in range(batches))
-    left_names, right_names = ([*names[batches - _rank(one) + 2 :]] for one in (left, right))
+    left_names, right_names = ([*names[batches - _rank(operand) + 2 :]] for operand in (left, right))
     left_batch: list[str | None] = list(left_names)
     right_batch: list[str | None] = list(right_names)
     for back in range(1, min(len(left_names), len(right_names)) + 1):
-        one, other = left.meta["val"].shape[-2 - back], right.meta["val"].shape[-2 - back]
-        if same(one, other):
+        left_size, right_size = left.meta["val"].shape[-2 - back], right.meta["val"].shape[-2 - back]
+        if same(left_size, right_size):
             continue
-        if not (same(one, 1) or same(other, 1)):
-            raise Unreadable("the matmul's batches are not provably alike", f"{one} and {other}")
-        (left_batch if same(one, 1) else right_batch)[-back] = None
+        if not (same(left_size, 1) or same(right_size, 1)):
+            raise Unreadable("the matmul's batches are not provably alike", f"{left_size} and {right_size}")
+        (left_batch if same(left_size, 1) else right_batch)[-back] = None
     return Form(left, right, (*left_batch, "m", "k"), (*right_batch, "k", "n"), (*names, "m", "n"))
 
 

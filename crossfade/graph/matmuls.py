@@ -22,7 +22,7 @@ from crossfade.graph import layouts
 from crossfade.graph.layouts import Layout, Piece, Size, Unreadable, same, same_shape
 from crossfade.graph.matmul_forms import Form, form_of
 from crossfade.graph.program import size_hint
-from crossfade.graph.relayouts import Refusal, Spread, ancestors, layout_of, spread
+from crossfade.graph.relayouts import Refusal, Spread, ancestors, laid_between, layout_of, spread
 from crossfade.graph.text import render_type
 
 OTHER_READER = "something else than a matmul reads it"
@@ -152,30 +152,22 @@ Parts = dict[str, list[_Letter]]
 
 
 def _product_of(value: fx.Node, own: Layout, reader: fx.Node, read: list[fx.Node], reached: Spread) -> Product:
-    form = form_of(reader)
-    if reader.target in _SIZES:
-        raise Unreadable(SIZE_ONLY, f"{reader.name} asks for one of {_described(read[0])}")
-    if form is None:
-        cut = reached.refused.get(reader)
-        why = f", where {cut.reason}: {cut.detail}" if cut is not None else ""
-        raise Unreadable(OTHER_READER, f"{reader.target} reads {_described(read[0])}{why}")
-    left, right = (reached.tensor(node) for node in (form.left, form.right))
-    if left is not None and right is not None:
-        raise Unreadable("it is both operands of the matmul", f"of {_described(reader)}")
-    layout = left if left is not None else right
-    if layout is None or len(read) > 1:
-        raise Unreadable(OTHER_READER, f"{reader.target} reads {_described(read[0])} beside its operands")
-    mine, theirs = (form.left, form.right) if left is not None else (form.right, form.left)
-    if mine.meta["val"].dtype != value.meta["val"].dtype:
-        raise Unreadable(RETYPED, f"{_described(value)} as {_described(mine)}")
-    mine_dims, other_dims = (form.left_dims, form.right_dims)[:: 1 if left is not None else -1]
+    """A matmul that reads a value, through whatever views, written over the dims that the value itself has.
+
+    Letters are given out in this order: one to each dim of the value; the operand's dims are then groups of these, as
+    its layout over the value says, and what it shares with the other operand or the result is known with them; the
+    dims that only the other operand has get letters of their own. A result is the operator's result dims, spelled out.
+    """
+    form, is_left = _form_read(value, reader, read, reached)
+    mine, theirs = (form.left, form.right)[:: 1 if is_left else -1]
+    mine_dims, other_dims = (form.left_dims, form.right_dims)[:: 1 if is_left else -1]
+    layout = reached.tensor(mine)
+    assert layout is not None
     names = iter(_names())
     dims = [_Letter(next(names), size) for size in value.meta["val"].shape]
     parts = _parts_of_value(layout, own, mine_dims, dims, names)
     _check_summed(parts, mine_dims, other_dims, form, dims)
-    for name, size in zip(other_dims, theirs.meta["val"].shape, strict=True):
-        if name is not None and name not in parts:
-            parts[name] = [] if same(size, 1) else [_Letter(next(names), size)]
+    _add_letters(parts, other_dims, theirs, names)
     other, other_letters, other_shape = _operand(theirs, other_dims, parts, _needed(form, parts, dims))
     letters = [parts[name] for name in form.result_dims]
     result = _with_single(dims, [letter for group in letters for letter in group])
@@ -195,12 +187,37 @@ def _product_of(value: fx.Node, own: Layout, reader: fx.Node, read: list[fx.Node
         bias_shape=_bias_shape(form, parts, result),
         fast_accumulation=form.fast_accumulation,
     )
-    mine_row, other_row = ("m", "n") if left is not None else ("n", "m")
+    mine_row, other_row = ("m", "n") if is_left else ("n", "m")
     operands = ((dims, mine_row), (other_letters, other_row))
-    return _renamed(_scaled(made, form, parts, operands, turned=left is None))
+    return _renamed(_scaled(made, form, parts, operands, turned=not is_left))
+
+
+def _form_read(value: fx.Node, reader: fx.Node, read: list[fx.Node], reached: Spread) -> tuple[Form, bool]:
+    """The form of a matmul that reads a value as one of its operands, and whether that is the left one."""
+    form = form_of(reader)
+    if reader.target in _SIZES:
+        raise Unreadable(SIZE_ONLY, f"{reader.name} asks for one of {_described(read[0])}")
+    if form is None:
+        cut = reached.refused.get(reader)
+        why = f", where {cut.reason}: {cut.detail}" if cut is not None else ""
+        raise Unreadable(OTHER_READER, f"{reader.target} reads {_described(read[0])}{why}")
+    is_left, is_right = (reached.tensor(node) is not None for node in (form.left, form.right))
+    if is_left and is_right:
+        raise Unreadable("it is both operands of the matmul", f"of {_described(reader)}")
+    if not (is_left or is_right) or len(read) > 1:
+        raise Unreadable(OTHER_READER, f"{reader.target} reads {_described(read[0])} beside its operands")
+    mine = form.left if is_left else form.right
+    if mine.meta["val"].dtype != value.meta["val"].dtype:
+        raise Unreadable(RETYPED, f"{_described(value)} as {_described(mine)}")
+    return form, is_left
 
 
 def _product_before(value: fx.Node) -> Product:
+    """The other way round: the matmul behind a value, written over the dims that the value has.
+
+    Each dim of the value gets a letter for each piece of a result dim in it, so that views may have split and joined
+    these. Operands take over the letters of dims that the result has too; dims that are summed over get new ones.
+    """
     chain = ancestors(value)
     matmul = chain[-1]
     form = form_of(matmul)
@@ -211,10 +228,8 @@ def _product_before(value: fx.Node) -> Product:
         raise Unreadable(RETYPED, f"{_described(matmul)} as {_described(value)}")
     names = iter(_names())
     letters, parts = _parts_of_result(value, matmul, form, names)
-    for dims, operand in ((form.left_dims, form.left), (form.right_dims, form.right)):
-        for name, size in zip(dims, operand.meta["val"].shape, strict=True):
-            if name is not None and name not in parts:
-                parts[name] = [] if same(size, 1) else [_Letter(next(names), size)]
+    _add_letters(parts, form.left_dims, form.left, names)
+    _add_letters(parts, form.right_dims, form.right, names)
     left, left_letters, left_shape = _operand(form.left, form.left_dims, parts, parts["k"])
     right, right_letters, right_shape = _operand(form.right, form.right_dims, parts, _needed(form, parts, left_letters))
     result = [letter for group in letters for letter in group]
@@ -228,7 +243,7 @@ def _product_before(value: fx.Node) -> Product:
         scales=None,
         dtype=value.meta["val"].dtype,
         shape=tuple(letter.size for letter in result),
-        nodes=(matmul, *_path(value, set(_made_from(matmul, value)))),
+        nodes=(matmul, *_path(value, {matmul, *laid_between(matmul, value)})),
         matmul=matmul,
         letters=tuple(map(_joined, letters)),
         operand_shape=left_shape,
@@ -236,6 +251,13 @@ def _product_before(value: fx.Node) -> Product:
         fast_accumulation=form.fast_accumulation,
     )
     return _renamed(_scaled(made, form, parts, ((left_letters, "m"), (right_letters, "n")), turned=False))
+
+
+def _add_letters(parts: Parts, dims: Sequence[str | None], operand: fx.Node, fresh: Iterator[str]) -> None:
+    """Give letters to those dims of an operand that have none yet; a dim of size 1 needs none."""
+    for name, size in zip(dims, operand.meta["val"].shape, strict=True):
+        if name is not None and name not in parts:
+            parts[name] = [] if same(size, 1) else [_Letter(next(fresh), size)]
 
 
 def _parts_of_value(
@@ -295,7 +317,7 @@ def _parts_of_result(
 
 def _covers(found: Sequence[Piece], factors: layouts.Factors) -> bool:
     """Whether pieces, outermost first, are exactly one dim."""
-    whole = layouts.merged(layouts.Factor(piece.size, piece.stride) for piece in found)
+    whole = layouts.merged(layouts.LayoutFactor(piece.size, piece.stride) for piece in found)
     return layouts.same_factors(whole, factors)
 
 
@@ -309,7 +331,7 @@ def _operand(
 ) -> tuple[fx.Node, list[_Letter], tuple[Size, ...] | None]:
     """An operand with one dim for each letter: taken before it was repeated, if it was, and the shape it is to have."""
     chain = ancestors(node)
-    expanded = [index for index, one in enumerate(chain) if _repeats(one)]
+    expanded = [index for index, behind in enumerate(chain) if _repeats(behind)]
     sources = [*(chain[index + 1 : index + 2] for index in expanded[-1:]), [node]]
     problem: Unreadable | None = None
     for (source,) in sources:
@@ -335,7 +357,7 @@ def _read_from(
     found: list[tuple[_Letter, Size]] = []
     for name, factors in zip(names, layout.dims, strict=True):
         letters = parts[name] if name is not None else []
-        for letter, group in zip(letters, layouts.grouped(factors, [one.size for one in letters]), strict=True):
+        for letter, group in zip(letters, layouts.grouped(factors, [letter.size for letter in letters]), strict=True):
             if len(group) != 1 or (letter in needed and same(group[0].stride, 0)):
                 raise Unreadable(APART, f"{letter.size} of {_described(source)} as {layout}")
             if not same(group[0].stride, 0):
@@ -394,8 +416,8 @@ def _with_single(dims: list[_Letter], result: list[_Letter]) -> list[_Letter]:
     for dim in reversed(range(len(dims))):
         if not same(dims[dim].size, 1):
             continue
-        after = next((done.index(one) for one in dims[dim + 1 : dim + 2] if one in done), None)
-        before = next((done.index(one) + 1 for one in dims[dim - 1 : dim] if one in done), None)
+        after = next((done.index(neighbour) for neighbour in dims[dim + 1 : dim + 2] if neighbour in done), None)
+        before = next((done.index(neighbour) + 1 for neighbour in dims[dim - 1 : dim] if neighbour in done), None)
         done.insert(after if after is not None else before if before is not None else 0, dims[dim])
     return done
 
@@ -405,25 +427,12 @@ def _path(node: fx.Node, inside: set[fx.Node]) -> tuple[fx.Node, ...]:
     found: set[fx.Node] = set()
     stack = [node]
     while stack:
-        one = stack.pop()
-        behind = [read for read in one.all_input_nodes if read in inside]
-        if behind and one not in found:
-            found.add(one)
+        node = stack.pop()
+        behind = [read for read in node.all_input_nodes if read in inside]
+        if behind and node not in found:
+            found.add(node)
             stack += behind
     return tuple(sorted(found))
-
-
-def _made_from(source: fx.Node, node: fx.Node) -> list[fx.Node]:
-    """The nodes between a source and a node that is laid out from it, both included."""
-    found = [source]
-    stack, seen = [node], {source}
-    while stack:
-        one = stack.pop()
-        if one not in seen:
-            seen.add(one)
-            found.append(one)
-            stack += [read for read in one.all_input_nodes if isinstance(read.meta.get("val"), Tensor | list | tuple)]
-    return found
 
 
 def _names() -> str:

@@ -3,7 +3,7 @@
 What counts are storages, not nodes. A storage begins with the node that makes it and ends with the last use of any
 value that lives in it; views, waits and in-place results make none. A collective that reads its input while it
 travels keeps it until its wait; a coalesced one keeps all its results until the last. Inputs and constants are the
-caller's and are told apart, as `held`. Results stay. What an operator allocates and frees inside itself is not seen,
+caller's and are counted apart, as `held`. Results stay. What an operator allocates and frees inside itself is not seen,
 nor is an allocator's rounding.
 """
 
@@ -21,6 +21,7 @@ from crossfade.graph import collectives
 from crossfade.graph.collectives import Kind
 from crossfade.graph.effects import alias_roots, is_pure
 from crossfade.graph.operators import remembered
+from crossfade.graph.private import has_schema, memory_id, schema_of
 from crossfade.graph.program import Program, size_hint
 
 # fmt: off
@@ -146,7 +147,7 @@ class Storages:
     def _hold(self, node: fx.Node) -> None:
         self._cells[node], self.touches[node] = (), []
         if node.op == "placeholder" or node.target not in self._constants:
-            self.held += sum(_storage_bytes(one) for one in _tensors(node.meta.get("val")))
+            self.held += sum(_storage_bytes(tensor) for tensor in _tensors(node.meta.get("val")))
         if node.op == "get_attr":
             self._constants.add(node.target)
 
@@ -174,7 +175,7 @@ class Storages:
     def _shared_cells(self, node: fx.Node, inputs: Sequence[fx.Node]) -> tuple[int, ...] | None:
         """The cells of the argument whose memory a node's result lies in; None if it lies in memory of its own."""
         root = self._roots[node]
-        source = next((one for one in inputs if self._roots[one] is root), None) if root is not node else None
+        source = next((read for read in inputs if self._roots[read] is root), None) if root is not node else None
         if source is None or (may_copy(node.target) and _copies(node)):
             return None
         return self._cells[source]
@@ -186,7 +187,7 @@ class Storages:
         elements: dict[int, tuple[int, ...]] = {}
         for index, value in enumerate(values):
             shared = self._cells_of_element(node, index, taken.get(index, taken.get(index - len(values))))
-            fresh = [self._cell(_storage_bytes(one)) for one in _tensors(value)] if shared is None else []
+            fresh = [self._cell(_storage_bytes(tensor)) for tensor in _tensors(value)] if shared is None else []
             elements[index] = tuple(fresh) if shared is None else shared
         self._elements[node] = elements
         inside = [cell for cells in elements.values() for cell in cells]
@@ -198,7 +199,7 @@ class Storages:
         if taker is None:
             return () if _shares(node.target, index) else None
         root = self._roots[taker]
-        source = next((one for one in node.all_input_nodes if self._roots[one] is root), None)
+        source = next((read for read in node.all_input_nodes if self._roots[read] is root), None)
         return self._cells[source] if source is not None else None
 
     def _element(self, node: fx.Node) -> tuple[int, ...]:
@@ -215,7 +216,7 @@ class Storages:
             start = collectives.started_by(node)
             return (self._flights[start],) if start in self._flights else ()
         started = collectives.view(node)
-        kept = [cell for one in self._kept_in_flight(started) for cell in self._cells[one]] if started else []
+        kept = [cell for held in self._kept_in_flight(started) for cell in self._cells[held]] if started else []
         if not kept:
             return ()
         self._flights[node] = self._cell(0, kept)
@@ -264,17 +265,17 @@ class Meter:
     def _release(self, cell: int) -> None:
         waiting = [cell]
         while waiting:
-            one = waiting.pop()
-            self._uses[one] -= 1
-            if not self._uses[one]:
-                self.live -= self.storages.size[one]
-                waiting += self.storages.then[one]
+            cell = waiting.pop()
+            self._uses[cell] -= 1
+            if not self._uses[cell]:
+                self.live -= self.storages.size[cell]
+                waiting += self.storages.then[cell]
 
 
 def _tensors(value: Any) -> list[torch.Tensor]:
     if isinstance(value, torch.Tensor):
         return [value]
-    return [one for item in value for one in _tensors(item)] if isinstance(value, (tuple, list)) else []
+    return [tensor for item in value for tensor in _tensors(item)] if isinstance(value, (tuple, list)) else []
 
 
 def _storage_bytes(value: torch.Tensor) -> int:
@@ -292,7 +293,7 @@ def _storage_bytes(value: torch.Tensor) -> int:
 
 
 def _is_known(target: Any) -> bool:
-    return hasattr(target, "_schema")
+    return has_schema(target)
 
 
 @remembered
@@ -302,7 +303,7 @@ def may_copy(target: Any) -> bool:
     >>> may_copy(torch.ops.aten.reshape.default), may_copy(torch.ops.aten.view.default)
     (True, False)
     """
-    namespace, _, name = target._schema.name.partition("::") if _is_known(target) else ("", "", "")
+    namespace, _, name = schema_of(target).name.partition("::") if _is_known(target) else ("", "", "")
     return namespace == "aten" and name in _SOMETIMES_COPY
 
 
@@ -310,16 +311,16 @@ def _copies(node: fx.Node) -> bool:
     """Whether an op that only sometimes shares memory has made a copy: asked on tensors without data."""
     if node.all_input_nodes[0].meta["val"].device != node.meta["val"].device:
         return True
-    args, kwargs = fx.map_arg((node.args, node.kwargs), lambda one: _without_data(one.meta.get("val")))
+    args, kwargs = fx.map_arg((node.args, node.kwargs), lambda source: _without_data(source.meta.get("val")))
     args, kwargs = fx.node.map_aggregate((args, kwargs), _without_data)  # type: ignore[misc,arg-type]
-    given = {one.untyped_storage()._cdata for one in _tensors([*args, *kwargs.values()])}
-    return any(one.untyped_storage()._cdata not in given for one in _tensors(node.target(*args, **kwargs)))  # type: ignore[operator]
+    given = {memory_id(tensor) for tensor in _tensors([*args, *kwargs.values()])}
+    return any(memory_id(tensor) not in given for tensor in _tensors(node.target(*args, **kwargs)))  # type: ignore[operator]
 
 
 def _without_data(value: Any) -> Any:
     """An argument on the meta device, its symbols by their hints."""
     if isinstance(value, torch.Tensor) and value.device.type != "meta":
-        sizes, strides = ([size_hint(one) for one in found] for found in (value.shape, value.stride()))
+        sizes, strides = ([size_hint(size) for size in found] for found in (value.shape, value.stride()))
         return torch.empty_strided(sizes, strides, dtype=value.dtype, device="meta")
     if isinstance(value, torch.device):
         return torch.device("meta")
@@ -328,7 +329,7 @@ def _without_data(value: Any) -> Any:
 
 @remembered
 def _annotated(target: Any) -> tuple[bool, ...]:
-    schema = getattr(target, "_schema", None)
+    schema = schema_of(target)
     return tuple(item.alias_info is not None for item in schema.returns) if schema is not None else ()
 
 

@@ -13,7 +13,7 @@ from torch import fx
 
 from crossfade.errors import CaptureError
 from crossfade.graph.effects import is_random, written_inputs
-from crossfade.graph.private import statically_equal, tree_flatten, tree_unflatten
+from crossfade.graph.private import keep_codegen, statically_equal, tree_flatten, tree_unflatten
 from crossfade.graph.program import Program, attribute, from_graph_module
 
 _CARRIED = {"while_loop": 2, "while_loop_stack_output": 2, "scan": 1}
@@ -45,7 +45,7 @@ def closed(inside: Program, like: fx.GraphModule) -> fx.GraphModule:
     _, spec = tree_flatten(like.graph.output_node().args[0])
     done = inside.copy()
     done.output_node.args = (tree_unflatten(done.results, spec),)
-    done.graph.set_codegen(like.graph._codegen)
+    keep_codegen(done.graph, like.graph)
     return fx.GraphModule(dict(done.constants), done.graph, type(like).__name__)
 
 
@@ -73,8 +73,8 @@ def _is_steady(program: Program, caller: fx.Node) -> bool:
     return all(_lie_alike(*pair) for pair in zip(before[: len(carried)], results, strict=False))
 
 
-def _lie_alike(one: Any, other: Any) -> bool:
-    old, new = (value.meta.get("val") if isinstance(value, fx.Node) else value for value in (one, other))
+def _lie_alike(first: Any, second: Any) -> bool:
+    old, new = (value.meta.get("val") if isinstance(value, fx.Node) else value for value in (first, second))
     if not isinstance(old, torch.Tensor) or not isinstance(new, torch.Tensor):
         return not isinstance(old, torch.Tensor) and not isinstance(new, torch.Tensor)
     return statically_equal(tuple(old.stride()), tuple(new.stride()))
@@ -105,4 +105,4 @@ def node_count(program: Program) -> int:
 def _nodes(module: fx.GraphModule) -> int:
     names = {str(node.target) for node in module.graph.find_nodes(op="get_attr")}
     inner = [attribute(module, name) for name in names]
-    return len(module.graph.nodes) + sum(_nodes(one) for one in inner if isinstance(one, fx.GraphModule))
+    return len(module.graph.nodes) + sum(_nodes(child) for child in inner if isinstance(child, fx.GraphModule))

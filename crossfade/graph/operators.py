@@ -8,6 +8,8 @@ from typing import Any, TypeVar
 
 from torch import fx
 
+from crossfade.graph.private import schema_of
+
 Answer = TypeVar("Answer")
 
 
@@ -15,11 +17,11 @@ def remembered(question: Callable[[Any], Answer]) -> Callable[[Any], Answer]:
     """Ask once for each operator. Like `functools.cache`, but by identity: torch's operators hash in Python, slowly.
 
     >>> @remembered
-    ... def overload(target):
-    ...     return target._overloadname
+    ... def name_of(target):
+    ...     return str(target)
     >>> import torch
-    >>> overload(torch.ops.aten.add.Tensor)
-    'Tensor'
+    >>> name_of(torch.ops.aten.add.Tensor)
+    'aten.add.Tensor'
     """
     known: dict[int, tuple[Any, Answer]] = {}
 
@@ -42,14 +44,14 @@ def by_name(target: Any, args: Iterable[Any], kwargs: Mapping[str, Any]) -> dict
 @remembered
 def argument_names(target: Any) -> list[str]:
     """The names of an operator's arguments in order; none where it has no schema."""
-    schema = getattr(target, "_schema", None)
+    schema = schema_of(target)
     return [item.name for item in schema.arguments] if schema is not None else []
 
 
 @remembered
 def defaults_of(target: Any) -> dict[str, Any]:
     """The defaults of an operator's arguments, where they have one."""
-    schema = getattr(target, "_schema", None)
+    schema = schema_of(target)
     items = schema.arguments if schema is not None else []
     return {item.name: item.default_value for item in items if item.has_default_value()}
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import heapq
 import operator
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,6 +28,10 @@ from crossfade.graph.effects import (
     written_inputs,
 )
 
+_Edge = tuple[fx.Node, fx.Node, str]
+_Memory = dict[fx.Node, None]
+_Lists = Mapping[fx.Node, Sequence[fx.Node]]
+
 _SAME_GROUP = "starts a collective of the same group before"
 
 _SEEN_FROM_BELOW = {
@@ -41,7 +45,7 @@ _SEEN_FROM_BELOW = {
 
 
 class Order:
-    """A snapshot of a graph's order: positions and dependencies. Build it anew after changing the graph.
+    """A snapshot of a graph's order: positions and dependencies. Build a new one after changing the graph.
 
     >>> from crossfade.graph.text import parse
     >>> program = parse('''
@@ -172,7 +176,7 @@ class Blocker:
 def move_together(order: Order, nodes: Sequence[fx.Node], *, before: fx.Node) -> Blocker | None:
     """Move some nodes, as one thing, to just before another node; or say what stands in the way, and move nothing.
 
-    A collective's nodes are `Collective.nodes`; `order` must be built anew after a move.
+    A collective's nodes are `Collective.nodes`; `order` is out of date after a move.
 
         >>> from crossfade.graph.text import parse
         >>> program = parse('''
@@ -281,50 +285,60 @@ class Reachability:
 def _ordering_edges(
     nodes: Sequence[fx.Node], roots: dict[fx.Node, fx.Node]
 ) -> dict[fx.Node, list[tuple[fx.Node, str]]]:
-    """For each node, the earlier nodes it must stay below for a reason other than data."""
-    edges: dict[fx.Node, list[tuple[fx.Node, str]]] = {}
+    """For each node, the earlier nodes it must stay below for a reason other than data, without what follows from
+    other edges: few enough that 100,000 nodes are walked in one go, and each with the reason that users are shown."""
     special = [node for node in nodes if node.op == "call_function" and not is_pure(node.target)]
     lists = rewritten_at_waits(special, roots)
     writes = {node: targets for node in special if (targets := _written_memory(node, roots, lists))}
-    written = {root for targets in writes.values() for root in targets}
-    readers: dict[fx.Node, list[fx.Node]] = {}
-    writer: dict[fx.Node, fx.Node] = {}
-    last: dict[str, fx.Node] = {}
-
-    def after(node: fx.Node, before: fx.Node | None, why: str) -> None:
-        if before is not None and before is not node:
+    edges: dict[fx.Node, list[tuple[fx.Node, str]]] = {}
+    for node, before, why in (*_memory_edges(nodes, writes, roots, lists), *_turns(special, writes)):
+        if before is not node:
             edges.setdefault(node, []).append((before, why))
-
-    def in_turn(node: fx.Node, sequence: str, why: str) -> None:
-        after(node, last.get(sequence), why)
-        last[sequence] = node
-
-    for node in nodes if written else special:
-        if node.op != "call_function":
-            continue
-        if written:
-            targets = writes.get(node, {})
-            touched = [root for root in _read_memory(node, roots, lists) if root in written]
-            for root in touched:
-                after(node, writer.get(root), "writes memory read by")
-                if root not in targets:
-                    readers.setdefault(root, []).append(node)
-            for root in targets:
-                for reader in readers.pop(root, []):
-                    after(node, reader, "reads memory written by")
-                writer[root] = node
-        if is_random(node):
-            in_turn(node, "random numbers", "draws random numbers before")
-        elif node not in writes and has_hidden_effect(node):
-            in_turn(node, "side effects", "has a side effect before")
-        if (group := collectives.group_of(node)) is not None:
-            in_turn(node, f"group {group}", _SAME_GROUP)
     return edges
 
 
-def _written_memory(
-    node: fx.Node, roots: dict[fx.Node, fx.Node], lists: Mapping[fx.Node, Sequence[fx.Node]]
-) -> dict[fx.Node, None]:
+def _memory_edges(
+    nodes: Sequence[fx.Node], writes: Mapping[fx.Node, _Memory], roots: dict[fx.Node, fx.Node], lists: _Lists
+) -> Iterator[_Edge]:
+    """A reader stays below the last writer of its memory, a writer below the last one and all readers since.
+
+    What was read before the last writer is above that one, so it needs no edge; what nothing writes orders nothing.
+    """
+    written = {root for targets in writes.values() for root in targets}
+    readers: dict[fx.Node, list[fx.Node]] = {}
+    writer: dict[fx.Node, fx.Node] = {}
+    for node in nodes if written else ():
+        if node.op != "call_function":
+            continue
+        targets = writes.get(node, {})
+        for root in (root for root in _read_memory(node, roots, lists) if root in written):
+            if root in writer:
+                yield node, writer[root], "writes memory read by"
+            if root not in targets:
+                readers.setdefault(root, []).append(node)
+        for root in targets:
+            yield from ((node, reader, "reads memory written by") for reader in readers.pop(root, []))
+            writer[root] = node
+
+
+def _turns(special: Sequence[fx.Node], writes: Container[fx.Node]) -> Iterator[_Edge]:
+    """Draws of random numbers, hidden effects, and the collectives of each group: each below the one before it."""
+    last: dict[str, fx.Node] = {}
+    for node in special:
+        turns = []
+        if is_random(node):
+            turns.append(("random numbers", "draws random numbers before"))
+        elif node not in writes and has_hidden_effect(node):
+            turns.append(("side effects", "has a side effect before"))
+        if (group := collectives.group_of(node)) is not None:
+            turns.append((f"group {group}", _SAME_GROUP))
+        for sequence, why in turns:
+            if sequence in last:
+                yield node, last[sequence], why
+            last[sequence] = node
+
+
+def _written_memory(node: fx.Node, roots: dict[fx.Node, fx.Node], lists: _Lists) -> _Memory:
     """What a node writes. A wait ends the writing of its collective's results, which others may name without it; of a
     list whose elements are written in place it is the list that it writes."""
     if not collectives.is_wait(node):
@@ -333,7 +347,7 @@ def _written_memory(
     if start is None:
         return {}
     own = [roots[node]] if _is_named_without_wait(start) else []
-    return dict.fromkeys([*own, *(one for one in lists.get(roots[node], ()) if one is start)])
+    return dict.fromkeys([*own, *(listed for listed in lists.get(roots[node], ()) if listed is start)])
 
 
 def _is_named_without_wait(start: fx.Node) -> bool:
@@ -344,13 +358,11 @@ def _is_named_without_wait(start: fx.Node) -> bool:
     return not all(collectives.is_wait(user) for user in users)
 
 
-def _read_memory(
-    node: fx.Node, roots: dict[fx.Node, fx.Node], lists: Mapping[fx.Node, Sequence[fx.Node]]
-) -> dict[fx.Node, None]:
+def _read_memory(node: fx.Node, roots: dict[fx.Node, fx.Node], lists: _Lists) -> _Memory:
     """What a node reads; a wait also ends the reading of its collective's inputs, which goes on until then."""
     if node.target is operator.getitem:
         return {}
     start = collectives.started_by(node) if collectives.is_wait(node) else None
     sources = [*node.all_input_nodes, *(start.all_input_nodes if start is not None else ())]
     found = dict.fromkeys(root for source in sources for root in memory_behind(source, roots))
-    return found | dict.fromkeys(one for root in found for one in lists.get(root, ())) if lists else found
+    return found | dict.fromkeys(listed for root in found for listed in lists.get(root, ())) if lists else found

@@ -1,7 +1,7 @@
 """This rank's part of a value that all ranks of a group hold alike: an operator that graphs hold, `crossfade.own_part`.
 
 The rank is looked up by the group's name when it runs, so that all ranks run one program. Nothing is sent; since it
-names a group, its place among the group's collectives is kept all the same.
+names a group, its place among the group's collectives is kept as well.
 """
 
 from __future__ import annotations

@@ -16,6 +16,7 @@ from torch import fx
 from crossfade.graph.collectives import is_wait
 from crossfade.graph.effects import aliased_by
 from crossfade.graph.in_place import has_layout_of
+from crossfade.graph.private import schema_of
 from crossfade.graph.program import Program
 from crossfade.graph.splice import erase_if_dead, insert_call
 
@@ -62,7 +63,7 @@ class _Copies:
         self.made: dict[Hashable, fx.Node] = {}
         self._seen: dict[fx.Node, fx.Node] = {}
         returned: dict[Hashable, list[fx.Node]] = {}
-        for value in dict.fromkeys(one for one in program.results if isinstance(one, fx.Node)):
+        for value in dict.fromkeys(result for result in program.results if isinstance(result, fx.Node)):
             if way := self._way(value):
                 returned.setdefault(self.homes[way[-1]], []).append(value)
         self.homes |= {values[0]: home for home, values in returned.items() if len(values) == 1}
@@ -92,7 +93,7 @@ class _Copies:
         if _is_the_same_place(node):
             return source if has_layout_of(source.meta.get("val"), node.meta.get("val")) else self._copy(node, node)
         with self.program.graph.inserting_before(self.program.output_node):
-            view = self.program.graph.node_copy(node, lambda one: self._seen.get(one, one))
+            view = self.program.graph.node_copy(node, lambda source: self._seen.get(source, source))
         view.meta = dict(node.meta)
         return view
 
@@ -104,5 +105,5 @@ class _Copies:
 
 def _is_the_same_place(node: fx.Node) -> bool:
     """Whether a node names its argument's memory as the argument does: a wait, or what was written in place."""
-    schema = getattr(node.target, "_schema", None)
+    schema = schema_of(node.target)
     return is_wait(node) or (node.target is not operator.getitem and schema is not None and schema.is_mutable)

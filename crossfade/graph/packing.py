@@ -171,9 +171,9 @@ def _checked_dtype(
         )
     dtypes = {value.dtype for value in values}
     if dtype is None and len(dtypes) > 1:
-        names = ", ".join(sorted(str(one).removeprefix("torch.") for one in dtypes))
+        names = ", ".join(sorted(str(given).removeprefix("torch.") for given in dtypes))
         raise RewriteError(f"values of {names} in one bucket", expected="one dtype", remedy="give the bucket's dtype")
-    if divisor is not None and not all(one.is_floating_point or one.is_complex for one in dtypes):
+    if divisor is not None and not all(given.is_floating_point or given.is_complex for given in dtypes):
         raise RewriteError(
             f"integers to divide by {divisor}",
             expected="floating-point values",

@@ -17,10 +17,11 @@ import torch
 from torch import fx
 
 from crossfade.errors import MemoryLimitError, PassError
+from crossfade.graph.history import Outcome, PassRecord, Verdict
 from crossfade.graph.nested import closed, nested_graphs, node_count, opened, why_closed
 from crossfade.graph.operators import remembered
-from crossfade.graph.private import FakeTensor
-from crossfade.graph.program import MADE_FOR, Program, attribute, source_line
+from crossfade.graph.private import FakeTensor, has_schema
+from crossfade.graph.program import Program, attribute, source_line
 from crossfade.graph.text import render, render_type
 from crossfade.graph.verify import verify, verify_given
 
@@ -34,61 +35,6 @@ class Numerics(StrEnum):
     BITWISE = "bitwise"
     REASSOCIATES = "reassociates"
     CHANGES_DTYPE = "changes-dtype"
-
-
-class Outcome(StrEnum):
-    """What became of one collective or candidate."""
-
-    INSERTED = "inserted"
-    FUSED = "fused"
-    BUCKETED = "bucketed"
-    MOVED = "moved"
-    REMOVED = "removed"
-    REPLACED = "replaced"
-    HIDDEN = "hidden"
-    EXPOSED = "exposed"
-    LEFT = "left alone"
-
-
-@dataclass(frozen=True, slots=True)
-class Verdict:
-    """What became of one collective or one candidate, and why; `remedy` says how to change it, where one can.
-
-    `source` is where it comes from in the user's terms: a source line, or the parameter whose gradient it is.
-    `reason` says why in words that are the same for all such cases, so that reports can group them; `detail` has the
-    numbers and names of this one.
-
-    >>> print(Verdict("all_reduce_3", Outcome.LEFT, "the only one of its group", remedy="none needed"))
-    all_reduce_3: left alone: the only one of its group (remedy: none needed)
-    """
-
-    subject: str
-    outcome: Outcome
-    reason: str
-    source: str = ""
-    remedy: str = ""
-    bytes: int = 0
-    detail: str = ""
-
-    @classmethod
-    def of(
-        cls, node: fx.Node, outcome: Outcome, reason: str, *, detail: str = "", remedy: str = "", bytes: int = 0
-    ) -> Verdict:
-        """A verdict about a node, with the node's source."""
-        return cls(node.name, outcome, reason, source_line(node), remedy, bytes, detail)
-
-    @classmethod
-    def inserted(cls, start: fx.Node, reason: str, *, made_for: str | None, bytes: int) -> Verdict:
-        """The verdict on a collective that a pass has put in, and marks with what it is for, where that is known."""
-        if made_for is not None:
-            start.meta[MADE_FOR] = made_for
-        return cls.of(start, Outcome.INSERTED, reason, bytes=bytes)
-
-    def __str__(self) -> str:
-        where = f" [{self.source}]" if self.source else ""
-        remedy = f" (remedy: {self.remedy})" if self.remedy else ""
-        detail = f": {self.detail}" if self.detail else ""
-        return f"{self.subject}{where}: {self.outcome}: {self.reason}{detail}{remedy}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,23 +124,6 @@ def _spelled(value: Any) -> str:
         case float() if math.isinf(value):
             return "1e999"  # `inf` is no literal
     return getattr(value, "__qualname__", type(value).__qualname__) if callable(value) else repr(value)
-
-
-@dataclass(frozen=True, slots=True)
-class PassRecord:
-    """One line of a program's history. Texts are empty where nothing changed or the program was too large to print."""
-
-    name: str
-    spelling: str
-    numerics: str
-    seconds: float
-    changed: bool
-    counts: Mapping[str, int]
-    verdicts: tuple[Verdict, ...]
-    nodes_before: int
-    nodes_after: int
-    before: str = ""
-    after: str = ""
 
 
 def run_passes(
@@ -293,7 +222,7 @@ def _lines(graph: fx.Graph, constant: Callable[[str], Any]) -> Iterator[str]:
 @remembered
 def _called(target: Any) -> str:
     """The name of what a node calls, without the address that a Python function prints with."""
-    return str(target) if hasattr(target, "_schema") else getattr(target, "__name__", str(target))
+    return str(target) if has_schema(target) else getattr(target, "__name__", str(target))
 
 
 class _Reference:

@@ -1,7 +1,8 @@
-"""Every private torch import of the package, each with its reason and the torch versions it is known on.
-
-Public replacements are welcome: delete the line here when torch grows one.
+"""Every private import and attribute of torch that the package uses, each with its reason and the torch versions it
+is known on. Public replacements are welcome: delete the line here when torch grows one.
 """
+
+# ruff: noqa: F401 - what is imported here is for the others
 
 from __future__ import annotations
 
@@ -11,6 +12,10 @@ import inspect
 from typing import Any, NamedTuple
 
 import torch
+
+# The classes of operators, for isinstance: torch.ops has the operators, but not their classes. Known on 2.11, 2.13.
+from torch._ops import HigherOrderOperator, OperatorBase, OpOverload, OpOverloadPacket
+from torch._ops import _OpNamespace as OpNamespace
 
 # suggest_memory_format: whether a tensor's strides are those of channels_last; kernels lay out their results by it.
 # Known on 2.11, 2.13.
@@ -31,52 +36,6 @@ from torch.utils._pytree import keystr as tree_keystr
 from torch.utils._pytree import tree_flatten, tree_flatten_with_path, tree_map_only, tree_unflatten
 
 from crossfade.errors import MeshError
-
-__all__ = [
-    "FakeTensor",
-    "FakeTensorMode",
-    "HOOKS_OF_TENSOR",
-    "TorchDispatchMode",
-    "backend_of_group",
-    "bare_tensor",
-    "checkpoint_classes",
-    "default_store",
-    "device_sleep",
-    "exported_program",
-    "exported_with",
-    "load_archive",
-    "open_archive",
-    "dispatch_functionalize",
-    "fake_tensor",
-    "forget_guards",
-    "global_module_hooks",
-    "group_named",
-    "guards_of",
-    "has_forward_hooks",
-    "has_hooks",
-    "has_step_hooks",
-    "mark_optimizer_stepped",
-    "name_group",
-    "new_process_group",
-    "register_work",
-    "serve_in_python",
-    "size_expression",
-    "statically_equal",
-    "suggest_memory_format",
-    "swapped_state",
-    "symbolic_float",
-    "symbolic_shapes",
-    "symbolic_size",
-    "symmetric_products",
-    "tree_flatten",
-    "tree_flatten_with_path",
-    "tree_keystr",
-    "tree_map_only",
-    "tree_unflatten",
-    "unwrapped_operator",
-    "views_of_bases",
-    "work_of_future",
-]
 
 
 def symbolic_shapes() -> Any:
@@ -125,19 +84,19 @@ def size_expression(size: Any) -> Any:
     return size.node.expr if isinstance(size, torch.SymInt | torch.SymFloat) else sympy.sympify(size)
 
 
-def statically_equal(one: Any, other: Any) -> bool:
+def statically_equal(first: Any, second: Any) -> bool:
     """Whether sizes (or sequences of them) are equal for all symbols; adds no guard. Known on 2.11, 2.13.
 
     >>> statically_equal((2, 3), (2, 3)), statically_equal((2, 3), (3, 2))
     (True, False)
     """
-    if isinstance(one, tuple | list):
-        return len(one) == len(other) and all(map(statically_equal, one, other))
-    if not isinstance(one, torch.SymInt | torch.SymFloat) and not isinstance(other, torch.SymInt | torch.SymFloat):
-        return bool(one == other)
+    if isinstance(first, tuple | list):
+        return len(first) == len(second) and all(map(statically_equal, first, second))
+    if not isinstance(first, torch.SymInt | torch.SymFloat) and not isinstance(second, torch.SymInt | torch.SymFloat):
+        return bool(first == second)
     from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-    return size_expression(one) == size_expression(other) or statically_known_true(one == other)
+    return size_expression(first) == size_expression(second) or statically_known_true(first == second)
 
 
 def default_store() -> Any:
@@ -163,7 +122,58 @@ def mark_optimizer_stepped(optimizer: torch.optim.Optimizer) -> None:
     optimizer._opt_called = True  # type: ignore[attr-defined]
 
 
-def unwrapped_operator(operator: torch._ops.OpOverload) -> Any:
+def schema_of(target: Any) -> Any:
+    """What an operator's arguments and results are; None for Python functions and higher-order operators, which have no
+    schema. Known on 2.11, 2.13."""
+    return getattr(target, "_schema", None)
+
+
+def has_schema(target: Any) -> bool:
+    """Whether a target is an operator that says what its arguments and results are. Known on 2.11, 2.13."""
+    return hasattr(target, "_schema")
+
+
+def registered_operator(operator: Any) -> Any:
+    """The overload behind what `torch.library.custom_op` returns; anything else as it is. Known on 2.11, 2.13."""
+    return getattr(operator, "_opoverload", operator)
+
+
+def name_of_packet(packet: Any) -> Any:
+    """The name that the overloads of an operator have in common; anything else as it is. Known on 2.11, 2.13."""
+    return getattr(packet, "_qualified_op_name", packet)
+
+
+def is_erased(node: torch.fx.Node) -> bool:
+    """Whether a node has left its graph, as for loops over a copy of its nodes. Known on 2.11, 2.13."""
+    return node._erased
+
+
+def rename_node(node: torch.fx.Node, name: str) -> None:
+    """Give a node another name, made unique in its graph; setting `name` would not. Known on 2.11, 2.13."""
+    node._rename(name)
+
+
+def keep_codegen(graph: torch.fx.Graph, like: torch.fx.Graph) -> None:
+    """Let a graph take its inputs and return its results in the structure of another. Known on 2.11, 2.13."""
+    graph.set_codegen(like._codegen)
+
+
+def memory_id(tensor: torch.Tensor) -> int:
+    """A number that tensors, fake ones too, have in common if they share memory. Known on 2.11, 2.13."""
+    return tensor.untyped_storage()._cdata
+
+
+def version_of(tensor: torch.Tensor) -> int:
+    """How often a tensor's memory was written in place, as autograd counts it. Known on 2.11, 2.13."""
+    return tensor._version
+
+
+def stored_values(tensor: torch.Tensor) -> torch.Tensor:
+    """What a sparse tensor stores; of COO also before its entries are sorted. Known on 2.11, 2.13."""
+    return tensor._values() if tensor.layout is torch.sparse_coo else tensor.values()
+
+
+def unwrapped_operator(operator: OpOverload) -> Any:
     """The C++ function inside an operator: calling it saves a Python frame for each node. Known on 2.11, 2.13."""
     return operator._op
 
@@ -195,6 +205,22 @@ def global_module_hooks() -> dict[str, Any]:
 
     kinds = ("forward_pre_hooks", "forward_hooks", "backward_pre_hooks", "backward_hooks")
     return {kind: getattr(module, f"_global_{kind}") for kind in kinds}
+
+
+def own_parameters(module: torch.nn.Module) -> dict[str, Any]:
+    """Where a module keeps its own parameters, None for absent ones: setting an attribute would run its `__setattr__`,
+    and the public listings leave out what is shared or absent. Known on 2.11, 2.13."""
+    return module._parameters
+
+
+def own_buffers(module: torch.nn.Module) -> dict[str, Any]:
+    """Where a module keeps its own buffers, as `own_parameters`. Known on 2.11, 2.13."""
+    return module._buffers
+
+
+def own_modules(module: torch.nn.Module) -> dict[str, Any]:
+    """Where a module keeps its children, as `own_parameters`. Known on 2.11, 2.13."""
+    return module._modules
 
 
 def has_forward_hooks(module: torch.nn.Module) -> bool:
@@ -267,7 +293,7 @@ def work_of_future(future: Any) -> Any:
 def serve_in_python(group: torch.distributed.ProcessGroup, devices: tuple[str, ...]) -> None:
     """Give a process group written in Python what C++ asks of every one: a name, device types, a default backend.
 
-    All three live in a C++ backend, and none can be written in Python. torch's fake one serves; it is told to raise
+    All three live in a C++ backend, and none can be written in Python. torch's fake one serves; it is set to raise
     whenever a collective reaches it, since that would be one that passed the Python group by. Known on 2.11, 2.13.
     """
     from torch._C._distributed_c10d import FakeProcessGroup
@@ -330,7 +356,7 @@ def name_group(name: str, group: Any) -> None:
         known = None
     if known is not group:
         if known is not None:
-            before, now = (torch.distributed.get_process_group_ranks(one) for one in (known, group))
+            before, now = (torch.distributed.get_process_group_ranks(either) for either in (known, group))
             if before != now:
                 raise MeshError(
                     f"the ranks {', '.join(map(str, now))} to be called {name}",
@@ -351,7 +377,7 @@ def views_of_bases(target: Any, arguments: dict[str, Any], bases: list[Any]) -> 
     def view(how: Any) -> Any:
         return None if how is None else how.regenerate_view(bases)
 
-    return {name: [view(one) for one in how] if isinstance(how, list) else view(how) for name, how in found.items()}
+    return {name: [view(part) for part in how] if isinstance(how, list) else view(how) for name, how in found.items()}
 
 
 def guards_of(mode: FakeTensorMode) -> int:
@@ -398,7 +424,7 @@ def open_archive(path: str) -> Any:
 
 
 def record_bytes(archive: Any, record: str) -> int:
-    """The size of a record of an archive; read to be known on 2.11, which cannot tell it otherwise."""
+    """The size of a record of an archive; 2.11, which has no other way to ask, reads it."""
     if hasattr(archive, "get_record_size"):
         return archive.get_record_size(record)
     return len(archive.get_record(record))

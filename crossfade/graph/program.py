@@ -6,25 +6,27 @@ import copy
 import gc
 import itertools
 import keyword
-import operator
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from typing import TYPE_CHECKING, Any
+from typing import Any, ClassVar
 
 import torch
 from torch import fx
 
 from crossfade.errors import CaptureError
-from crossfade.graph.private import FakeTensor, FakeTensorMode, symbolic_shapes, tree_flatten
-
-if TYPE_CHECKING:
-    from crossfade.graph.passes import PassRecord
-
-
-MADE_FOR = "made_for"
-"""Metadata key: the user's name for what a node serves, such as the parameter whose gradient it carries."""
+from crossfade.graph.collectives import ask_inputs_for_sizes, group_sizes
+from crossfade.graph.history import PassRecord
+from crossfade.graph.metadata import (  # noqa: F401, others take them from here
+    MADE_FOR,
+    complete_metadata,
+    described,
+    size_hint,
+    source_line,
+    tensor_bytes,
+)
+from crossfade.graph.private import FakeTensor, FakeTensorMode, OperatorBase, symbolic_shapes, tree_flatten
 
 
 class InputKind(StrEnum):
@@ -95,6 +97,8 @@ class Program:
     constants: Mapping[str, Any] = field(default_factory=dict)
     facts: frozenset[str] = frozenset()
     history: tuple[PassRecord, ...] = ()
+    render: ClassVar[Callable[[Program], str]]
+    """How a program prints: set by `text`, which knows programs, operators and nested graphs, and stands above them."""
 
     def __post_init__(self) -> None:
         self.check_signature()
@@ -104,7 +108,7 @@ class Program:
         """Refuse a signature that does not describe every placeholder and every result."""
         if len(self.placeholders) != len(self.inputs) or len(self.results) != len(self.outputs):
             raise CaptureError(
-                f"{len(self.placeholders)} placeholders and {len(self.results)} results in the graph",
+                f"the graph has {len(self.placeholders)} placeholders and {len(self.results)} results",
                 expected=f"{len(self.inputs)} and {len(self.outputs)}, as the signature says",
                 remedy="describe every placeholder and every flat output once",
             )
@@ -181,9 +185,7 @@ class Program:
         return fx.GraphModule(dict(self.constants), self.graph, "Program")
 
     def __str__(self) -> str:
-        from crossfade.graph.text import render
-
-        return render(self)
+        return self.render()
 
 
 def from_graph_module(module: fx.GraphModule, *, groups: Mapping[str, int] | None = None) -> Program:
@@ -200,8 +202,6 @@ def from_graph_module(module: fx.GraphModule, *, groups: Mapping[str, int] | Non
         add: f32[3] = aten.add.Tensor(relu, 1)
         return output("0", add)
     """
-    from crossfade.graph.collectives import ask_inputs_for_sizes, group_sizes
-
     _refuse_other_dialects(module.graph)
     graph = fx.Graph()
     result = graph.graph_copy(module.graph, {})
@@ -210,7 +210,7 @@ def from_graph_module(module: fx.GraphModule, *, groups: Mapping[str, int] | Non
     complete_metadata(graph)
     constants = {str(node.target): attribute(module, str(node.target)) for node in graph.find_nodes(op="get_attr")}
     if len(_fake_modes(graph)) != 1:
-        _describe_anew(graph, constants)
+        _describe_again(graph, constants)
     ask_inputs_for_sizes(graph)
     inputs = tuple(Input(InputKind.INPUT, str(node.target)) for node in graph.find_nodes(op="placeholder"))
     outputs = tuple(Output(OutputKind.OUTPUT, str(index)) for index in range(len(flat)))
@@ -220,7 +220,7 @@ def from_graph_module(module: fx.GraphModule, *, groups: Mapping[str, int] | Non
 def _refuse_other_dialects(graph: fx.Graph) -> None:
     """Accept graphs of operators with metadata; say what to do with graphs of Python calls."""
     for node in graph.nodes:
-        plain = node.op != "call_function" or isinstance(node.target, torch._ops.OperatorBase) or _is_scalar_op(node)
+        plain = node.op != "call_function" or isinstance(node.target, OperatorBase) or _is_scalar_op(node)
         if node.op in ("call_module", "call_method") or not plain:
             raise CaptureError(
                 f"{node.op} {node.target} in the graph",
@@ -229,7 +229,7 @@ def _refuse_other_dialects(graph: fx.Graph) -> None:
             )
         if node.op == "placeholder" and "val" not in node.meta:
             raise CaptureError(
-                f"input {node.target} without metadata",
+                f"input {node.target} has no metadata",
                 remedy='trace with make_fx(..., tracing_mode="fake"), which leaves meta["val"] on every node',
             )
 
@@ -243,7 +243,7 @@ def _fake_modes(graph: fx.Graph) -> set[FakeTensorMode | None]:
     return {getattr(value, "fake_mode", None) for value in values if isinstance(value, torch.Tensor)}
 
 
-def _describe_anew(graph: fx.Graph, constants: Mapping[str, Any]) -> None:
+def _describe_again(graph: fx.Graph, constants: Mapping[str, Any]) -> None:
     """Run a graph once on fake tensors of one mode: `make_fx` on real tensors gives every node a mode of its own."""
     mode = FakeTensorMode(shape_env=symbolic_shapes())
 
@@ -264,20 +264,6 @@ def _describe_anew(graph: fx.Graph, constants: Mapping[str, Any]) -> None:
                 node.meta["val"] = node.target(*args, **kwargs)
 
 
-def described(node: fx.Node, constants: Mapping[str, Any]) -> Any:
-    """What stands for a node's value where there is no data: its metadata, or the graph that it names."""
-    value = constants.get(str(node.target)) if node.op == "get_attr" else None
-    return value if isinstance(value, fx.GraphModule) else node.meta.get("val")
-
-
-def complete_metadata(graph: fx.Graph) -> None:
-    """Describe the absent results of multi-output ops (gradients not asked for), which torch's tracer leaves bare."""
-    for node in graph.find_nodes(op="call_function", target=operator.getitem):
-        if "val" not in node.meta:
-            values = node.args[0].meta.get("val")
-            node.meta["val"] = values[node.args[1]] if values is not None else None
-
-
 def identifier(name: str) -> str:
     """A Python name for a user's name.
 
@@ -286,40 +272,6 @@ def identifier(name: str) -> str:
     """
     plain = re.sub(r"\W+", "_", name).strip("_") or "_"
     return f"_{plain}" if plain[0].isdigit() or keyword.iskeyword(plain) else plain
-
-
-def source_line(node: fx.Node) -> str:
-    """Where a node comes from in the user's terms: what it was made for, or `file.py:12` of the innermost user frame.
-
-    >>> source_line(fx.Graph().placeholder("x"))
-    ''
-    """
-    if MADE_FOR in node.meta:
-        return node.meta[MADE_FOR]
-    trace = node.meta.get("stack_trace") or ""
-    frames = [line.strip() for line in trace.splitlines() if line.strip().startswith("File ")]
-    inside_torch = "/torch/"
-    users = [frame for frame in frames if inside_torch not in frame] or frames
-    found = re.match(r'File "(?:.*/)?(.*)", line (\d+)', users[-1]) if users else None
-    return f"{found[1]}:{found[2]}" if found else ""
-
-
-def tensor_bytes(value: Any) -> int:
-    """Bytes of a tensor's elements; symbolic sizes count by their hint, everything else as 0.
-
-    >>> tensor_bytes(torch.empty(3, 2))
-    24
-    """
-    if isinstance(value, torch.Tensor):
-        return size_hint(value.numel()) * value.element_size()
-    return sum(tensor_bytes(item) for item in value) if isinstance(value, (tuple, list)) else 0
-
-
-def size_hint(size: Any) -> int:
-    """An int for a possibly symbolic size; decides policy only, never semantics."""
-    if isinstance(size, torch.SymInt):
-        return int(size.node.hint) if size.node.hint is not None else 0
-    return int(size)
 
 
 def rows_per_rank(rows: int, ranks: int) -> int:

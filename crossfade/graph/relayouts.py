@@ -1,4 +1,4 @@
-"""Operators that lay elements out anew, in whatever spelling, and the values that are reached through them.
+"""Operators that only rearrange elements, in whatever spelling, and the values that are reached through them.
 
 `layout_of` says the layout of one value over one behind it, `spread` those of all values that follow from some.
 """
@@ -18,6 +18,7 @@ from crossfade.graph import layouts
 from crossfade.graph.collectives import is_collective, is_wait
 from crossfade.graph.layouts import Layout, Size, Unreadable
 from crossfade.graph.operators import arguments, remembered
+from crossfade.graph.private import schema_of
 from crossfade.graph.program import source_line
 
 CHAIN = 64
@@ -42,11 +43,6 @@ class Refusal:
         return f"{self.node.name}{f' [{where}]' if where else ''}: {self.reason}{detail}"
 
 
-def is_relayout(node: fx.Node) -> bool:
-    """Whether a node only lays elements of its input out anew (waits included): `layout_of` may still refuse it."""
-    return node.op == "call_function" and _step_of(node.target) is not None
-
-
 def layout_of(node: fx.Node, source: fx.Node) -> Layout:
     """The layout of a value over one of its `ancestors`; raises Unreadable where there is none.
 
@@ -63,13 +59,13 @@ def layout_of(node: fx.Node, source: fx.Node) -> Layout:
     """
     known: dict[fx.Node, Any] = {source: layouts.of_tensor(source.meta["val"])}
 
-    def ask(one: fx.Node) -> Any:
-        if one not in known:
-            step = _step_of(one.target)
+    def ask(value: fx.Node) -> Any:
+        if value not in known:
+            step = _step_of(value.target)
             if step is None:
-                raise Unreadable("it is not only laid out anew", f"{one.name} is made by {one.target}")
-            known[one] = step(one, ask)
-        return known[one]
+                raise Unreadable("it is not only rearranged", f"{value.name} is made by {value.target}")
+            known[value] = step(value, ask)
+        return known[value]
 
     return ask(node)
 
@@ -84,6 +80,18 @@ def ancestors(node: fx.Node) -> list[fx.Node]:
             break
         if isinstance(last.meta.get("val"), Tensor):
             found.append(last)
+    return found
+
+
+def laid_between(source: fx.Node, node: fx.Node) -> set[fx.Node]:
+    """The nodes through which `node` is laid out from `source`: with `node`, without `source`."""
+    found: set[fx.Node] = set()
+    stack = [node]
+    while stack:
+        last = stack.pop()
+        if last is not source and last not in found:
+            found.add(last)
+            stack += [read for read in last.all_input_nodes if isinstance(read.meta.get("val"), Tensor | list | tuple)]
     return found
 
 
@@ -138,7 +146,7 @@ def _is_whole(node: fx.Node, known: Mapping[fx.Node, Any]) -> bool:
 
 
 def _source(node: fx.Node) -> fx.Node | None:
-    """The one value that a node lays out anew, also if it joins pieces of it; None at a wait or anything else."""
+    """The value that a node rearranges, also if it joins pieces of it; None at a wait or anything else."""
     if node.op != "call_function" or is_wait(node) or _step_of(node.target) is None:
         return None
     first: Any = node.args[0] if node.args else next(iter(node.kwargs.values()))
@@ -213,15 +221,15 @@ def _expand(node: fx.Node, known: Known) -> Layout:
 def _permute(node: fx.Node, known: Known) -> Layout:
     source = _first(node, known)
     rank = len(source.dims)
-    return layouts.permuted(source, [_dim(one, rank) for one in arguments(node)["dims"]])
+    return layouts.permuted(source, [_dim(dim, rank) for dim in arguments(node)["dims"]])
 
 
 def _swap(node: fx.Node, known: Known) -> Layout:
     source, given = _first(node, known), arguments(node)
     rank = len(source.dims)
-    one, other = (_dim(given.get(name, default), rank) for name, default in (("dim0", 0), ("dim1", 1)))
+    first, second = (_dim(given.get(name, default), rank) for name, default in (("dim0", 0), ("dim1", 1)))
     order = list(range(rank))
-    order[one], order[other] = order[other], order[one]
+    order[first], order[second] = order[second], order[first]
     return layouts.permuted(source, order)
 
 
@@ -234,7 +242,7 @@ def _turn(node: fx.Node, known: Known) -> Layout:
 def _move(node: fx.Node, known: Known) -> Layout:
     source, given = _first(node, known), arguments(node)
     rank = len(source.dims)
-    old, new = ([one] if isinstance(one, int) else one for one in (given["source"], given["destination"]))
+    old, new = ([dims] if isinstance(dims, int) else dims for dims in (given["source"], given["destination"]))
     places = {_dim(to, rank): _dim(start, rank) for start, to in zip(old, new, strict=True)}
     rest = iter([dim for dim in range(rank) if dim not in places.values()])
     return layouts.permuted(source, [places[dim] if dim in places else next(rest) for dim in range(rank)])
@@ -259,7 +267,7 @@ def _unbind(node: fx.Node, known: Known) -> list[Layout]:
 def _element(node: fx.Node, known: Known) -> Layout:
     made = _first(node, known)
     if not isinstance(made, list):
-        raise Unreadable("it is not only laid out anew", f"{node.name} is an element of what is no list of pieces")
+        raise Unreadable("it is not only rearranged", f"{node.name} is an element of what is no list of pieces")
     return made[node.args[1]]  # type: ignore[index]
 
 
@@ -321,7 +329,7 @@ def _step_of(target: Any) -> Step | None:
         return _retype
     if is_wait(fx.Graph().call_function(target)) if callable(target) else False:
         return _same
-    schema = getattr(target, "_schema", None)
+    schema = schema_of(target)
     if schema is None or any(part in schema.overload_name for part in _NOT_THESE):
         return None
     return _BY_NAME.get(schema.name)

@@ -21,6 +21,7 @@ from crossfade.errors import RewriteError, TextError
 from crossfade.graph.aliasing import Aliasing
 from crossfade.graph.effects import memory_of
 from crossfade.graph.operators import argument_names, by_name, defaults_of
+from crossfade.graph.private import is_erased
 from crossfade.graph.program import Program, paused_garbage_collection
 from crossfade.graph.splice import NeedsGuard, erase_if_dead, splice
 from crossfade.graph.text import resolve_operator
@@ -62,7 +63,7 @@ class Rule:
     """Rewrite `pattern` to what `replace` returns (a node or a constant), unless `check` returns a reason not to.
 
     A pattern is an expression of nested operator calls. Lower-case names capture (one name twice must be the same
-    thing), `_` matches anything, literals match themselves (`1` is neither `True` nor `1.0`), lists match item by
+    value), `_` matches anything, literals match themselves (`1` is neither `True` nor `1.0`), lists match item by
     item, `(aten.view | aten.reshape)` matches either. Arguments left out match their defaults only, written or not.
 
         >>> rule = Rule("double-negation", "aten.neg(aten.neg(x))", replace=lambda match: match["x"])
@@ -115,13 +116,13 @@ def apply_rules(program: Program, rules: Iterable[Rule]) -> Rewritten:
         while work:
             node = work.popleft()
             queued.discard(node)
-            if node._erased:
+            if is_erased(node):
                 continue
             for again in _with_users(rewriter.rewrite(node), known.depth - 1):
                 if again.op == "call_function" and again not in queued and again.target in known:
                     work.append(again)
                     queued.add(again)
-    done.declined = [(rule, node, reason) for (rule, node), reason in declined.items() if not node._erased]
+    done.declined = [(rule, node, reason) for (rule, node), reason in declined.items() if not is_erased(node)]
     return done
 
 
@@ -192,7 +193,7 @@ class _Rules:
         entry = self._narrowed.get(key)
         if entry is None:
             rules = self._by_root[id(node.target)]
-            found = [one for one in rules if one[1].may_match(node.target, inner, kind)]
+            found = [rule for rule in rules if rule[1].may_match(node.target, inner, kind)]
             entry = self._narrowed[key] = inner, found  # kept with the operator, whose id is then its own
         return entry[1]
 
@@ -229,8 +230,8 @@ class _Rewriter:
                 made.append(previous)
             if (reason := self._seen(match, pattern, replacement, made)) is not None:
                 self.declined[rule, node] = reason
-                for one in reversed(made):
-                    self.program.graph.erase_node(one)
+                for new in reversed(made):
+                    self.program.graph.erase_node(new)
                 continue
             if isinstance(replacement, fx.Node):
                 self.aliasing.replaced(node, replacement)
@@ -242,12 +243,12 @@ class _Rewriter:
 
     def _seen(self, match: Match, pattern: _Call, replacement: Any, made: list[fx.Node]) -> str | None:
         """How somebody could see in memory that the rule was applied, if anybody could."""
-        read = {source for one in made for source in one.all_input_nodes} - set(made)
+        read = {source for new in made for source in new.all_input_nodes} - set(made)
         if pattern.depth == 1:  # what the root itself reads is read where it was
             read -= set(match.root.all_input_nodes)
         if any(self.aliasing.is_written(source) for source in read):
             return "it would read later what is written to"
-        if any(self._is_overwritten(one, match.root) for one in pattern.inner(match.root)):
+        if any(self._is_overwritten(inner, match.root) for inner in pattern.inner(match.root)):
             return WRITTEN
         return self.aliasing.may_replace(match.root, replacement) if isinstance(replacement, fx.Node) else None
 
@@ -318,7 +319,7 @@ class _Sequence:
 
     @cached_property
     def literals(self) -> list[tuple[int, _Literal]]:
-        """What is quickly told apart: the items that match one thing only."""
+        """What is quickly compared: the items that match a single value."""
         return [(place, item) for place, item in enumerate(self.items) if isinstance(item, _Literal)]
 
     def matches(self, value: Any, bound: dict[str, Any]) -> bool:
@@ -326,7 +327,7 @@ class _Sequence:
             return False
         if not all(item.matches(value[place], bound) for place, item in self.literals):
             return False
-        return all(item.matches(one, bound) for item, one in zip(self.items, value, strict=True))
+        return all(item.matches(part, bound) for item, part in zip(self.items, value, strict=True))
 
 
 @dataclass(frozen=True)
@@ -404,13 +405,13 @@ def _arranged(pattern: _Call, target: Any) -> _Arranged:
     if len(wanted) < len(named):  # an argument that the operator does not have
         return _Arranged([(0, "", None, _Nothing())], [], len(places))
     if argument_names(target):  # where there is a schema, every argument is given or has a default
-        wanted = [one for one in wanted if not isinstance(one[3], _Anything)]
+        wanted = [entry for entry in wanted if not isinstance(entry[3], _Anything)]
     others = [place for place in places if place[1] not in named]
     return _Arranged(wanted, others, min((place for place, _, _ in others), default=len(places)))
 
 
 def _kind(argument: Any) -> Any:
-    """What tells quickly that an argument does not match: being a node, or the length of a list."""
+    """What shows quickly that an argument does not match: being a node, or the length of a list."""
     if isinstance(argument, fx.Node):
         return fx.Node
     return len(argument) if isinstance(argument, (tuple, list)) else None
@@ -436,13 +437,13 @@ class _Nothing:
         return False
 
 
-def _same(one: Any, other: Any) -> bool:
-    """Equality that tells `1`, `1.0` and `True` apart, also inside lists."""
-    if one is other:
+def _same(first: Any, second: Any) -> bool:
+    """Equality that distinguishes `1`, `1.0` and `True`, also inside lists."""
+    if first is second:
         return True
-    if isinstance(one, (tuple, list)) and isinstance(other, (tuple, list)):
-        return len(one) == len(other) and all(_same(a, b) for a, b in zip(one, other, strict=True))
-    return type(one) is type(other) and one == other
+    if isinstance(first, (tuple, list)) and isinstance(second, (tuple, list)):
+        return len(first) == len(second) and all(_same(a, b) for a, b in zip(first, second, strict=True))
+    return type(first) is type(second) and first == second
 
 
 @cache
@@ -469,7 +470,7 @@ def _compile(item: ast.expr) -> Any:
             named = tuple((k.arg or "", _compile(k.value)) for k in keywords)
             return _Call(_targets(func), tuple(_compile(a) for a in args), named)
         case ast.List(elts=items) | ast.Tuple(elts=items):
-            return _Sequence(tuple(_compile(one) for one in items))
+            return _Sequence(tuple(_compile(element) for element in items))
         case ast.Subscript(value=value, slice=index):
             return _Call((operator.getitem,), (_compile(value), _compile(index)), ())
     return _Literal(ast.literal_eval(item))

@@ -58,8 +58,8 @@ class Sizes:
                 return _OPERATIONS[type(operation)](self.read(left), self.read(right))
             case ast.BinOp(left=base, op=ast.Pow(), right=ast.Constant(value=int(power))) if 0 < power < 16:
                 return self.read(base) ** power
-            case ast.Call(func=ast.Name(id=name), args=[one, other], keywords=[]) if name in _FUNCTIONS:
-                return _FUNCTIONS[name](self.read(one), self.read(other))
+            case ast.Call(func=ast.Name(id=name), args=[first, second], keywords=[]) if name in _FUNCTIONS:
+                return _FUNCTIONS[name](self.read(first), self.read(second))
         raise ValueError("a size that is neither a number nor made of symbols like s0")
 
     def _symbol(self, name: str) -> Any:

@@ -24,6 +24,8 @@ from crossfade.graph.private import (
     fake_tensor,
     forget_guards,
     guards_of,
+    is_erased,
+    schema_of,
     size_expression,
     tree_map_only,
 )
@@ -167,11 +169,11 @@ def erase_if_dead(node: fx.Node) -> int:
     """Erase a node without users or effects, and then its inputs likewise; return how many went."""
     erased, stack = 0, [node]
     while stack:
-        one = stack.pop()
-        if one._erased or one.users or one.op in ("placeholder", "output") or one.is_impure():
+        unused = stack.pop()
+        if is_erased(unused) or unused.users or unused.op in ("placeholder", "output") or unused.is_impure():
             continue
-        inputs = one.all_input_nodes
-        one.graph.erase_node(one)
+        inputs = unused.all_input_nodes
+        unused.graph.erase_node(unused)
         erased += 1
         stack.extend(inputs)
     return erased
@@ -392,11 +394,11 @@ def _is_static(nodes: list[fx.Node]) -> bool:
         return False
     one_device = all(value.device == values[0].device for value in values)
     numbers = [(*value.shape, *value.stride(), value.storage_offset()) for value in values]
-    return one_device and not any(isinstance(number, torch.SymInt) for one in numbers for number in one)
+    return one_device and not any(isinstance(number, torch.SymInt) for sizes in numbers for number in sizes)
 
 
 def _node_name(target: Any) -> str:
-    schema = getattr(target, "_schema", None)
+    schema = schema_of(target)
     return schema.name.split("::")[1] if schema is not None else target.__name__
 
 

@@ -45,7 +45,7 @@ def same_layout(shape: Sequence[int], strides: Sequence[int], others: Sequence[i
     >>> same_layout((4, 1, 2), (2, 2, 1), (2, 7, 1)), same_layout((4, 3), (3, 1), (1, 4))
     (True, False)
     """
-    return all(one == other for size, one, other in zip(shape, strides, others, strict=True) if size != 1)
+    return all(stride == wanted for size, stride, wanted in zip(shape, strides, others, strict=True) if size != 1)
 
 
 def laid_out(value: Tensor, strides: Sequence[int]) -> Tensor:

@@ -36,6 +36,7 @@ from torch import fx
 from crossfade.graph.allowed import FUNCTIONS, NAMESPACES
 from crossfade.graph.nested import nested_graphs, opened
 from crossfade.graph.parsing import GRAPH, Parser, resolve_operator
+from crossfade.graph.private import HigherOrderOperator, OpOverload, schema_of
 from crossfade.graph.program import Input, Program, identifier
 from crossfade.graph.words import DTYPE_NAMES, DTYPES, LAYOUT_NAMES, RESERVED, quote, render_type, spell_number
 
@@ -53,6 +54,9 @@ def render(program: Program) -> str:
     lines = [_line(node, inputs, graphs) for node in program.graph.nodes if node.op != "output"]
     results = ", ".join(f"{out.kind}({quote(out.name)}, {_value(value)})" for out, value in program.named_results())
     return "\n".join([*functions, *lines, f"return {results}".rstrip()])
+
+
+Program.render = render
 
 
 def _function(name: str, module: fx.GraphModule, program: Program) -> str:
@@ -112,11 +116,12 @@ def _call(node: fx.Node) -> str:
 
 
 def _target(target: Any) -> str:
-    if isinstance(target, torch._ops.OpOverload):
-        namespace, name = target._schema.name.split("::")
-        overload = "" if target._overloadname == "default" else f".{target._overloadname}"
+    if isinstance(target, OpOverload):
+        schema = schema_of(target)
+        namespace, name = schema.name.split("::")
+        overload = f".{schema.overload_name}" if schema.overload_name else ""
         return f"{_SHORT_NAMESPACES.get(namespace, namespace)}.{name}{overload}"
-    if isinstance(target, torch._ops.HigherOrderOperator):
+    if isinstance(target, HigherOrderOperator):
         return f"higher_order.{target}"
     if id(target) in _FUNCTION_NAMES:
         return _FUNCTION_NAMES[id(target)]
@@ -142,7 +147,7 @@ def _value(value: Any) -> str:
             return f"device({quote(str(value))})"
         case float() | complex():
             return spell_number(value)
-        case torch._ops.OpOverload():
+        case OpOverload():
             return _target(value)
         case slice():
             return f"slice({_value(value.start)}, {_value(value.stop)}, {_value(value.step)})"

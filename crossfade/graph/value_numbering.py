@@ -13,7 +13,7 @@ from torch import fx
 from crossfade.graph import collectives
 from crossfade.graph.effects import is_pure, is_random, memory_behind, written_inputs
 from crossfade.graph.operators import argument_names, defaults_of, remembered
-from crossfade.graph.private import size_expression
+from crossfade.graph.private import OpOverload, schema_of, size_expression
 
 # fmt: off
 _NUMBERS_ARE_SIZES = frozenset({
@@ -155,7 +155,7 @@ def _is_function(node: fx.Node) -> bool:
 def _is_deterministic(target: Any) -> bool:
     if collectives.communicates(target):
         return False
-    if isinstance(target, torch._ops.OpOverload):
+    if isinstance(target, OpOverload):
         return not fx.Graph().call_function(target).is_impure(impure_random=False)
     return getattr(target, "__module__", "") in ("_operator", "math", "builtins")
 
@@ -183,11 +183,11 @@ def _places_of(target: Any) -> tuple[dict[str, int], dict[Any, Hashable]]:
 @remembered
 def aten_name(target: Any) -> str:
     """The name of an ATen operator, whatever its overload."""
-    schema = getattr(target, "_schema", None)
+    schema = schema_of(target)
     return schema.name.removeprefix("aten::") if schema is not None else ""
 
 
 @remembered
 def _makes_a_list(target: Any) -> bool:
-    returns: Any = target._schema.returns if hasattr(target, "_schema") else ()
+    returns: Any = schema_of(target).returns if hasattr(target, "_schema") else ()
     return len(returns) == 1 and isinstance(returns[0].type, torch.ListType)

@@ -14,7 +14,7 @@ from crossfade.errors import CaptureError, VerifyError
 from crossfade.graph import collectives
 from crossfade.graph.effects import alias_roots, written_inputs
 from crossfade.graph.nested import nested_graphs, opened
-from crossfade.graph.private import tree_flatten
+from crossfade.graph.private import schema_of, tree_flatten
 from crossfade.graph.program import Program, described, from_graph_module, source_line
 from crossfade.graph.text import render_node, render_type
 
@@ -40,7 +40,7 @@ def verify(program: Program, *, recompute: bool = False, nested: bool = True) ->
         ... ''', groups={"dp": 2}))
         Traceback (most recent call last):
         ...
-        crossfade.errors.VerifyError: y = aten.relu(start), which reads start before its wait; ...
+        crossfade.errors.VerifyError: y = aten.relu(start) reads start before its wait: expected ...
     """
     _verify_structure(program)
     _verify_metadata(program.graph)
@@ -61,7 +61,7 @@ def accept(module: fx.GraphModule, *, groups: Mapping[str, int] | None = None) -
     >>> accept(make_fx(start, tracing_mode="fake")(torch.ones(3)))
     Traceback (most recent call last):
     ...
-    crossfade.errors.VerifyError: in the graph given: all_reduce = ..., never waited for: expected a wait on ...
+    crossfade.errors.VerifyError: in the graph given: all_reduce = ... is never waited for: expected a wait on ...
     """
     with _said_of_the_graph_given():
         _lint(module.graph)
@@ -95,7 +95,7 @@ def _verify_structure(program: Program) -> None:
     for node in program.graph.find_nodes(op="get_attr"):
         if node.target not in program.constants:
             known = ", ".join(program.constants) or "none"
-            raise _error(node, "which has no value", f"one of: {known}", "add it to Program.constants")
+            raise _error(node, "has no value", f"one of: {known}", "add it to Program.constants")
 
 
 def _lint(graph: fx.Graph) -> None:
@@ -112,7 +112,7 @@ def _lint(graph: fx.Graph) -> None:
 
 def _error(node: fx.Node, what: str, expected: str, remedy: str) -> VerifyError:
     where = f" [{source_line(node)}]" if source_line(node) else ""
-    error = VerifyError(f"{node.name} = {render_node(node)}{where}, {what}", expected=expected, remedy=remedy)
+    error = VerifyError(f"{node.name} = {render_node(node)}{where} {what}", expected=expected, remedy=remedy)
     error.node = node  # type: ignore[attr-defined]
     return error
 
@@ -121,13 +121,13 @@ def _verify_metadata(graph: fx.Graph) -> None:
     for node in graph.nodes:
         if "val" not in node.meta and _makes_value(node):
             remedy = "build nodes with splice.splice, and trace what you give with make_fx"
-            raise _error(node, "without metadata", 'meta["val"] on every node', remedy)
+            raise _error(node, "has no metadata", 'meta["val"] on every node', remedy)
 
 
 def _makes_value(node: fx.Node) -> bool:
     if node.op in ("output", "get_attr"):
         return False
-    schema = getattr(node.target, "_schema", None)
+    schema = schema_of(node.target)
     return bool(schema.returns) if schema is not None else node.op == "placeholder" or not node.is_impure()
 
 
@@ -136,15 +136,17 @@ def _verify_collectives(program: Program) -> None:
         if (group := collectives.group_of(node)) is not None and group not in program.groups:
             known = ", ".join(program.groups) or "none"
             remedy = f'add it to the groups of the program, with its ranks: groups={{"{group}": 2}}'
-            raise _error(node, f"on group {group!r}", f"one of: {known}", remedy)
+            raise _error(node, f"is on group {group!r}", f"one of: {known}", remedy)
     found = collectives.find(program.graph)
-    for one in found:
-        for result in one.results:
+    for collective in found:
+        for result in collective.results:
             if not any(collectives.is_wait(user) for user in result.users):
-                raise _error(result, "never waited for", "a wait on every result", "wait for it, or remove it")
-        if one.coalesced and (missing := set(range(len(one.inputs))) - {result.args[1] for result in one.results}):
-            what = f"whose result {min(missing)} is never waited for"
-            raise _error(one.node, what, "a wait on every result", "wait for it, or remove it")
+                raise _error(result, "is never waited for", "a wait on every result", "wait for it, or remove it")
+        if collective.coalesced and (
+            missing := set(range(len(collective.inputs))) - {result.args[1] for result in collective.results}
+        ):
+            what = f"has result {min(missing)}, which is never waited for"
+            raise _error(collective.node, what, "a wait on every result", "wait for it, or remove it")
     if found:
         _verify_in_flight(program.graph)
 
@@ -165,10 +167,10 @@ def _verify_in_flight(graph: fx.Graph) -> None:
                     del leaving[roots[source]]
             continue
         _verify_touches(node, roots, arriving, leaving)
-        if (one := collectives.view(node)) is not None:
-            arriving.update((roots[result], node) for result in (node, *one.results))
-            if one.kind not in (collectives.Kind.ALL_REDUCE, collectives.Kind.BROADCAST):  # these copy first
-                leaving.update((roots[source], node) for source in one.inputs)
+        if (collective := collectives.view(node)) is not None:
+            arriving.update((roots[result], node) for result in (node, *collective.results))
+            if collective.kind not in (collectives.Kind.ALL_REDUCE, collectives.Kind.BROADCAST):  # these copy first
+                leaving.update((roots[source], node) for source in collective.inputs)
 
 
 def _verify_touches(node: fx.Node, roots: _Nodes, arriving: _Nodes, leaving: _Nodes) -> None:
@@ -177,7 +179,7 @@ def _verify_touches(node: fx.Node, roots: _Nodes, arriving: _Nodes, leaving: _No
         if start is not None and node.target is not operator.getitem:
             raise _error(
                 node,
-                f"which reads {source.name} before its wait",
+                f"reads {source.name} before its wait",
                 f"only waits to read what {start.name} is still writing",
                 "read the wait's result instead",
             )
@@ -186,7 +188,7 @@ def _verify_touches(node: fx.Node, roots: _Nodes, arriving: _Nodes, leaving: _No
         if start is not None:
             raise _error(
                 node,
-                f"which writes {target.name} before the wait of {start.name}",
+                f"writes {target.name} before the wait of {start.name}",
                 f"no writes to what {start.name} is still reading",
                 "write after the wait",
             )
@@ -202,7 +204,7 @@ def _verify_recomputed(program: Program) -> None:
             fresh = _flat_types(node.target(*args, **kwargs))
             if fresh != _flat_types(node.meta.get("val")):
                 raise _error(
-                    node, f"recorded as {_flat_types(node.meta.get('val'))}", f"{fresh}", "refresh its metadata"
+                    node, f"is recorded as {_flat_types(node.meta.get('val'))}", f"{fresh}", "refresh its metadata"
                 )
 
 

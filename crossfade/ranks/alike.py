@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from crossfade.errors import RankMismatchError
+from crossfade.graph.private import stored_values
 from crossfade.ranks.members import Members
 
 Batch = tuple[Any, ...]
@@ -182,7 +183,7 @@ def _sample(tensor: Tensor, step: int, most: int) -> Tensor:
     """Bytes of some of a tensor's elements."""
     value = tensor.detach()
     if value.layout is not torch.strided:
-        value = value._values() if value.layout is torch.sparse_coo else value.values()
+        value = stored_values(value)
     while value.dim() and value.numel() > most and not value.is_contiguous():
         value = value[step % value.shape[0]]
     flat = value.reshape(-1)

@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from crossfade.errors import ModelError
+from crossfade.graph.private import own_buffers, own_parameters
 from crossfade.graph.program import rows_per_rank
 from crossfade.graph.strides import dense_strides, plain_strides
 
@@ -158,9 +159,9 @@ class Shards:
             new[old] = nn.Parameter(kept.seen, requires_grad=old.requires_grad)
             self._kept[name, ""] = _Kept(kept.rows, new[old])
         for module in self.model.modules():
-            for attribute, parameter in module._parameters.items():
+            for attribute, parameter in own_parameters(module).items():
                 if parameter in new:
-                    module._parameters[attribute] = new[parameter]
+                    own_parameters(module)[attribute] = new[parameter]
         for group in self.optimizer.param_groups:
             group["params"] = [new.get(old, old) for old in group["params"]]
         for old in [old for old in self.optimizer.state if old in new]:
@@ -215,7 +216,7 @@ def replaced(model: nn.Module, others: Mapping[Tensor, Tensor]) -> Iterator[None
         old: nn.Parameter(new, requires_grad=old.requires_grad) if isinstance(old, nn.Parameter) else new
         for old, new in others.items()
     }
-    registries: list[dict[str, Any]] = [r for m in model.modules() for r in (m._parameters, m._buffers)]
+    registries: list[dict[str, Any]] = [r for m in model.modules() for r in (own_parameters(m), own_buffers(m))]
     places = [(r, attribute, old) for r in registries for attribute, old in r.items() if old is not None and old in new]
     try:
         for registry, attribute, old in places:
@@ -236,4 +237,4 @@ def is_distributed(tensor: Tensor) -> bool:
 def place_of(model: nn.Module, name: str) -> tuple[dict[str, Any], str]:
     """Where a model keeps a parameter: its module's registry, and the name there."""
     owner, _, attribute = name.rpartition(".")
-    return model.get_submodule(owner)._parameters, attribute
+    return own_parameters(model.get_submodule(owner)), attribute

@@ -12,7 +12,7 @@ from typing import TypeVar
 
 from crossfade.cost.timeline import Timeline
 from crossfade.errors import CrossfadeError
-from crossfade.files.found import Found
+from crossfade.files.found import FileValue
 from crossfade.files.plain import decoded_json
 from crossfade.graph.passes import PassRecord
 from crossfade.report.data import CollectiveCounts, MemoryPoint, ReportData, Table
@@ -60,7 +60,7 @@ def load(kind: type[AnyReport], text: str, where: str = "text") -> AnyReport:
     )
 
 
-def _checked(text: str, where: str) -> Found:
+def _checked(text: str, where: str) -> FileValue:
     remedy = "give it what Report.to_json wrote, with this version of crossfade"
     content = decoded_json(text, where, CrossfadeError, remedy, finite=False)
     found = content.get("format", "none") if isinstance(content, dict) else "none"
@@ -68,10 +68,10 @@ def _checked(text: str, where: str) -> Found:
         raise CrossfadeError(
             f"{where} is JSON of report format {str(found)[:80]}", expected=f"format {FORMAT}", remedy=remedy
         )
-    return Found(content, where, "", CrossfadeError, remedy)
+    return FileValue(content, where, "", CrossfadeError, remedy)
 
 
-def _table(item: Found) -> Table:
+def _table(item: FileValue) -> Table:
     rows = [[cell.read_as(Cell) for cell in row.items()] for row in item["rows"].items()]
     columns = [column.text() for column in item["columns"].items()]
     wrong = next((row for row in rows if len(row) != len(columns)), None)
@@ -85,7 +85,7 @@ def _sums(timeline: Timeline) -> dict[str, float | None]:
     return {**sums, "hidden": hidden(timeline)}
 
 
-def _timeline(item: Found) -> Timeline | None:
+def _timeline(item: FileValue) -> Timeline | None:
     if item.value is None:
         return None
     spans = {name: item[name].value for name in ("computation", "communication", "seconds", "source")}

@@ -14,6 +14,7 @@ from crossfade.graph import collectives
 from crossfade.graph.collectives import Collective, Kind
 from crossfade.graph.memory import Storages
 from crossfade.graph.order import Order, is_random, written_inputs
+from crossfade.graph.private import has_schema
 from crossfade.graph.program import Program, tensor_bytes
 from crossfade.schedule.updates import reads_before_updates
 
@@ -179,5 +180,5 @@ def _find_loose(problem: SchedulingProblem) -> None:
 def _takes_apart(storages: Storages, node: fx.Node) -> bool:
     if node.target is operator.getitem:
         return True
-    plain = hasattr(node.target, "_schema") and not written_inputs(node) and not is_random(node)
+    plain = has_schema(node.target) and not written_inputs(node) and not is_random(node)
     return plain and not node.is_impure() and collectives.group_of(node) is None and storages.makes_nothing(node)

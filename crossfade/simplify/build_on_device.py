@@ -14,6 +14,7 @@ from crossfade.graph.aliasing import Aliasing
 from crossfade.graph.effects import is_pure, is_random
 from crossfade.graph.operators import arguments, remembered
 from crossfade.graph.passes import Numerics, Outcome, Pass, PassResult, Verdict
+from crossfade.graph.private import schema_of
 from crossfade.graph.program import Program
 
 _aten = torch.ops.aten
@@ -229,7 +230,7 @@ def _move(program: Program, family: _Family, device: torch.device, aliasing: Ali
 
 @remembered
 def _name(target: Any) -> str:
-    schema = getattr(target, "_schema", None)
+    schema = schema_of(target)
     return schema.name.removeprefix("aten::") if schema is not None else ""
 
 

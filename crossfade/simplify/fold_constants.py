@@ -16,7 +16,7 @@ from crossfade.graph.aliasing import Aliasing
 from crossfade.graph.effects import is_pure, memory_of
 from crossfade.graph.operators import arguments, remembered
 from crossfade.graph.passes import Numerics, Outcome, Pass, PassResult, Verdict
-from crossfade.graph.private import FakeTensor
+from crossfade.graph.private import FakeTensor, is_erased, schema_of
 from crossfade.graph.program import Program, tensor_bytes
 from crossfade.graph.splice import erase_if_dead, insert_call
 from crossfade.simplify.filled import FILLING, fill_of
@@ -258,7 +258,7 @@ class _Folder:
 
     def fold(self, node: fx.Node) -> None:
         """Put a `full` or a constant in a node's place."""
-        value = None if node._erased else node.meta["val"]
+        value = None if is_erased(node) else node.meta["val"]
         if not isinstance(value, Tensor) or not node.users or _is_source(node.target) or node.op == "get_attr":
             return
         element, whole = self.known.uniform.get(node), None
@@ -355,7 +355,7 @@ def _is_source(target: Any) -> bool:
 def _is_computable(node: fx.Node) -> bool:
     if node.target is operator.getitem:
         return True
-    return node.op == "call_function" and is_pure(node.target) and node.target._schema.name.startswith("aten::")  # type: ignore[union-attr]
+    return node.op == "call_function" and is_pure(node.target) and schema_of(node.target).name.startswith("aten::")
 
 
 def _is_static(node: fx.Node) -> bool:
@@ -414,5 +414,5 @@ def _bits(value: Tensor) -> Tensor:
 
 @remembered
 def _name(target: Any) -> str:
-    schema = getattr(target, "_schema", None)
+    schema = schema_of(target)
     return schema.name.removeprefix("aten::") if schema is not None else ""

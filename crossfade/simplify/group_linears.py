@@ -18,9 +18,10 @@ from crossfade.graph.effects import alias_roots, written_owners
 from crossfade.graph.operators import arguments, remembered
 from crossfade.graph.order import Order, reorder
 from crossfade.graph.passes import Numerics, Outcome, Pass, PassResult, Verdict, from_context
-from crossfade.graph.private import statically_equal
+from crossfade.graph.private import has_schema, schema_of, statically_equal
 from crossfade.graph.program import Program
 from crossfade.graph.splice import insert_call
+from crossfade.simplify.changed_strides import Strides, replace_strided
 from crossfade.simplify.products import (
     VIEW,
     WORTH_IT,
@@ -30,7 +31,6 @@ from crossfade.simplify.products import (
     product_of_sizes,
     sizes_of,
 )
-from crossfade.simplify.relayout import Strides, replace_strided
 
 _aten = torch.ops.aten
 _ACROSS: dict[Any, int] = {_aten.mm.default: 1, _aten.addmm.default: 1, _aten.linear.default: 0}
@@ -354,7 +354,7 @@ def _not_alone(found: dict[fx.Node, tuple[Hashable, Linear]]) -> dict[fx.Node, t
 @remembered
 def _goes_by_strides(target: Any) -> bool:
     """Whether an operator looks at memory beyond the value it is given, or asks where in memory that lies."""
-    name = target._schema.name if hasattr(target, "_schema") else ""
+    name = schema_of(target).name if has_schema(target) else ""
     return "as_strided" in name or "storage_offset" in name
 
 

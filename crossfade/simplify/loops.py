@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, fx
 
 from crossfade.graph.effects import is_random, memory_of, written_inputs
-from crossfade.graph.private import statically_equal, tree_flatten
+from crossfade.graph.private import OpOverload, statically_equal, tree_flatten
 from crossfade.graph.program import Input, InputKind, Output, OutputKind, Program, attribute
 from crossfade.graph.splice import insert_call
 
@@ -199,7 +199,7 @@ def _inlined(inside: Program, body: fx.GraphModule, arguments: Sequence[fx.Node]
         copied.meta = dict(node.meta)
         if node.op == "get_attr":
             constants[str(node.target)] = attribute(body, str(node.target))
-        elif isinstance(node.target, torch._ops.OpOverload):
+        elif isinstance(node.target, OpOverload):
             args, kwargs = fx.map_arg((copied.args, copied.kwargs), lambda source: source.meta["val"])
             with inside.fake_mode, torch.no_grad():
                 copied.meta["val"] = node.target(*args, **kwargs)

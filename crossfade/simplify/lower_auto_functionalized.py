@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, fx
 
 from crossfade.graph.passes import Numerics, Pass, PassResult
-from crossfade.graph.private import statically_equal, views_of_bases
+from crossfade.graph.private import OpOverload, schema_of, statically_equal, views_of_bases
 from crossfade.graph.program import Program
 from crossfade.graph.splice import splice
 from crossfade.simplify.lowering import lower_wrappers
@@ -59,7 +59,7 @@ class LowerAutoFunctionalized(Pass):
 
 def _reason_against(program: Program, node: fx.Node) -> str | None:
     called, given = node.args[0], node.kwargs
-    if not isinstance(called, torch._ops.OpOverload):
+    if not isinstance(called, OpOverload):
         return "it calls something that is no operator"
     if str(node.target) == "auto_functionalized_v2" and not given.get(_BASES):
         return "it writes memory that it makes itself"
@@ -81,7 +81,7 @@ def _bases(node: fx.Node) -> list[fx.Node]:
     """The values that the wrapped operator writes."""
     called: Any = node.args[0]
     written = [
-        item.name for item in called._schema.arguments if item.alias_info is not None and item.alias_info.is_write
+        item.name for item in schema_of(called).arguments if item.alias_info is not None and item.alias_info.is_write
     ]
     places = [node.kwargs.get(name) for name in written]
     found: list[fx.Node] = []
@@ -108,7 +108,7 @@ def _lower(program: Program, node: fx.Node) -> list[fx.Node]:
 def _on_clones(called: Any, given: dict[str, Any]) -> list[Any]:
     """What the first wrapper does: the operator's results, then the new value of each argument it writes."""
     written = [
-        item.name for item in called._schema.arguments if item.alias_info is not None and item.alias_info.is_write
+        item.name for item in schema_of(called).arguments if item.alias_info is not None and item.alias_info.is_write
     ]
     new = {name: _cloned(given.get(name)) for name in written}
     return [*_as_list(called(**{**given, **new})), *new.values()]

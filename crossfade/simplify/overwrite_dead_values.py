@@ -9,9 +9,10 @@ import torch
 from torch import fx
 
 from crossfade.graph import collectives
-from crossfade.graph.in_place import NEVER, Memory, has_layout_of, in_place_form, in_place_twin
+from crossfade.graph.in_place import NEVER, MemoryUse, has_layout_of, in_place_form, in_place_twin
 from crossfade.graph.operators import arguments
 from crossfade.graph.passes import Numerics, Outcome, Pass, PassResult, Verdict
+from crossfade.graph.private import is_erased
 from crossfade.graph.program import Program
 from crossfade.graph.splice import insert_call
 
@@ -62,12 +63,12 @@ class OverwriteDeadValues(Pass):
 
     def run(self, program: Program) -> PassResult:
         """Inputs that are copied into first, then one walk."""
-        memory = Memory(program)
+        memory = MemoryUse(program)
         verdicts: list[Verdict] = []
         inputs = sum(_update_input(program, memory, node, verdicts) for node in _copies_into_inputs(program))
         overwritten = scattered = 0
         for node in memory.nodes:
-            if node._erased or not _is_candidate(node):
+            if is_erased(node) or not _is_candidate(node):
                 continue
             if (reason := _against(memory, node)) is not None:
                 verdicts.append(Verdict.of(node, Outcome.LEFT, reason))
@@ -88,7 +89,7 @@ def _is_candidate(node: fx.Node) -> bool:
     return node.target in _SCATTERS or (in_place_twin(node.target) is not None and not collectives.is_collective(node))
 
 
-def _against(memory: Memory, node: fx.Node) -> str | None:
+def _against(memory: MemoryUse, node: fx.Node) -> str | None:
     """Why an op may not write into its first argument."""
     source: Any = node.args[0]
     region = memory.region[source]
@@ -105,13 +106,13 @@ def _against(memory: Memory, node: fx.Node) -> str | None:
     return None
 
 
-def _overwrite(memory: Memory, node: fx.Node) -> None:
+def _overwrite(memory: MemoryUse, node: fx.Node) -> None:
     source: Any = node.args[0]
     node.target = in_place_form(node)
     memory.merge(node, memory.region[source])
 
 
-def _scatter(program: Program, memory: Memory, node: fx.Node) -> None:
+def _scatter(program: Program, memory: MemoryUse, node: fx.Node) -> None:
     """Copy into a view of the base, which then is the result."""
     view, names = _SCATTERS[node.target]
     given = arguments(node)
@@ -134,7 +135,7 @@ def _copies_into_inputs(program: Program) -> list[fx.Node]:
     return [node for node in copies if isinstance(node.args[0], fx.Node) and node.args[0].op == "placeholder"]
 
 
-def _update_input(program: Program, memory: Memory, copy: fx.Node, verdicts: list[Verdict]) -> bool:
+def _update_input(program: Program, memory: MemoryUse, copy: fx.Node, verdicts: list[Verdict]) -> bool:
     """Compute an input's new value in the input itself, if that is to be copied there anyway."""
     given: Any = copy.args[0]
     steps = _steps(memory, given, arguments(copy)["src"])
@@ -148,7 +149,7 @@ def _update_input(program: Program, memory: Memory, copy: fx.Node, verdicts: lis
     return True
 
 
-def _steps(memory: Memory, given: fx.Node, value: Any) -> list[fx.Node]:
+def _steps(memory: MemoryUse, given: fx.Node, value: Any) -> list[fx.Node]:
     """The ops from an input to its new value, each the first argument of the next; empty if there is no such path."""
     steps: list[fx.Node] = []
     while value is not given:
@@ -160,7 +161,7 @@ def _steps(memory: Memory, given: fx.Node, value: Any) -> list[fx.Node]:
     return steps[::-1]
 
 
-def _against_update(memory: Memory, copy: fx.Node, given: fx.Node, steps: list[fx.Node]) -> str | None:
+def _against_update(memory: MemoryUse, copy: fx.Node, given: fx.Node, steps: list[fx.Node]) -> str | None:
     if copy.users:
         return "the copy's result is used"
     if memory.last_read(memory.region[steps[-1]], ignoring=(copy,)) == NEVER:

@@ -12,6 +12,7 @@ from torch import Tensor, fx
 from crossfade.cost.keys import described
 from crossfade.cost.machine import Machine
 from crossfade.graph.passes import Outcome, PassResult, Verdict
+from crossfade.graph.private import is_erased
 from crossfade.graph.program import Program, size_hint
 from crossfade.graph.rewrite import Rule, apply_rules
 
@@ -151,6 +152,6 @@ def run_priced_rules(program: Program, rules: Iterable[Rule], prices: dict[fx.No
     verdicts += [
         Verdict.of(node, Outcome.REPLACED, why, detail=numbers)
         for node, (why, numbers) in prices.items()
-        if node._erased
+        if is_erased(node)
     ]
     return PassResult(done.changed, dict(done.counts), tuple(verdicts))

@@ -9,6 +9,7 @@ from torch import fx
 from crossfade.graph import collectives
 from crossfade.graph.collectives import Collective
 from crossfade.graph.passes import Numerics, Outcome, Pass, PassResult, Verdict
+from crossfade.graph.private import is_erased
 from crossfade.graph.program import Program
 from crossfade.graph.splice import erase_if_dead
 
@@ -53,7 +54,7 @@ class RemoveDeadCollectives(Pass):
         differs = any(map(_is_own_communication, program.graph.nodes))
         verdicts = []
         for node in reversed(list(program.graph.nodes)):
-            collective = None if node._erased else collectives.view(node)
+            collective = None if is_erased(node) else collectives.view(node)
             if collective is None or not _has_dead_result(collective):
                 continue
             reason = _OWN_PROGRAMS if differs else _reason_against(collective, program)

@@ -15,7 +15,7 @@ from crossfade.graph.aliasing import Aliasing
 from crossfade.graph.collectives import Collective, Kind
 from crossfade.graph.operators import arguments
 from crossfade.graph.passes import Numerics, Outcome, Pass, PassResult, Verdict
-from crossfade.graph.private import statically_equal
+from crossfade.graph.private import is_erased, statically_equal
 from crossfade.graph.program import Input, InputKind, Program
 from crossfade.graph.splice import erase_if_dead, splice
 
@@ -89,11 +89,11 @@ class RemoveRedundantGathers(Pass):
         """One walk: each collective is compared with the one whose result it takes."""
         remover = _Remover(program, self.alike)
         for node in list(program.graph.nodes):
-            collective = None if node._erased else collectives.view(node)
+            collective = None if is_erased(node) else collectives.view(node)
             if collective is not None and collective.plain and not collective.coalesced:
                 remover.look_at(collective)
         for node in list(program.graph.nodes):
-            if not node._erased:
+            if not is_erased(node):
                 remover.look_at_part(node)
         return remover.result()
 

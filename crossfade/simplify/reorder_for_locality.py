@@ -7,13 +7,13 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-import torch
 from torch import fx
 
 from crossfade.graph import collectives
 from crossfade.graph.effects import has_hidden_effect, is_pure, is_random, written_inputs
 from crossfade.graph.memory import Storages
 from crossfade.graph.passes import Numerics, Outcome, Pass, PassResult, Verdict
+from crossfade.graph.private import HigherOrderOperator
 from crossfade.graph.program import Program, paused_garbage_collection
 
 _BARRIER = "a collective, a write, a random draw or a call of other graphs stands before its first user"
@@ -182,7 +182,7 @@ def _is_barrier(node: fx.Node) -> bool:
     """Whether nothing may cross a node: it communicates, writes, draws, checks, or calls what may."""
     if node.op != "call_function" or is_pure(node.target):
         return False
-    if isinstance(node.target, torch._ops.HigherOrderOperator) or collectives.is_wait(node):
+    if isinstance(node.target, HigherOrderOperator) or collectives.is_wait(node):
         return True
     communicates = collectives.group_of(node) is not None
     return communicates or is_random(node) or has_hidden_effect(node) or bool(written_inputs(node))

@@ -20,7 +20,7 @@ def model_of() -> nn.Sequential:
     return model
 
 
-ANEW = {
+AGAIN = {
     "a number": lambda model: setattr(model[1], "momentum", 0.5),
     "a word that was none": lambda model: setattr(model[1], "mode", "fast"),
     "a word where there was nothing": lambda model: setattr(model[0], "extra", "word"),
@@ -29,8 +29,8 @@ ANEW = {
 }
 
 
-@pytest.mark.parametrize("change", ANEW.values(), ids=ANEW)
-def test_what_is_baked_in_is_captured_anew(change: Any) -> None:
+@pytest.mark.parametrize("change", AGAIN.values(), ids=AGAIN)
+def test_what_is_baked_in_is_captured_again(change: Any) -> None:
     model = model_of()
     step = compile_step(model, nn.functional.mse_loss, torch.optim.AdamW(model.parameters()))
     for _ in range(2):
@@ -42,7 +42,7 @@ def test_what_is_baked_in_is_captured_anew(change: Any) -> None:
     assert (before, step.captures) == (1, 2)
 
 
-SEEN = ANEW | {
+SEEN = AGAIN | {
     "a dtype": lambda model: model.double(),
     "a parameter where there was none": lambda model: setattr(model[2], "scale", nn.Parameter(torch.ones(4))),
     "another parameter": lambda model: setattr(model[0], "weight", nn.Parameter(torch.ones(4, 3))),

@@ -11,10 +11,10 @@ from torch import fx
 
 import crossfade as cf
 from crossfade.check.compatible import check_schedules
-from crossfade.check.findings import Problem
+from crossfade.check.findings import FindingKind
 from crossfade.errors import CrossfadeError, MeshError
 from crossfade.graph.events import Events, Wait
-from crossfade.graph.launches import Described, Launch
+from crossfade.graph.launches import Launch, TensorType
 from crossfade.graph.program import Input, InputKind, Output, OutputKind, Program
 from crossfade.graph.text import parse
 from tests.check.small_ranks import program
@@ -141,7 +141,7 @@ PAIRS: dict[str, tuple[Any, Any, str]] = {
     "messages by tag": (
         ("send a pp 1, 0 4", "send b pp 1, 1 4", "wait a", "wait b"),
         ("recv b pp 0, 1 4", "recv a pp 0, 0 4", "wait a", "wait b"),
-        "mismatch: different tags (which NCCL does not tell apart) in the 1st message of pp: "
+        "mismatch: different tags (which NCCL ignores) in the 1st message of pp: "
         "rank 0 starts a send of f32[4] to rank 1 of pp (node a [m.py:1]); "
         "rank 1 starts a receive of f32[4] from rank 0 with tag 1 of pp (node b [m.py:1])",
     ),
@@ -181,7 +181,7 @@ def test_what_was_proved_is_said() -> None:
 def test_on_gloo_launches_in_opposite_orders_are_met() -> None:
     ranks = [program(*TWO), program(TWO[1], TWO[0], *TWO[2:])]
     assert cf.check_compatible(ranks, PAIR, backend="gloo").ok
-    assert cf.check_compatible(ranks, PAIR, backend="nccl").findings[0].problem is Problem.NCCL
+    assert cf.check_compatible(ranks, PAIR, backend="nccl").findings[0].problem is FindingKind.NCCL
 
 
 def test_the_shortest_circle_is_told() -> None:
@@ -193,11 +193,11 @@ def test_the_shortest_circle_is_told() -> None:
         ("reduce d da sum 4", "wait d", "reduce c cd sum 4", "wait c"),
     ]
     mesh = {"ab": (0, 1), "bc": (1, 2), "cd": (2, 3), "da": (0, 3)}
-    found = cf.check_compatible([program(*one) for one in circle], mesh)
+    found = cf.check_compatible([program(*events) for events in circle], mesh)
     assert found.findings[0].what == "ranks 0, 1, 2 and 3 wait for each other"
     wider = {**mesh, "cd": (1, 2, 3)}
     circle[1] = (*circle[1], "reduce c cd sum 4", "wait c")
-    found = cf.check_compatible([program(*one) for one in circle], wider)
+    found = cf.check_compatible([program(*events) for events in circle], wider)
     assert [place.rank for place in found.findings[0].places] == [1, 2]
 
 
@@ -206,7 +206,7 @@ def test_a_rank_that_is_not_a_member_and_members_that_differ() -> None:
     assert cf.check_compatible(ranks, {"dp": (0, 1)}).findings[0].what == "rank 2 is not in dp, which has ranks 0, 1"
     views = [{"dp": (0, 1)}, {"dp": (0, 1, 2)}, {"dp": (0, 1, 2)}]
     found = cf.check_compatible(ranks, views).findings[0]
-    assert found.problem is Problem.MEMBERS
+    assert found.problem is FindingKind.MEMBERS
     assert found.what == "dp has ranks 0, 1 on rank 0, and ranks 0, 1, 2 on rank 1"
 
 
@@ -246,7 +246,7 @@ def test_what_depends_on_data_cannot_be_proved() -> None:
     reduced = 's = c10d.all_reduce(x, "sum", "dp")\ny = c10d.wait_tensor(s)'
     found = cf.check_compatible(nested(reduced, "y = aten.relu(x)"), {"dp": 2})
     assert not found.ok
-    assert found.findings[0].problem is Problem.UNPROVED
+    assert found.findings[0].problem is FindingKind.UNPROVED
     assert found.findings[0].what == "which of its branches communicates depends on data"
     renamed = 'other = c10d.all_reduce(x, "sum", "dp")\ny = c10d.wait_tensor(other)'
     assert cf.check_compatible(nested(reduced, renamed), {"dp": 2}).collectives == 1
@@ -316,7 +316,7 @@ def test_a_ring_of_messages_needs_a_batch_on_nccl(batched: bool) -> None:
     ring = [rank(number) for number in range(3)]
     assert cf.check_compatible(ring, {"pp": 3}, backend="gloo").messages == 3
     found = cf.check_compatible(ring, {"pp": 3})
-    assert [one.problem for one in found.findings] == ([] if batched else [Problem.NCCL])
+    assert [finding.problem for finding in found.findings] == ([] if batched else [FindingKind.NCCL])
 
 
 def test_a_rank_that_sends_to_itself_waits_for_itself() -> None:
@@ -366,7 +366,7 @@ def test_the_work_grows_with_the_number_of_collectives() -> None:
 def many_events(collectives: int, *, swapped: int = -1) -> Events:
     """Like `long_program`, read already."""
     found = Events()
-    launches = {group: Launch(group, "", "all_reduce", group, (Described("f32", (4,)),), "sum") for group in PAIR}
+    launches = {group: Launch(group, "", "all_reduce", group, (TensorType("f32", (4,)),), "sum") for group in PAIR}
     for pair in range(collectives // 2):
         order = ("tp", "dp") if pair == swapped else ("dp", "tp")
         found.events += [Wait("wait", "", found.start(launches[group])) for group in order]
@@ -377,5 +377,5 @@ def test_many_collectives_are_checked_and_a_late_counter_example_is_found() -> N
     same, other = many_events(100_000), many_events(100_000, swapped=40_000)
     assert check_schedules([same, many_events(100_000)], [PAIR, PAIR]).collectives == 100_000
     found = check_schedules([same, other], [PAIR, PAIR])
-    assert found.findings[0].problem is Problem.NCCL
+    assert found.findings[0].problem is FindingKind.NCCL
     assert [place.node for place in found.findings[0].places] == ["dp", "tp"]

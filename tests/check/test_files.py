@@ -18,8 +18,8 @@ REDUCED = ("reduce a dp sum 4", "wait a")
 
 def check(folder: Path, texts: list[str], *options: str) -> tuple[int, str]:
     paths = [folder / f"rank{rank}.txt" for rank in range(len(texts))]
-    for path, one in zip(paths, texts, strict=True):
-        path.write_text(one)
+    for path, content in zip(paths, texts, strict=True):
+        path.write_text(content)
     done = CliRunner().invoke(app, ["check", *map(str, paths), *options])
     assert done.exception is None or isinstance(done.exception, SystemExit), done.exception
     return done.exit_code, done.output

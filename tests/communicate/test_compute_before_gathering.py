@@ -6,13 +6,13 @@ import textwrap
 
 import pytest
 import torch
-from all_ranks import drawn, run_all
 
 from crossfade.communicate.compute_before_gathering import ComputeBeforeGathering
 from crossfade.graph.passes import run_passes
 from crossfade.graph.program import Program
 from crossfade.graph.text import parse, render
 from crossfade.graph.verify import verify
+from tests.communicate.all_ranks import drawn, run_all
 
 
 def moved(text: str) -> Program:

@@ -8,7 +8,6 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from on_ranks import differences
 
 from crossfade.communicate.exchange_factors import ExchangeFactors
 from crossfade.cost.machine import Machine
@@ -18,6 +17,7 @@ from crossfade.graph.passes import run_passes
 from crossfade.graph.program import Program
 from crossfade.graph.text import parse, render
 from crossfade.graph.verify import verify
+from tests.communicate.on_ranks import differences
 
 ETHERNET = preset("ethernet-1gbit")
 PRODUCT = """

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from on_ranks import differences
 
 from crossfade.communicate.bucket_plan import MB
 from crossfade.communicate.lower_all_gathers import LowerAllGathers
@@ -19,6 +18,7 @@ from crossfade.graph.passes import run_passes
 from crossfade.graph.program import Program
 from crossfade.graph.text import parse
 from crossfade.graph.verify import verify
+from tests.communicate.on_ranks import differences
 
 BOTH = """
     x: f32[3, 2] = input("x")

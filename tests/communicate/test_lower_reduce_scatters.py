@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from on_ranks import differences
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from crossfade.communicate.lower_reduce_scatters import LowerReduceScatters
@@ -19,6 +18,7 @@ from crossfade.graph.passes import run_passes
 from crossfade.graph.program import Program, from_graph_module
 from crossfade.graph.text import parse, render
 from crossfade.graph.verify import verify
+from tests.communicate.on_ranks import differences
 
 MB = 2**20
 

@@ -7,7 +7,6 @@ import textwrap
 from typing import Any
 
 import pytest
-from on_ranks import differences
 
 from crossfade.communicate.merge_duplicate_collectives import MergeDuplicateCollectives
 from crossfade.graph import collectives
@@ -15,6 +14,7 @@ from crossfade.graph.passes import run_passes
 from crossfade.graph.program import Program
 from crossfade.graph.text import parse, render
 from crossfade.graph.verify import verify
+from tests.communicate.on_ranks import differences
 
 
 def merged(text: str, *, hold: bool = False) -> Program:

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from all_ranks import drawn, largest_difference, run_all
 from torch import Tensor
 
 from crossfade.communicate.scatter_between_blocks import ScatterBetweenBlocks, plan_scatters
@@ -20,6 +19,7 @@ from crossfade.graph.passes import run_passes
 from crossfade.graph.program import Program
 from crossfade.graph.text import parse, render
 from crossfade.graph.verify import verify
+from tests.communicate.all_ranks import drawn, largest_difference, run_all
 from tests.growth import grows_linearly
 
 ALIKE = ScatterBetweenBlocks(("x*", "n*"))

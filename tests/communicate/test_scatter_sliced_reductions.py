@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
-from on_ranks import differences
 
 from crossfade.communicate.scatter_sliced_reductions import ScatterSlicedReductions
 from crossfade.graph import collectives
@@ -16,6 +15,7 @@ from crossfade.graph.passes import run_passes
 from crossfade.graph.program import Program
 from crossfade.graph.text import parse, render
 from crossfade.graph.verify import verify
+from tests.communicate.on_ranks import differences
 
 SECOND = ScatterSlicedReductions((("dp", 1),))
 

@@ -72,12 +72,12 @@ def communicate_elsewhere(module: fx.GraphModule, node: dict[str, fx.Node]) -> N
 
 
 BROKEN: dict[Callable[..., None], str] = {
-    drop_the_wait: 's = c10d.all_gather_into_tensor(n, 2, "dp") [train.py:12], never waited for',
-    read_before_the_wait: "e = aten.exp(s) [train.py:12], which reads s before its wait",
-    write_what_is_read: "add__tensor = aten.add_.Tensor(n, 1) [train.py:12], which writes n before the wait of s",
-    forget_metadata: "n = aten.neg(x) [train.py:12], without metadata",
+    drop_the_wait: 's = c10d.all_gather_into_tensor(n, 2, "dp") [train.py:12] is never waited for',
+    read_before_the_wait: "e = aten.exp(s) [train.py:12] reads s before its wait",
+    write_what_is_read: "add__tensor = aten.add_.Tensor(n, 1) [train.py:12] writes n before the wait of s",
+    forget_metadata: "n = aten.neg(x) [train.py:12] has no metadata",
     use_before_definition: "a malformed graph (Argument 'n' of Node 's' was used before it has been defined!",
-    communicate_elsewhere: "s = c10d.all_gather_into_tensor(n, 2, \"tp\") [train.py:12], on group 'tp'",
+    communicate_elsewhere: "s = c10d.all_gather_into_tensor(n, 2, \"tp\") [train.py:12] is on group 'tp'",
 }
 
 
@@ -95,7 +95,7 @@ def test_what_is_wrong_with_the_graph_given_is_blamed_on_no_pass(breaks: Callabl
 def test_a_runner_of_passes_blames_the_program_given_too() -> None:
     program = parse(GIVEN, groups=GROUPS)
     drop_the_wait(program.module(), {node.name: node for node in program.graph.nodes})
-    with pytest.raises(VerifyError, match=r"in the graph given: s = .*, never waited for"):
+    with pytest.raises(VerifyError, match=r"in the graph given: s = .* is never waited for"):
         run_passes(program, [SinkWaits()])
 
 

@@ -7,7 +7,6 @@ import itertools
 from collections.abc import Callable
 
 import pytest
-from toy_machine import toy_machine
 
 from crossfade.cost.collective_matmul import (
     LEAST_ROWS,
@@ -23,6 +22,7 @@ from crossfade.cost.machine import Fabric, Link, Machine
 from crossfade.cost.presets import PRESETS
 from crossfade.errors import MachineError
 from crossfade.graph.collectives import Kind
+from tests.cost.toy_machine import toy_machine
 
 MANY = 8 * 10**9
 """Rows of which pieces compute as fast as all of them."""

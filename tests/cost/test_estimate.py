@@ -8,7 +8,6 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
-from toy_machine import toy_machine
 
 from crossfade.cost.estimate import estimate
 from crossfade.cost.flops import flops_of
@@ -16,6 +15,7 @@ from crossfade.cost.keys import key_of
 from crossfade.errors import MachineError
 from crossfade.graph.program import Program, from_graph_module
 from crossfade.graph.text import parse
+from tests.cost.toy_machine import toy_machine
 from tests.growth import grows_linearly
 
 

@@ -6,7 +6,6 @@ import textwrap
 
 import pytest
 from torch import fx
-from toy_machine import toy_machine
 
 from crossfade.cost.collective_matmul import Exchange, forecast
 from crossfade.cost.estimate import computes, estimate
@@ -17,6 +16,7 @@ from crossfade.cost.timeline import simulate
 from crossfade.graph.collectives import Kind
 from crossfade.graph.program import Program
 from crossfade.graph.text import parse
+from tests.cost.toy_machine import toy_machine
 
 
 def gathers(form: str = "chunked", chunks: int = 2, bias: str = "None") -> Program:

@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from toy_machine import toy_machine
 
 from crossfade.cost.machine import Fabric, Link, Machine, bytes_sent
 from crossfade.errors import MachineError
 from crossfade.graph.collectives import Kind
+from tests.cost.toy_machine import toy_machine
 
 
 @pytest.mark.parametrize(

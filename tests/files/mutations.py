@@ -92,9 +92,9 @@ def lettered(data: bytes, dice: random.Random) -> bytes:
 
 def swapped_lines(data: bytes, dice: random.Random) -> bytes:
     lines = data.split(b"\n")
-    one, other = dice.randrange(len(lines)), dice.randrange(len(lines))
-    lines[one], lines[other] = lines[other], lines[one]
-    return b"\n".join(lines[:one] + lines[one + 1 :] if dice.random() < 0.3 else lines)
+    first, second = dice.randrange(len(lines)), dice.randrange(len(lines))
+    lines[first], lines[second] = lines[second], lines[first]
+    return b"\n".join(lines[:first] + lines[first + 1 :] if dice.random() < 0.3 else lines)
 
 
 def structured(data: bytes, dice: random.Random) -> bytes:

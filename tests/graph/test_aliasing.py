@@ -11,7 +11,7 @@ from tests.simplify.holds import program_of
 
 def answer(text: str, node: str, other: str) -> str | None:
     program = program_of(text)
-    nodes = {one.name: one for one in program.graph.nodes}
+    nodes = {node.name: node for node in program.graph.nodes}
     return Aliasing(program).may_replace(nodes[node], nodes[other])
 
 
@@ -178,11 +178,11 @@ def test_symbolic_sizes_are_compared_without_guards():
     program = program_of(REASONS["two results of the program would share memory"].replace(', output("z", other)', ""))
     env = symbolic_shapes()
     mode = FakeTensorMode(shape_env=env)
-    one, two = (mode.from_tensor(torch.empty(size), static_shapes=False) for size in (4, 6))
+    short, long = (mode.from_tensor(torch.empty(size), static_shapes=False) for size in (4, 6))
     _, other, node, _ = program.graph.nodes
-    other.meta["val"], node.meta["val"] = one, two
+    other.meta["val"], node.meta["val"] = short, long
     guards = len(env.guards)
     assert Aliasing(program).may_replace(node, other) == "its shape is not provably the same"
-    node.meta["val"] = one
+    node.meta["val"] = short
     assert Aliasing(program).may_replace(node, other) is None
     assert len(env.guards) == guards

@@ -211,7 +211,7 @@ def test_count_by_kind():
 def test_rename_groups_in_any_spelling():
     program = program_of(TWO_GROUPS)
     collectives.rename_groups(program.graph.nodes, {"dp": "0", "tp": "7", "x": "no group"})
-    assert [one.group for one in collectives.find(program.graph)] == ["0", "7", "0"]
+    assert [collective.group for collective in collectives.find(program.graph)] == ["0", "7", "0"]
     assert dict(named(program)["b"].kwargs) == {"reduce_op": "sum", "group_name": "7"}
 
 

@@ -82,8 +82,8 @@ def test_launches_do_not_follow_what_stands_between_them() -> None:
     lines = ("e: f32[4] = aten.exp(x)", "n: f32[4] = aten.neg(wa)")
     both = [text.format(first="\n        ".join(lines), second=""), text.format(first=lines[0], second=lines[1])]
     found = []
-    for one in both:
-        contraction = contracted(one, ("a", "c"))
+    for program_text in both:
+        contraction = contracted(program_text, ("a", "c"))
         found.append([node.name for node in contraction.sorted() if collectives.is_collective(node)])
     assert found[0] == found[1] == ["a", "c", "b"]
 

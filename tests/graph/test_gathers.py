@@ -419,7 +419,7 @@ def test_what_is_refused_says_why(name: str) -> None:
     text, expected = REFUSED[name]
     program = read(text, ranks=1 if name == "one rank" else 2)
     found = [*find_gathers(program.graph)[1], *find_scatters(program.graph)[1]]
-    assert [(f"{one.reason}: {one.detail}", one.outcome) for one in found] == [(expected, Outcome.LEFT)]
+    assert [(f"{verdict.reason}: {verdict.detail}", verdict.outcome) for verdict in found] == [(expected, Outcome.LEFT)]
 
 
 @pytest.mark.parametrize("dim", [0, 1, 2])
@@ -456,9 +456,9 @@ def test_our_own_shard_stages_collectives(dim: int) -> None:
 
     rank = torch.tensor(0)
     program = traced(lambda x: conjugate.gather(x, dim, 1, rank, 2, "tp") + 0, torch.zeros(2, 4, 6))
-    assert [one.dim for one in checked(program)] == [dim]
+    assert [gather.dim for gather in checked(program)] == [dim]
     program = traced(lambda x: conjugate.scatter(x, dim, 1, rank, 2, "tp") + 0, torch.zeros(2, 4, 6))
-    assert [one.dim for one in checked(program)] == [dim]
+    assert [gather.dim for gather in checked(program)] == [dim]
 
 
 def test_many_gathers_take_linear_work() -> None:

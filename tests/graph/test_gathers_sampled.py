@@ -39,7 +39,7 @@ def _gather_flat(x: Tensor, dim: int, ranks: int) -> Tensor:
 
 def _gather_bytes(x: Tensor, dim: int, ranks: int) -> Tensor:
     whole = _waited(x.contiguous().view(torch.uint8), ranks)
-    return torch.cat([one.view(x.dtype) for one in whole.chunk(ranks)], dim)
+    return torch.cat([chunk.view(x.dtype) for chunk in whole.chunk(ranks)], dim)
 
 
 def _scattered(x: Tensor, ranks: int) -> Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from crossfade.graph.in_place import Memory, has_layout_of, in_place_form, in_place_twin
+from crossfade.graph.in_place import MemoryUse, has_layout_of, in_place_form, in_place_twin
 from crossfade.graph.text import parse
 
 aten = torch.ops.aten
@@ -48,8 +48,8 @@ def test_regions_of_views_and_of_what_went_in_place():
     s: f32[] = aten.sum(v)
     return output("s", s), output("a", a)
     """)
-    node = {one.name: one for one in program.graph.nodes}
-    memory = Memory(program)
+    node = {each.name: each for each in program.graph.nodes}
+    memory = MemoryUse(program)
     assert not memory.region[node["a"]].overlaps(memory.region[node["b"]])
     assert memory.region[node["n"]].overlaps(memory.region[node["b"]])
     assert memory.last_read(memory.region[node["b"]]) == memory.position[node["e"]]
@@ -72,6 +72,6 @@ def test_an_element_may_be_written_until_the_last_of_its_siblings_is_waited_for(
     w1: f32[2] = c10d.wait_tensor(b1)
     return output("e", e), output("w1", w1)
     """)
-    node = {one.name: one for one in program.graph.nodes}
-    memory = Memory(program)
+    node = {each.name: each for each in program.graph.nodes}
+    memory = MemoryUse(program)
     assert memory.last_read(memory.region[node["w0"]], ignoring=(node["e"],)) == memory.position[node["w1"]]

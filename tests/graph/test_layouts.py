@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from crossfade.graph import layouts
-from crossfade.graph.layouts import Factor, Layout, Unreadable, natural
+from crossfade.graph.layouts import Layout, LayoutFactor, Unreadable, natural
 from crossfade.graph.private import FakeTensorMode, guards_of, symbolic_shapes
 from crossfade.graph.relayouts import CHAIN, ancestors, layout_of, spread
 from crossfade.graph.text import parse
@@ -128,10 +128,10 @@ def test_pieces_of_dims() -> None:
     source = natural((4, 6, 5), 2)
     (whole,) = layouts.viewed(source, (120,)).dims
     assert layouts.pieces(whole, source) == [(0, 4, 60), (1, 6, 10), (2, 5, 2)]
-    assert layouts.pieces((Factor(2, 30),), source) == [(1, 2, 30)]
-    assert layouts.pieces((Factor(8, 30), Factor(3, 0)), source) == [(0, 4, 60), (1, 2, 30), (-1, 3, 0)]
+    assert layouts.pieces((LayoutFactor(2, 30),), source) == [(1, 2, 30)]
+    assert layouts.pieces((LayoutFactor(8, 30), LayoutFactor(3, 0)), source) == [(0, 4, 60), (1, 2, 30), (-1, 3, 0)]
     with pytest.raises(Unreadable, match="reads dims of the tensor in pieces"):
-        layouts.pieces((Factor(3, 24),), source)
+        layouts.pieces((LayoutFactor(3, 24),), source)
 
 
 SPELLINGS = [

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from crossfade.graph.matmuls import products_of
+from crossfade.graph.matmuls import Product, products_of
 from tests.graph.traced_gathers import compared, read_lines, said
 
 READ = {  # of x: the lines, and what is said of each reader
@@ -369,5 +369,20 @@ def test_readers_of_a_value(name: str) -> None:
         pytest.skip("torch's CPU kernel scales whole tensors only before 2.12")
     lines, expected = READ[name]
     nodes = read_lines(lines)
-    found = [compared(one, nodes["x"].graph) for one in products_of(nodes["x"])]
-    assert [said(one) for one in found] == expected
+    found = [compared(product, nodes["x"].graph) for product in products_of(nodes["x"])]
+    assert [said(product) for product in found] == expected
+
+
+def test_letters_go_to_the_values_dims_first_and_then_to_those_that_only_the_other_has() -> None:
+    nodes = read_lines("""
+        x: f32[2, 3, 8] = input("x")
+        w: f32[20, 8] = input("w")
+        flat: f32[6, 8] = aten.view(x, [6, 8])
+        t: f32[8, 20] = aten.t(w)
+        y: f32[6, 20] = aten.mm(flat, t)
+    """)
+    (found,) = products_of(nodes["x"])
+    assert isinstance(found, Product)
+    assert (found.operand_letters, found.other_letters, found.result_letters) == ("abc", "cd", "abd")
+    assert found.letters == ("ab", "d")  # the rows of y are two dims of x
+    assert [found.result_dim(dim, 2) for dim in range(2)] == [0, 2]

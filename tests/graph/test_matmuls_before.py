@@ -148,3 +148,18 @@ def test_where_a_dim_of_the_value_is_in_the_result() -> None:
     assert isinstance(found, Product)
     assert [found.result_dim(dim, 5) for dim in range(3)] == [None, None, 2]
     assert found.result_dim(1, 3) == 1
+
+
+def test_letters_are_the_pieces_of_result_dims_in_the_values_dims() -> None:
+    nodes = read_lines("""
+        a: f32[6, 8] = input("a")
+        w: f32[8, 20] = input("w")
+        mm: f32[6, 20] = aten.mm(a, w)
+        heads: f32[6, 4, 5] = aten.view(mm, [6, 4, 5])
+        y: f32[4, 6, 5] = aten.permute(heads, [1, 0, 2])
+    """)
+    found = product_before(nodes["y"])
+    assert isinstance(found, Product)
+    assert (found.operand_letters, found.other_letters, found.result_letters) == ("ab", "bcd", "cad")
+    assert found.letters == ("c", "a", "d")  # the columns of the matmul are two dims of y
+    assert (found.operand_shape, found.other_shape) == (None, (8, 4, 5))

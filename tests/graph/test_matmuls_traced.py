@@ -32,14 +32,14 @@ def fusions(program: Program) -> list[tuple[str, int, list[str]]]:
     """Each gather and scatter with its dim and the products beside it, all compared with the values of all ranks."""
     found: list[tuple[str, int, list[str]]] = []
     values = run_ranks(program.graph, random_inputs(program.graph, 2))
-    for one in checked(program):
-        gathers = isinstance(one, Gather)
-        beside = products_of(one.result, one.also) if isinstance(one, Gather) else [product_before(one.whole)]
+    for moved in checked(program):
+        gathers = isinstance(moved, Gather)
+        beside = products_of(moved.result, moved.also) if isinstance(moved, Gather) else [product_before(moved.whole)]
         for product in beside:
             if isinstance(product, Product):
                 check_product(product, values[1])
         words = [product.equation if isinstance(product, Product) else product.reason for product in beside]
-        found.append(("gather" if gathers else "scatter", one.dim, words))
+        found.append(("gather" if gathers else "scatter", moved.dim, words))
     return found
 
 
@@ -95,9 +95,9 @@ def test_a_sequence_parallel_layer_of_our_shard_stage() -> None:
     plan = {"*.up": "colwise", "*.down": RowwiseParallel(output_layouts=Shard(1))}
     local = cf.shard(exported, {"tp": 2}, plan, rank=0).program
     inputs = [node.meta["val"] for node in local.graph.find_nodes(op="placeholder")]
-    real = [torch.zeros([int(size) for size in one.shape], dtype=one.dtype) for one in inputs]
+    real = [torch.zeros([int(size) for size in value.shape], dtype=value.dtype) for value in inputs]
     found = fusions(traced(local.graph_module, *real))
-    assert [one for one in found if one[0] == "scatter"] == [("scatter", 1, ["abc,cd->abd"])] * 2
+    assert [entry for entry in found if entry[0] == "scatter"] == [("scatter", 1, ["abc,cd->abd"])] * 2
     assert all(dim == 1 for _, dim, _ in found)
     assert any("abc,cd->abd" in words for kind, _, words in found if kind == "gather")
 
@@ -112,8 +112,8 @@ def test_symbolic_sizes_add_no_guard(group: Any, dim: int) -> None:
     kept = guards_of(mode)
     ((found,), _) = find_gathers(program.graph)
     readers = products_of(found.result)
-    (product,) = [one for one in readers if isinstance(one, Product)]
-    assert {one.reason for one in readers if isinstance(one, Refusal)} <= {SIZE_ONLY}
+    (product,) = [reader for reader in readers if isinstance(reader, Product)]
+    assert {reader.reason for reader in readers if isinstance(reader, Refusal)} <= {SIZE_ONLY}
     assert (found.dim, product.equation) == (dim, "abc,cd->abd")
     assert guards_of(mode) == kept
 
@@ -155,7 +155,7 @@ def test_sampled_products_both_ways(
     program = traced(spelling, torch.zeros(shape, dtype=dtype), torch.zeros(columns, shape[-1], dtype=dtype))
     (values,) = run_ranks(program.graph, random_inputs(program.graph, 1))
     x, *_ = program.graph.nodes
-    found = [one for one in products_of(x) if isinstance(one, Product)]
+    found = [reader for reader in products_of(x) if isinstance(reader, Product)]
     assert len(found) == 1
     check_product(found[0], values)
     assert found[0].operand is x and len(found[0].operand_letters) == len(shape)

@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from small_programs import program_of
 from torch import Tensor
 
 from crossfade.execute.executable import Executable
 from crossfade.graph import collectives
 from crossfade.graph.memory import memory_curve
 from crossfade.graph.program import Program
+from tests.graph.small_programs import program_of
 from tests.live_bytes import LiveBytes
 
 
@@ -24,7 +24,7 @@ class Meter(LiveBytes):
 
     def __init__(self, inputs: list[Tensor]) -> None:
         super().__init__()
-        self.theirs = {one.untyped_storage().data_ptr() for one in inputs}
+        self.theirs = {tensor.untyped_storage().data_ptr() for tensor in inputs}
         self.most = 0
 
     def counts(self, tensor: Tensor) -> bool:
@@ -62,7 +62,7 @@ def measured(program: Program, groups: dict[str, str]) -> tuple[list[int], list[
     return during[2:], after[2:]  # before the first line, and unpacking the inputs
 
 
-def told(text: str) -> tuple[list[int], list[int]]:
+def counted(text: str) -> tuple[list[int], list[int]]:
     """What the curve says of the nodes that the generated code has lines for."""
     program = program_of(text)
     curve = memory_curve(program)
@@ -145,7 +145,7 @@ CASES = {
 
 @pytest.mark.parametrize("case", CASES)
 def test_as_measured(case: str) -> None:
-    assert told(CASES[case]) == measured(program_of(CASES[case]), {})
+    assert counted(CASES[case]) == measured(program_of(CASES[case]), {})
 
 
 IN_FLIGHT = {
@@ -207,12 +207,12 @@ def measured_on_a_rank(text: str) -> tuple[list[int], list[int]]:
 @pytest.mark.ranks
 @pytest.mark.parametrize("case", IN_FLIGHT)
 def test_collectives_as_measured(ranks: Any, case: str) -> None:
-    assert ranks(2).run(measured_on_a_rank, IN_FLIGHT[case]) == [told(IN_FLIGHT[case])] * 2
+    assert ranks(2).run(measured_on_a_rank, IN_FLIGHT[case]) == [counted(IN_FLIGHT[case])] * 2
 
 
 def test_a_reduce_scatter_keeps_what_it_sends() -> None:
     """Not measured: gloo sends a copy, which no tensor of the program holds."""
-    during, after = told("""
+    during, after = counted("""
         x: f32[64, 8] = input("x")
         a: f32[64, 8] = aten.neg(x)
         start: f32[32, 8] = c10d.reduce_scatter_tensor(a, "sum", 2, "dp")

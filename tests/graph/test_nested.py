@@ -118,7 +118,7 @@ def test_traced_programs_are_accepted(kind: str, mode: str):
     done = run_passes(program, [RemoveAliases(), RemoveDeadCode()])
     x = torch.linspace(0, 2, 12).view(4, 3)
     expected = torch.utils._pytree.tree_leaves(module(x))
-    assert all(torch.equal(one, other) for one, other in zip(run(done, x), expected, strict=True))
+    assert all(torch.equal(found, wanted) for found, wanted in zip(run(done, x), expected, strict=True))
 
 
 def test_passes_reach_graphs_at_every_depth():
@@ -187,16 +187,16 @@ class LieInside(Pass):
 
 
 @pytest.mark.parametrize(
-    ("one", "message"),
+    ("broken", "message"),
     [
         (LieInside(), "reporting changed=False on a graph that did change"),
         (LieInside(outside=True), "reporting changed=False on a graph that did change"),
         (LieInside(breaks=True), "which left a broken program at node sin"),
     ],
 )
-def test_the_runner_sees_inside(one: Pass, message: str):
+def test_the_runner_sees_inside(broken: Pass, message: str):
     with pytest.raises(PassError, match=message):
-        run_passes(parse(COND), [one])
+        run_passes(parse(COND), [broken])
 
 
 def test_a_new_graph_is_verified():
@@ -218,16 +218,16 @@ def test_a_new_graph_is_verified():
 def test_verify_looks_inside():
     program = parse(COND)
     del first_call(program.constants["yes"]).meta["val"]
-    with pytest.raises(VerifyError, match="without metadata"):
+    with pytest.raises(VerifyError, match="has no metadata"):
         verify(program)
     verify(program, nested=False)
 
 
 def test_the_hash_sees_inside():
-    one = parse(COND)
-    assert fingerprint(one) == fingerprint(parse(COND))
+    program = parse(COND)
+    assert fingerprint(program) == fingerprint(parse(COND))
     for change in (("aten.sin", "aten.exp"), ("aten.cos", "aten.exp")):
-        assert fingerprint(parse(COND.replace(*change))) != fingerprint(one)
+        assert fingerprint(parse(COND.replace(*change))) != fingerprint(program)
 
 
 def test_loops_whose_values_change_their_strides_are_left_alone():

@@ -126,14 +126,14 @@ def test_unpack_splits_columns(dtype: torch.dtype, rows: int) -> None:
     sizes = [3, 0, 1, 5]
     packed = sample((rows * 9,), dtype)
     found = unpack(packed, rows, sizes)
-    assert [tuple(one.shape) for one in found] == [(rows, size) for size in sizes]
-    for one, expected in zip(found, packed.view(rows, 9).split(sizes, 1), strict=True):
-        assert_same(one, expected.contiguous())
+    assert [tuple(member.shape) for member in found] == [(rows, size) for size in sizes]
+    for member, expected in zip(found, packed.view(rows, 9).split(sizes, 1), strict=True):
+        assert_same(member, expected.contiguous())
 
 
 def test_unpack_reads_a_bucket_that_is_not_contiguous() -> None:
     packed = torch.arange(12.0)[::2]
-    assert [one.tolist() for one in unpack(packed, 2, [1, 2])] == [[[0.0], [6.0]], [[2.0, 4.0], [8.0, 10.0]]]
+    assert [member.tolist() for member in unpack(packed, 2, [1, 2])] == [[[0.0], [6.0]], [[2.0, 4.0], [8.0, 10.0]]]
 
 
 layouts = st.tuples(st.sampled_from([1, 2, 3, 4, 8]), st.lists(st.integers(0, 40), min_size=1, max_size=12))
@@ -191,7 +191,7 @@ def test_fake_tensors_carry_shape_dtype_and_device(device: str) -> None:
         packed = pack([torch.ones(2, 3, device=device), torch.ones(4, device=device)], 2, dtype=torch.bfloat16)
         members = unpack(packed, 2, [3, 2])
     assert (packed.shape, packed.dtype, packed.device) == ((10,), torch.bfloat16, torch.device(device))
-    assert [(one.shape, one.dtype, one.device) for one in members] == [
+    assert [(member.shape, member.dtype, member.device) for member in members] == [
         ((2, size), torch.bfloat16, torch.device(device)) for size in (3, 2)
     ]
 

@@ -138,7 +138,7 @@ def test_the_original_is_untouched():
         (
             LoseWait(),
             "pass lose-wait which left a broken program at node c [model.py:12]: VerifyError: "
-            "c = aten.add.Tensor(start, b) [model.py:12], which reads start before its wait: expected only waits "
+            "c = aten.add.Tensor(start, b) [model.py:12] reads start before its wait: expected only waits "
             "to read what start is still writing. Remedy: read the wait's result instead.. "
             "Remedy: leave lose-wait out of the pipeline, and report the program it failed on.",
         ),

@@ -54,7 +54,7 @@ def test_a_signature_that_does_not_fit(inputs, outputs):
     with pytest.raises(CaptureError) as caught:
         Program(program.graph, program.inputs[:inputs], program.outputs[:outputs])
     assert str(caught.value) == (
-        f"2 placeholders and 3 results in the graph: expected {inputs} and {outputs}, as the signature says. "
+        f"the graph has 2 placeholders and 3 results: expected {inputs} and {outputs}, as the signature says. "
         "Remedy: describe every placeholder and every flat output once."
     )
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from small_programs import TWO, body, named, program_of
 
 from crossfade.errors import RewriteError
 from crossfade.graph.passes import fingerprint
 from crossfade.graph.rewrite import WRITTEN, Match, Rule, apply_rules, compile_pattern
 from crossfade.graph.verify import verify
+from tests.graph.small_programs import TWO, body, named, program_of
 
 aten = torch.ops.aten
 

@@ -6,7 +6,6 @@ import operator
 
 import pytest
 import torch
-from small_programs import TWO, body, named, program_of
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from crossfade.errors import RewriteError
@@ -16,6 +15,7 @@ from crossfade.graph.program import from_graph_module
 from crossfade.graph.splice import after, erase_if_dead, inline, insert_call
 from crossfade.graph.splice import splice as splice_into
 from crossfade.graph.verify import verify
+from tests.graph.small_programs import TWO, body, named, program_of
 
 aten = torch.ops.aten
 
@@ -57,7 +57,7 @@ def test_multiple_outputs():
     low, high = splice_into(program, lambda a: torch.aminmax(a, dim=0), n["x"], before=n["z"], like=n["y"])
     assert (low.target, low.args[1], high.args[1]) == (operator.getitem, 0, 1)
     assert low.args[0].target is aten.aminmax.default
-    assert [tuple(one.meta["val"].shape) for one in (low, high)] == [(2,), (2,)]
+    assert [tuple(node.meta["val"].shape) for node in (low, high)] == [(2,), (2,)]
 
 
 def test_nodes_that_share_one_fake_tensor_are_told_apart():

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from small_programs import named, program_of
 
 from crossfade.graph.effects import alias_roots
 from crossfade.graph.value_numbering import ValueNumbers, is_chosen_by_numbers
+from tests.graph.small_programs import named, program_of
 
 
 def are_equal(text: str, *, on_all_ranks: bool = False) -> bool:

@@ -27,7 +27,7 @@ BROKEN = {
         wait: f32[4] = c10d.wait_tensor(start)
         return output("y", y), output("w", wait)
         """,
-        "y = aten.relu(start), which reads start before its wait: expected only waits to read what start is "
+        "y = aten.relu(start) reads start before its wait: expected only waits to read what start is "
         "still writing. Remedy: read the wait's result instead.",
     ),
     "view-before-wait": (
@@ -38,7 +38,7 @@ BROKEN = {
         wait: f32[4] = c10d.wait_tensor(start)
         return output("y", flat), output("w", wait)
         """,
-        "flat = aten.view(start, [2, 2]), which reads start before its wait: expected only waits to read what "
+        "flat = aten.view(start, [2, 2]) reads start before its wait: expected only waits to read what "
         "start is still writing. Remedy: read the wait's result instead.",
     ),
     "view-of-in-place-buffer": (
@@ -51,7 +51,7 @@ BROKEN = {
         wait: f32[4] = c10d.wait_tensor(start)
         return output("y", early), output("w", wait)
         """,
-        "early = aten.neg(half), which reads half before its wait: expected only waits to read what start is "
+        "early = aten.neg(half) reads half before its wait: expected only waits to read what start is "
         "still writing. Remedy: read the wait's result instead.",
     ),
     "out-buffer": (
@@ -63,7 +63,7 @@ BROKEN = {
         wait: f32[8] = c10d.wait_tensor(start)
         return output("y", early), output("w", wait)
         """,
-        "early = aten.neg(buffer), which reads buffer before its wait: expected only waits to read what start is "
+        "early = aten.neg(buffer) reads buffer before its wait: expected only waits to read what start is "
         "still writing. Remedy: read the wait's result instead.",
     ),
     "other-coalesced-result": (
@@ -77,7 +77,7 @@ BROKEN = {
         wait_b: f32[4] = c10d.wait_tensor(b)
         return output("a", wait_a), output("b", wait_b), output("c", early)
         """,
-        "early = aten.neg(b), which reads b before its wait: expected only waits to read what start is "
+        "early = aten.neg(b) reads b before its wait: expected only waits to read what start is "
         "still writing. Remedy: read the wait's result instead.",
     ),
     "second-in-place-coalesced-buffer": (
@@ -93,7 +93,7 @@ BROKEN = {
         wait_b: f32[4] = c10d.wait_tensor(b)
         return output("a", wait_a), output("b", wait_b), output("c", early)
         """,
-        "early = aten.neg(q), which reads q before its wait: expected only waits to read what start is "
+        "early = aten.neg(q) reads q before its wait: expected only waits to read what start is "
         "still writing. Remedy: read the wait's result instead.",
     ),
     "second-collective-on-a-buffer-in-flight": (
@@ -106,7 +106,7 @@ BROKEN = {
         wait_again: f32[4] = c10d.wait_tensor(again)
         return output("y", wait), output("w", wait_again)
         """,
-        'again = c10d.all_reduce_(buffer, "sum", "tp"), which reads buffer before its wait: expected only waits '
+        'again = c10d.all_reduce_(buffer, "sum", "tp") reads buffer before its wait: expected only waits '
         "to read what start is still writing. Remedy: read the wait's result instead.",
     ),
     "wait-on-an-older-start": (
@@ -121,7 +121,7 @@ BROKEN = {
         wait_new: f32[4] = c10d.wait_tensor(new)
         return output("y", early), output("w", wait_new)
         """,
-        "early = aten.neg(buffer), which reads buffer before its wait: expected only waits to read what new is "
+        "early = aten.neg(buffer) reads buffer before its wait: expected only waits to read what new is "
         "still writing. Remedy: read the wait's result instead.",
     ),
     "write-of-what-is-being-sent": (
@@ -132,7 +132,7 @@ BROKEN = {
         wait: f32[8] = c10d.wait_tensor(start)
         return output("y", wait)
         """,
-        "write = aten.add_.Tensor(x, 1), which writes x before the wait of start: expected no writes to what "
+        "write = aten.add_.Tensor(x, 1) writes x before the wait of start: expected no writes to what "
         "start is still reading. Remedy: write after the wait.",
     ),
     "never-waited": (
@@ -141,7 +141,7 @@ BROKEN = {
         start: f32[4] = c10d.all_reduce(x, "sum", "dp")
         return output("x", x)
         """,
-        'start = c10d.all_reduce(x, "sum", "dp"), never waited for: expected a wait on every result. '
+        'start = c10d.all_reduce(x, "sum", "dp") is never waited for: expected a wait on every result. '
         "Remedy: wait for it, or remove it.",
     ),
     "coalesced-element-never-waited": (
@@ -153,7 +153,7 @@ BROKEN = {
         wait: f32[4] = c10d.wait_tensor(a)
         return output("a", wait)
         """,
-        "b = start[1], never waited for: expected a wait on every result. Remedy: wait for it, or remove it.",
+        "b = start[1] is never waited for: expected a wait on every result. Remedy: wait for it, or remove it.",
     ),
     "coalesced-element-never-taken": (
         """
@@ -163,7 +163,7 @@ BROKEN = {
         wait: f32[4] = c10d.wait_tensor(a)
         return output("a", wait)
         """,
-        'start = c10d.all_reduce_coalesced([x, x], "sum", "dp"), whose result 1 is never waited for: expected a '
+        'start = c10d.all_reduce_coalesced([x, x], "sum", "dp") has result 1, which is never waited for: expected a '
         "wait on every result. Remedy: wait for it, or remove it.",
     ),
     "unknown-group": (
@@ -173,7 +173,7 @@ BROKEN = {
         wait: f32[4] = c10d.wait_tensor(start)
         return output("y", wait)
         """,
-        'start = c10d.all_reduce(x, "sum", "pp"), on group \'pp\': expected one of: dp, tp. '
+        'start = c10d.all_reduce(x, "sum", "pp") is on group \'pp\': expected one of: dp, tp. '
         'Remedy: add it to the groups of the program, with its ranks: groups={"pp": 2}.',
     ),
     "constant-without-value": (
@@ -182,7 +182,7 @@ BROKEN = {
         y: f32[4] = aten.relu(k)
         return output("y", y)
         """,
-        'k = constant("k"), which has no value: expected one of: none. Remedy: add it to Program.constants.',
+        'k = constant("k") has no value: expected one of: none. Remedy: add it to Program.constants.',
     ),
 }
 
@@ -287,7 +287,7 @@ def test_every_kind_of_value_needs_metadata(name):
         groups=GROUPS,
     )
     del named(program)[name].meta["val"]
-    with pytest.raises(VerifyError, match=rf'{name} = .*, without metadata: expected meta\["val"\] on every node'):
+    with pytest.raises(VerifyError, match=rf'{name} = .* has no metadata: expected meta\["val"\] on every node'):
         verify(program)
 
 
@@ -323,7 +323,7 @@ def test_signature_must_match_the_graph():
     with pytest.raises(VerifyError) as caught:
         verify(program)
     assert str(caught.value) == (
-        "1 placeholders and 1 results in the graph: expected 2 and 1, as the signature says. "
+        "the graph has 1 placeholders and 1 results: expected 2 and 1, as the signature says. "
         "Remedy: describe every placeholder and every flat output once."
     )
 
@@ -345,7 +345,7 @@ def test_recompute_catches_wrong_metadata(make, recorded):
     with pytest.raises(VerifyError) as caught:
         verify(program, recompute=True)
     assert str(caught.value) == (
-        f"y = aten.relu(x), recorded as {recorded}: expected ['f32[4, 2]']. Remedy: refresh its metadata."
+        f"y = aten.relu(x) is recorded as {recorded}: expected ['f32[4, 2]']. Remedy: refresh its metadata."
     )
 
 
@@ -353,6 +353,6 @@ def test_errors_carry_the_node_and_its_source_line():
     program = parse(BROKEN["read-before-wait"][0], groups=GROUPS)
     node = named(program)["y"]
     node.meta["stack_trace"] = '  File "/home/me/model.py", line 12, in forward\n    return x.relu()\n'
-    with pytest.raises(VerifyError, match=r"y = aten\.relu\(start\) \[model\.py:12\], which reads") as caught:
+    with pytest.raises(VerifyError, match=r"y = aten\.relu\(start\) \[model\.py:12\] reads") as caught:
         verify(program)
     assert caught.value.node is node

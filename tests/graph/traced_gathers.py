@@ -48,7 +48,7 @@ def traced(function: Callable[..., Any], *inputs: Tensor, symbolic: bool = False
 def random_inputs(graph: fx.Graph, ranks: int) -> list[list[Any]]:
     """Small whole numbers for the inputs of each rank, whose sums are exact in any order; a lone one is the rank."""
 
-    def one(node: fx.Node, rank: int) -> Any:
+    def value_for(node: fx.Node, rank: int) -> Any:
         value = node.meta["val"]
         if not isinstance(value, Tensor):  # a mesh: no operator reads it
             return None
@@ -57,7 +57,7 @@ def random_inputs(graph: fx.Graph, ranks: int) -> list[list[Any]]:
         made = torch.randint(-3, 4, [int(size) for size in value.shape]).to(torch.float32)
         return made.to(value.dtype)
 
-    return [[one(node, rank) for node in graph.find_nodes(op="placeholder")] for rank in range(ranks)]
+    return [[value_for(node, rank) for node in graph.find_nodes(op="placeholder")] for rank in range(ranks)]
 
 
 def run_ranks(graph: fx.Graph, inputs: Sequence[Sequence[Any]]) -> list[Values]:
@@ -75,13 +75,13 @@ def run_ranks(graph: fx.Graph, inputs: Sequence[Sequence[Any]]) -> list[Values]:
 
 
 def _step(node: fx.Node, ranks: list[Values]) -> list[Any]:
-    one = collectives.view(node)
-    if one is not None:
-        sent = [values[one.inputs[0]] for values in ranks]
-        if one.kind is Kind.ALL_GATHER:
+    collective = collectives.view(node)
+    if collective is not None:
+        sent = [values[collective.inputs[0]] for values in ranks]
+        if collective.kind is Kind.ALL_GATHER:
             return [torch.cat(sent)] * len(ranks)
-        assert one.kind is Kind.REDUCE_SCATTER
-        return list(_reduced(sent, one.reduce_op).chunk(len(ranks)))
+        assert collective.kind is Kind.REDUCE_SCATTER
+        return list(_reduced(sent, collective.reduce_op).chunk(len(ranks)))
     calls = [fx.map_arg((node.args, node.kwargs), values.__getitem__) for values in ranks]
     return [args[0] if collectives.is_wait(node) else node.target(*args, **kwargs) for args, kwargs in calls]  # type: ignore[operator]
 
@@ -91,45 +91,45 @@ def _reduced(parts: list[Tensor], reduce_op: str | None) -> Tensor:
     return stacked.sum(0) if reduce_op == "sum" else stacked.mean(0)
 
 
-def check_gather(one: Gather, ranks: list[Values]) -> None:
+def check_gather(gather: Gather, ranks: list[Values]) -> None:
     """The result is the parts along the dim, on every rank."""
-    whole = torch.cat([values[one.part] for values in ranks], one.dim)
-    if one.trim is not None:
-        whole = whole.narrow(one.dim, 0, int(one.trim))
+    whole = torch.cat([values[gather.part] for values in ranks], gather.dim)
+    if gather.trim is not None:
+        whole = whole.narrow(gather.dim, 0, int(gather.trim))
     for values in ranks:
-        for node in (one.result, *one.also):
-            assert torch.equal(values[node], whole), f"{node.name} is not the parts along dim {one.dim}"
-    assert one.ranks == len(ranks) and one.result.meta["val"].dtype == one.part.meta["val"].dtype
+        for node in (gather.result, *gather.also):
+            assert torch.equal(values[node], whole), f"{node.name} is not the parts along dim {gather.dim}"
+    assert gather.ranks == len(ranks) and gather.result.meta["val"].dtype == gather.part.meta["val"].dtype
 
 
-def check_scatter(one: Scatter, ranks: list[Values]) -> None:
+def check_scatter(scatter: Scatter, ranks: list[Values]) -> None:
     """The result is each rank's part of the sum along the dim."""
-    parts = _reduced([values[one.whole] for values in ranks], one.reduce_op).chunk(len(ranks), one.dim)
+    parts = _reduced([values[scatter.whole] for values in ranks], scatter.reduce_op).chunk(len(ranks), scatter.dim)
     for values, part in zip(ranks, parts, strict=True):
-        for node in (one.result, *one.also):
-            assert torch.equal(values[node], part), f"{node.name} is not the own part along dim {one.dim}"
+        for node in (scatter.result, *scatter.also):
+            assert torch.equal(values[node], part), f"{node.name} is not the own part along dim {scatter.dim}"
 
 
-def check_product(one: Product, values: Values) -> None:
+def check_product(product: Product, values: Values) -> None:
     """The equation gives the node's value."""
 
     def shaped(node: fx.Node, shape: Any) -> Tensor:
         return values[node] if shape is None else values[node].view([int(size) for size in shape])
 
-    operand, other = shaped(one.operand, one.operand_shape), shaped(one.other, one.other_shape)
-    if one.scales is not None and one.scale_shapes is not None:
-        (scale, of_other), (shape, other_shape) = one.scales, one.scale_shapes
+    operand, other = shaped(product.operand, product.operand_shape), shaped(product.other, product.other_shape)
+    if product.scales is not None and product.scale_shapes is not None:
+        (scale, of_other), (shape, other_shape) = product.scales, product.scale_shapes
         assert scale is not None and of_other is not None
         operand, other = operand.float() * shaped(scale, shape), other.float() * shaped(of_other, other_shape)
-    made = torch.einsum(one.equation, operand, other).contiguous()
-    if one.bias is not None:
-        made = made + shaped(one.bias, one.bias_shape)
-    assert tuple(made.shape) == tuple(int(size) for size in one.shape)
-    wanted = values[one.node]
-    assert one.dtype == wanted.dtype
-    torch.testing.assert_close(made.to(one.dtype).view(wanted.shape), wanted)
-    sizes = dict(zip(one.result_letters, one.shape, strict=True))
-    for group, size in zip(one.letters, wanted.shape, strict=True):
+    made = torch.einsum(product.equation, operand, other).contiguous()
+    if product.bias is not None:
+        made = made + shaped(product.bias, product.bias_shape)
+    assert tuple(made.shape) == tuple(int(size) for size in product.shape)
+    wanted = values[product.node]
+    assert product.dtype == wanted.dtype
+    torch.testing.assert_close(made.to(product.dtype).view(wanted.shape), wanted)
+    sizes = dict(zip(product.result_letters, product.shape, strict=True))
+    for group, size in zip(product.letters, wanted.shape, strict=True):
         assert size == torch.Size([int(sizes[letter]) for letter in group]).numel()
 
 
@@ -137,16 +137,16 @@ def checked(program: Program, ranks: int = 2) -> list[Gather | Scatter]:
     """What is found in a program, compared with what its nodes hold on all ranks."""
     gathers, verdicts = find_gathers(program.graph)
     scatters, more = find_scatters(program.graph)
-    assert not verdicts and not more, [str(one) for one in verdicts + more]
+    assert not verdicts and not more, [str(verdict) for verdict in verdicts + more]
     values = run_ranks(program.graph, random_inputs(program.graph, ranks))
     for gather in gathers:
         check_gather(gather, values)
     for scatter in scatters:
         check_scatter(scatter, values)
-    for one in (*gathers, *scatters):
-        ends = (one.part if isinstance(one, Gather) else one.whole), one.result
-        assert ends[0] not in one.nodes and ends[1] in one.nodes and list(one.nodes) == sorted(one.nodes)
-        assert set(one.collective.nodes) <= set(one.nodes)
+    for moved in (*gathers, *scatters):
+        ends = (moved.part if isinstance(moved, Gather) else moved.whole), moved.result
+        assert ends[0] not in moved.nodes and ends[1] in moved.nodes and list(moved.nodes) == sorted(moved.nodes)
+        assert set(moved.collective.nodes) <= set(moved.nodes)
     return [*gathers, *scatters]
 
 

@@ -9,8 +9,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from exchange_programs import Choices, Sampler, inputs_for, sampled_passes
-from written_programs import WritingSampler, some_passes
 
 from crossfade.communicate.bucket_plan import MB
 from crossfade.communicate.lower_all_gathers import LowerAllGathers
@@ -18,6 +16,8 @@ from crossfade.execute.executable import Executable
 from crossfade.graph import collectives
 from crossfade.graph.passes import run_passes
 from crossfade.graph.program import Program
+from tests.properties.exchange_programs import Choices, Sampler, inputs_for, sampled_passes
+from tests.properties.written_programs import WritingSampler, some_passes
 
 
 @functools.cache

@@ -11,7 +11,6 @@ from zlib import crc32
 
 import sympy
 import torch
-from simplify_values import call_key, described, input_like, quiet
 from torch import Tensor, fx
 
 from crossfade.errors import CrossfadeError
@@ -20,6 +19,7 @@ from crossfade.graph.private import size_expression, statically_equal, tree_flat
 from crossfade.graph.program import Input, InputKind, Program
 from crossfade.graph.text import render_type
 from crossfade.graph.verify import verify
+from tests.properties.simplify_values import call_key, described, input_like, quiet
 
 Sizes = dict[Any, int]
 """What each symbol of a program's sizes stands for."""

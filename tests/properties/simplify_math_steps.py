@@ -6,10 +6,10 @@ import operator
 from typing import Any
 
 import torch
-from simplify_values import BF16, F32, F64, I32, Unfit, Values, aten
 from torch import fx
 
 from crossfade.graph.private import statically_equal
+from tests.properties.simplify_values import BF16, F32, F64, I32, Unfit, Values, aten
 
 
 class MathSteps(Values):

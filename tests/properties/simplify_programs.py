@@ -10,14 +10,14 @@ from random import Random
 from typing import Any
 
 import torch
-from simplify_steps import Steps
-from simplify_values import BF16, BOOL, C64, F16, F32, F64, I32, I64, Unfit, aten, input_like, quiet
 from torch import Tensor, fx
 from torch.fx.experimental.symbolic_shapes import DimDynamic, StatelessSymbolicContext
 
 from crossfade.graph.effects import memory_of
 from crossfade.graph.private import statically_equal
 from crossfade.graph.program import Input, InputKind, Output, OutputKind, Program
+from tests.properties.simplify_steps import Steps
+from tests.properties.simplify_values import BF16, BOOL, C64, F16, F32, F64, I32, I64, Unfit, aten, input_like, quiet
 
 
 class Sampler(Steps):

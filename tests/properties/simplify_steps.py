@@ -6,8 +6,11 @@ import operator
 from typing import Any
 
 import torch
-from simplify_math_steps import MathSteps
-from simplify_values import (
+from torch import fx
+
+from crossfade.graph.effects import memory_of
+from tests.properties.simplify_math_steps import MathSteps
+from tests.properties.simplify_values import (
     BOOL,
     END,
     F32,
@@ -18,9 +21,6 @@ from simplify_values import (
     overlaps,
     prims,
 )
-from torch import fx
-
-from crossfade.graph.effects import memory_of
 
 
 class Steps(MathSteps):

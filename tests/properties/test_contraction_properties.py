@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from random import Random
 
-from functional_programs import sample
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import fx
@@ -12,6 +11,7 @@ from torch import fx
 from crossfade.graph import collectives
 from crossfade.graph.contraction import Contraction
 from crossfade.graph.order import Order, reorder
+from tests.properties.functional_programs import sample
 
 
 @given(st.integers(0, 2**32))

@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-from drawn_models import Drawn, train_eager, train_on_ranks
 from hypothesis import settings
+
+from tests.properties.drawn_models import Drawn, train_eager, train_on_ranks
 
 COUNT = 400 if settings.default.max_examples > 1000 else 6
 TOLERANCE = 1e-3

@@ -12,9 +12,10 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from exchange_job import run_alone_and_together, run_optimized
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
+from tests.properties.exchange_job import run_alone_and_together, run_optimized
 
 TIMES = 10 if settings.default.max_examples > 1000 else 1
 """The profile `fuzz` has ten times as many."""

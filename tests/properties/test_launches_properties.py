@@ -5,7 +5,6 @@ from __future__ import annotations
 from random import Random
 
 import pytest
-from exchange_programs import Choices, Sampler, sampled_passes
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from torch import fx
@@ -15,6 +14,7 @@ from crossfade.graph import collectives
 from crossfade.graph.order import Order, reorder
 from crossfade.graph.passes import fingerprint, run_passes
 from crossfade.graph.program import Program, from_graph_module
+from tests.properties.exchange_programs import Choices, Sampler, sampled_passes
 
 GROUPS = {"all": 2, "tp": 2, "dp": 2}
 POSITIONS = dict.fromkeys(GROUPS, 0)

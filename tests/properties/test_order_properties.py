@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from hypothesis import given
 from hypothesis import strategies as st
-from sampled_programs import Machine, Sampled, sampled_programs
 
 from crossfade.graph.effects import alias_roots, is_random, written_inputs
 from crossfade.graph.order import Order, Reachability, reorder
 from crossfade.graph.passes import fingerprint
 from crossfade.graph.text import parse, render
 from crossfade.graph.verify import verify
+from tests.properties.sampled_programs import Machine, Sampled, sampled_programs
 
 
 @given(sampled_programs(), st.randoms(use_true_random=False))

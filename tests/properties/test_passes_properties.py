@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from functional_programs import Machine, first_inputs, sample
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
@@ -23,6 +22,7 @@ from crossfade.graph.program import OutputKind, Program
 from crossfade.graph.verify import verify
 from crossfade.simplify.remove_aliases import RemoveAliases
 from crossfade.simplify.remove_dead_code import RemoveDeadCode
+from tests.properties.functional_programs import Machine, first_inputs, sample
 
 MB = 2**20
 PASSES: list[Pass] = [

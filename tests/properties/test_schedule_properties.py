@@ -8,11 +8,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from exchange_job import groups_of
-from exchange_programs import Choices, Sampler, inputs_for
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from sampled_programs import Machine, Sampled, sampled_programs
 from torch import fx
 
 from crossfade.communicate.lower_all_gathers import LowerAllGathers
@@ -26,6 +23,9 @@ from crossfade.graph.passes import run_passes
 from crossfade.graph.program import Program
 from crossfade.graph.verify import verify
 from crossfade.schedule.plan import Schedule, apply_schedule, plan_schedule
+from tests.properties.exchange_job import groups_of
+from tests.properties.exchange_programs import Choices, Sampler, inputs_for
+from tests.properties.sampled_programs import Machine, Sampled, sampled_programs
 
 SEEDS = st.integers(0, 2**16)
 FEWER = settings(max_examples=settings().max_examples // 2)

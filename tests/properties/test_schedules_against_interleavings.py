@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from crossfade.check.compatible import check_schedules
-from crossfade.check.findings import Problem
+from crossfade.check.findings import FindingKind
 from crossfade.graph.events import Events, Wait
-from crossfade.graph.launches import Described, Launch, Sent
+from crossfade.graph.launches import Launch, Sent, TensorType
 
 GROUPS = {"all": (0, 1, 2), "low": (0, 1), "high": (1, 2)}
 Row = list[tuple[str, str, int]]
@@ -93,7 +93,7 @@ def _may(rank: int, one: tuple[str, str, int]) -> bool:
 def as_events(row: Row) -> Events:
     found = Events()
     for number, (kind, name, size) in enumerate(row):
-        tensor = Described("f32", (size,))
+        tensor = TensorType("f32", (size,))
         if kind == "wait":
             found.events.append(Wait(f"n{number}", "", size))
         elif kind == "launch":
@@ -168,7 +168,7 @@ def test_what_is_proved_holds_in_every_interleaving(rows: list[Row]) -> None:
     plain, serial = Oracle(rows, serial=False), Oracle(rows, serial=True)
     wrong = plain.differs() or plain.may_hang()
     assert found.ok == (not wrong), str(found)
-    if any(one.problem is Problem.DEADLOCK for one in found.findings):
+    if any(one.problem is FindingKind.DEADLOCK for one in found.findings):
         assert plain.may_hang()
     on_nccl = check_schedules([as_events(row) for row in rows], groups)
     assert on_nccl.ok == (not wrong and not serial.may_hang()), str(on_nccl)

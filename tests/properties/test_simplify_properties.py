@@ -18,8 +18,6 @@ import pytest
 import torch
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
-from simplify_checks import Failure, failure_of, smallest
-from simplify_programs import sample
 
 from crossfade.compile import pipeline
 from crossfade.compile.catalogue import known_passes
@@ -27,6 +25,8 @@ from crossfade.graph.passes import Numerics, Pass, PassResult
 from crossfade.graph.program import Program
 from crossfade.graph.rewrite import Match, Rule
 from crossfade.graph.rule_pass import run_rules
+from tests.properties.simplify_checks import Failure, failure_of, smallest
+from tests.properties.simplify_programs import sample
 
 PARTS, PROGRAMS = 4, 25
 """How many times seeds are drawn, so that processes can share the work, and how many programs one seed holds."""

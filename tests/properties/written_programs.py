@@ -12,7 +12,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from exchange_programs import Choices, Sampler, aten, c10d, sampled_passes
 from torch import fx
 
 from crossfade.compile.pipeline import optimization
@@ -21,6 +20,7 @@ from crossfade.graph.passes import Pass
 from crossfade.simplify.overwrite_dead_values import OverwriteDeadValues
 from crossfade.simplify.remove_dead_collectives import RemoveDeadCollectives
 from crossfade.simplify.remove_redundant_gathers import RemoveRedundantGathers
+from tests.properties.exchange_programs import Choices, Sampler, aten, c10d, sampled_passes
 
 
 @dataclass

@@ -99,18 +99,18 @@ BAD: dict[str, tuple[type[CrossfadeError], str, Callable[[nn.Module], Any]]] = {
     "no micro-batches": (CrossfadeError, r"accumulate=0", lambda m: compiled(m, accumulate=0)),
     "parameter changed by the forward": (
         CaptureError,
-        r"parameter weight changed by the forward itself.*Remedy: do it between steps",
+        r"the forward itself changes parameter weight: .*Remedy: do it between steps",
         lambda m: compiled(Clamping())(*BATCH),
     ),
     "dropout under activation checkpointing": (
         CaptureError,
-        r"drawn again in the backward, as activation checkpointing does",
+        r"the backward draws .* again, as activation checkpointing does",
         lambda m: compiled(Checkpointed())(*BATCH),
     ),
-    "gradient hook": (ModelError, r"a gradient hook on weight", lambda m: compiled(hooked(m))),
+    "gradient hook": (ModelError, r"parameter weight has a gradient hook", lambda m: compiled(hooked(m))),
     "optimizer we do not support": (
         OptimizerError,
-        r"the optimizer RMSprop: expected one of SGD, Adam, AdamW",
+        r"the optimizer RMSprop cannot be captured: expected one of SGD, Adam, AdamW",
         lambda m: compiled(m, torch.optim.RMSprop(m.parameters())),
     ),
     "fused optimizer": (
@@ -120,12 +120,12 @@ BAD: dict[str, tuple[type[CrossfadeError], str, Callable[[nn.Module], Any]]] = {
     ),
     "optimizer of another model": (
         OptimizerError,
-        r"a parameter of shape \(2, 4\) in group 0 that is not the model's",
+        r"a parameter of shape \(2, 4\) in group 0 is not the model's",
         lambda m: compiled(m, sgd(linear())),
     ),
     "dampened first step": (
         OptimizerError,
-        r"SGD with dampening=0.5 and no momentum buffers yet",
+        r"SGD has dampening=0.5 and no momentum buffers yet",
         lambda m: compiled(m, torch.optim.SGD(m.parameters(), lr=1.0, momentum=0.9, dampening=0.5))(*BATCH),
     ),
     "mesh larger than the world": (
@@ -141,13 +141,17 @@ BAD: dict[str, tuple[type[CrossfadeError], str, Callable[[nn.Module], Any]]] = {
     ),
     "model on the meta device": (
         ModelError,
-        r"weight on the meta device, .* Remedy: materialise the model first",
+        r"weight is on the meta device, .* Remedy: materialise the model first",
         lambda m: compiled(nn.Linear(4, 2, device="meta")),
     ),
-    "nothing to train": (ModelError, r"no parameter that requires", lambda m: compiled(nn.ReLU(), sgd(m))),
+    "nothing to train": (
+        ModelError,
+        r"no parameter of this ReLU requires a gradient",
+        lambda m: compiled(nn.ReLU(), sgd(m)),
+    ),
     "loss that is not a number": (
         CaptureError,
-        r"a tensor of shape \(6, 2\) as the loss.* Remedy: reduce it with .mean\(\)",
+        r"the loss is a tensor of shape \(6, 2\): .* Remedy: reduce it with .mean\(\)",
         lambda m: compiled(m, loss=lambda y, t: y - t)(*BATCH),
     ),
     "shapes that do not fit": (

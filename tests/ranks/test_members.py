@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 
 from crossfade.errors import CrossfadeError, RankFailedError, StateError
-from crossfade.graph.launches import Described, Launch, Sent
+from crossfade.graph.launches import Launch, Sent, TensorType
 from crossfade.ranks.mailbox import Mailbox, Unreachable
 from crossfade.ranks.members import Members, account, first_difference
 
-MINE = Launch("a", "0.weight", "all_reduce", "dp", (Described("f32", (4,)),), "sum")
+MINE = Launch("a", "0.weight", "all_reduce", "dp", (TensorType("f32", (4,)),), "sum")
 NEXT = replace(MINE, node="b", source="model.py:7")
 
 
@@ -31,7 +31,7 @@ OURS = "rank 3 starts all_reduce(sum) of f32[4] on dp (node b [model.py:7])"
     ("theirs", "message"),
     [
         (
-            replace(NEXT, tensors=(Described("f32", (8,)),), source="model.py:9"),
+            replace(NEXT, tensors=(TensorType("f32", (8,)),), source="model.py:9"),
             f"{START}sizes: {OURS}, rank 5 starts all_reduce(sum) of f32[8] on dp (node b [model.py:9])",
         ),
         (
@@ -40,7 +40,7 @@ OURS = "rank 3 starts all_reduce(sum) of f32[4] on dp (node b [model.py:7])"
         ),
         (None, f"{START}numbers of collectives: {OURS}, rank 5 ends"),
         (
-            replace(NEXT, messages=(Sent(True, 1, 0, Described("f32", (4,))),)),
+            replace(NEXT, messages=(Sent(True, 1, 0, TensorType("f32", (4,))),)),
             f"{START}messages: {OURS}, rank 5 starts a send of f32[4] to rank 1 of dp (node b [model.py:7])",
         ),
     ],

@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import crossfade as cf
-from crossfade.check.findings import Problem
+from crossfade.check.findings import FindingKind
 from crossfade.errors import StrictError
 from crossfade.graph import collectives
 from tests.check.small_ranks import program
@@ -25,9 +25,9 @@ OTHER = ("reduce b tp sum 4", "wait b")
 TWO = ("reduce a dp sum 4", "reduce b tp sum 4", "wait b", "wait a")
 PAIRS = {
     "two groups in one order": ((*ONE, *OTHER), (*ONE, *OTHER), None),
-    "two groups in opposite orders": ((*ONE, *OTHER), (*OTHER, *ONE), Problem.DEADLOCK),
+    "two groups in opposite orders": ((*ONE, *OTHER), (*OTHER, *ONE), FindingKind.DEADLOCK),
     "launched in opposite orders": (TWO, (TWO[1], TWO[0], *TWO[2:]), None),
-    "one rank ends": ((*ONE, "reduce c dp sum 4", "wait c"), ONE, Problem.NUMBER),
+    "one rank ends": ((*ONE, "reduce c dp sum 4", "wait c"), ONE, FindingKind.NUMBER),
     "a message": (("send a pp 1, 0 4", "wait a"), ("recv a pp 0, 0 4", "wait a"), None),
     "messages by tag": (
         ("send a pp 1, 0 4", "send b pp 1, 1 8", "wait a", "wait b"),
@@ -37,7 +37,7 @@ PAIRS = {
     "both receive first": (
         ("recv a pp 1, 0 4", "wait a", "send b pp 1, 0 4", "wait b"),
         ("recv a pp 0, 0 4", "wait a", "send b pp 0, 0 4", "wait b"),
-        Problem.DEADLOCK,
+        FindingKind.DEADLOCK,
     ),
     "uneven splits": (
         ("exchange a dp [1, 2], [1, 3] 4", "wait a"),
@@ -70,7 +70,7 @@ def test_ranks_do_what_the_check_says(name: str, ranks: Callable[[int], cf.Ranks
     assert [finding.problem for finding in found.findings] == ([problem] if problem else [])
     said = ranks(2).run(run_rank, tuple(rows), HUNG if problem else 60.0)
     assert (said == ["", ""]) == found.ok, said
-    if problem is Problem.DEADLOCK:
+    if problem is FindingKind.DEADLOCK:
         assert all("imed out" in message or "closed" in message or "reset" in message for message in said), said
 
 

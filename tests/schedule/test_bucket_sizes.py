@@ -6,7 +6,6 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
-from toy_costs import program_of
 
 from crossfade.communicate.bucket_all_reduces import BucketAllReduces
 from crossfade.cost.estimate import estimate
@@ -17,6 +16,7 @@ from crossfade.graph.passes import run_passes
 from crossfade.graph.program import Program
 from crossfade.schedule.bucket_sizes import MB, Load, choose_sizes, loads_of
 from crossfade.schedule.overlap_communication import OverlapCommunication
+from tests.schedule.toy_costs import program_of
 
 LAYERS, SIZE = 64, 2**16
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from scheduled_programs import CHAIN, DDP, DDP_SECONDS, URGENT
-from toy_costs import problem_of_text, spelled
 
 from crossfade.schedule.list_schedule import schedule_backward, schedule_forward
+from tests.schedule.scheduled_programs import CHAIN, DDP, DDP_SECONDS, URGENT
+from tests.schedule.toy_costs import problem_of_text, spelled
 
 CHAIN_SECONDS = {"s": 1, "t": 1, "y": 1, "a": 2, "b": 2, "c": 2}
 

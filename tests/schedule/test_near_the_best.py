@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from random import Random
 
-from exact_search import least_seconds, small_program
-from toy_costs import costs_of, program_of
-
 from crossfade.schedule.plan import plan_schedule
 from crossfade.schedule.problem import scheduling_problem
+from tests.schedule.exact_search import least_seconds, small_program
+from tests.schedule.toy_costs import costs_of, program_of
 
 PROGRAMS = 300
 

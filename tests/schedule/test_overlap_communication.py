@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from toy_costs import program_of
 
 from crossfade.cost.keys import key_of
 from crossfade.cost.machine import Fabric, Link, Machine
@@ -15,6 +14,7 @@ from crossfade.graph.passes import Outcome, run_passes
 from crossfade.graph.text import render
 from crossfade.schedule.overlap_communication import OverlapCommunication
 from crossfade.schedule.plan import AT_ONCE, BUSY, HIDDEN, MEMORY
+from tests.schedule.toy_costs import program_of
 
 TOY = Machine(
     "toy", {"*": Fabric(dict.fromkeys(Kind, Link(latency=1.0, bandwidth=1e30)))}, {"float32": 1e30}, 1e30, 1.0

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import pytest
-from scheduled_programs import CHAIN, QUEUED
-from toy_costs import problem_of_text, spelled
 
 from crossfade.schedule.headroom import Headroom
 from crossfade.schedule.place import Placing, lane_of
 from crossfade.schedule.problem import SchedulingProblem
+from tests.schedule.scheduled_programs import CHAIN, QUEUED
+from tests.schedule.toy_costs import problem_of_text, spelled
 
 GATHER_AND_SUM = """
     p: f32[64] = parameter("p")

@@ -3,26 +3,6 @@
 from __future__ import annotations
 
 import pytest
-from scheduled_programs import (
-    CHAIN,
-    COALESCED,
-    DDP,
-    DDP_SECONDS,
-    MUTATION,
-    NOTHING_TO_HIDE,
-    QUEUED,
-    RANDOM,
-    SHARED_LINK,
-    SHARED_LINK_SECONDS,
-    TP,
-    TP_SECONDS,
-    TWO_GROUPS,
-    URGENT,
-    WASTEFUL,
-    ZERO3,
-    ZERO3_SECONDS,
-)
-from toy_costs import costs_of, program_of, scheduled
 
 from crossfade.errors import MemoryLimitError, RewriteError
 from crossfade.graph.memory import memory_curve
@@ -41,6 +21,26 @@ from crossfade.schedule.plan import (
 )
 from crossfade.schedule.predict import Prediction, peak_of
 from crossfade.schedule.problem import scheduling_problem
+from tests.schedule.scheduled_programs import (
+    CHAIN,
+    COALESCED,
+    DDP,
+    DDP_SECONDS,
+    MUTATION,
+    NOTHING_TO_HIDE,
+    QUEUED,
+    RANDOM,
+    SHARED_LINK,
+    SHARED_LINK_SECONDS,
+    TP,
+    TP_SECONDS,
+    TWO_GROUPS,
+    URGENT,
+    WASTEFUL,
+    ZERO3,
+    ZERO3_SECONDS,
+)
+from tests.schedule.toy_costs import costs_of, program_of, scheduled
 
 GATHERS = ["g1", "g2", "g3", "h2", "h1"]
 

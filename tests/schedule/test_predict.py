@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import pytest
-from scheduled_programs import CHAIN, SHARED_LINK, SHARED_LINK_SECONDS
-from toy_costs import costs_of, problem_of_text, program_of
 
 from crossfade.cost.timeline import simulate
 from crossfade.schedule.predict import PredictedTravel, live_bytes, peak_of, predict
 from crossfade.schedule.problem import scheduling_problem
+from tests.schedule.scheduled_programs import CHAIN, SHARED_LINK, SHARED_LINK_SECONDS
+from tests.schedule.toy_costs import costs_of, problem_of_text, program_of
 
 NOBODY_WAITS = """
     x: f32[4] = input("x")

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from scheduled_programs import COALESCED, DDP, DDP_SECONDS, SHARED_LINK, SHARED_LINK_SECONDS
-from toy_costs import problem_of_text
-
 from crossfade.schedule.problem import Flight, SchedulingProblem
+from tests.schedule.scheduled_programs import COALESCED, DDP, DDP_SECONDS, SHARED_LINK, SHARED_LINK_SECONDS
+from tests.schedule.toy_costs import problem_of_text
 
 
 def by_name(problem: SchedulingProblem, values: list[float]) -> dict[str, float]:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from parts import after, lines
-
 from crossfade.shard.gather_again import GatherAgain
+from tests.shard.parts import after, lines
 
 FORWARD = """
     w: f32[2, 4] = parameter("w")

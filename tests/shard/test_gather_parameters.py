@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from parts import after, lines
-
 from crossfade.shard.gather_parameters import GatherParameters
+from tests.shard.parts import after, lines
 
 
 def test_even_rows_need_no_cut_and_single_numbers_stay():

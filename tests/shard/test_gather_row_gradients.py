@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from parts import after, lines
 
 from crossfade.shard.gather_row_gradients import GatherRowGradients
+from tests.shard.parts import after, lines
 
 ROWS = """
     g: f32[2, 4, 33] = input("g")

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from parts import after, lines
-
 from crossfade.shard.gather_updates import GatherUpdates
+from tests.shard.parts import after, lines
 
 
 def test_only_parameters_updated_in_parts_are_gathered():

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from parts import after, lines
-
 from crossfade.shard.scatter_gradients import ScatterGradients
+from tests.shard.parts import after, lines
 
 GRADIENT = """
     w: f32[4, 2] = parameter("w")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from holds import same_results
 
 from crossfade.cost.keys import Keys
 from crossfade.execute.executable import Executable
@@ -12,6 +11,7 @@ from crossfade.graph.passes import Outcome, run_passes
 from crossfade.graph.program import Program
 from crossfade.graph.text import parse
 from crossfade.simplify.spell_out_slow_operators import SpellOutSlowOperators, slow_operators
+from tests.simplify.holds import same_results
 
 TEXT = """
 g: f32[6, 8] = input("g")

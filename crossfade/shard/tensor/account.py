@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.export import ExportedProgram
 
 from crossfade.errors import StateError
-from crossfade.files.found import Found
+from crossfade.files.found import FileValue
 from crossfade.graph.passes import Verdict
 from crossfade.graph.words import ALL_DTYPES
 from crossfade.shard.tensor.placements import PARTIAL, REPLICATE, Partial, Placement, Shard
@@ -59,7 +59,7 @@ def to_data(account: Account) -> dict[str, Any]:
     }
 
 
-def account_of(data: Found) -> Account:
+def account_of(data: FileValue) -> Account:
     """An account from what a file says; StateError with the place of what it cannot say."""
     said, ranks = data["plan"], data["ranks"].whole(least=1, most=1 << 20)
     parameters = [_parameter(item) for item in said["parameters"].items()]
@@ -115,7 +115,7 @@ def _parameter_data(sharding: ParameterSharding) -> dict[str, Any]:
     return {**dataclasses.asdict(sharding), "dtype": str(sharding.dtype).removeprefix("torch.")}
 
 
-def _parameter(data: Found) -> ParameterSharding:
+def _parameter(data: FileValue) -> ParameterSharding:
     for size in (*data["shape"].items(), *data["blocks"].items()):
         size.whole(least=0)
     data["ranks"].whole(least=1)
@@ -138,7 +138,7 @@ def _spelled(placement: Placement) -> Any:
     return {"shard": placement.dim, **({} if blocks == {"outer": 1} else blocks)}
 
 
-def _read(data: Found) -> Placement:
+def _read(data: FileValue) -> Placement:
     if isinstance(data.value, str):
         return data.one_of({"partial": PARTIAL, "replicate": REPLICATE})
     sizes = tuple(size.whole(least=1) for size in data.get("sizes", []).items())

@@ -23,7 +23,7 @@ from torch.export import ExportedProgram
 
 from crossfade.errors import StateError
 from crossfade.files.exported import load_exported
-from crossfade.files.found import Found
+from crossfade.files.found import FileValue
 from crossfade.files.plain import read_json
 from crossfade.files.tensors import TensorsFile, safetensors_for
 from crossfade.graph.private import exported_with, tree_map_only
@@ -107,7 +107,7 @@ def read_account(folder: Path) -> Account:
         raise StateError(f"{folder} has no {ACCOUNT}", expected="a folder that Sharded.save or `crossfade shard` wrote",
                          remedy="correct the path, or save there first")  # fmt: skip
     remedy = "load it with the version of Crossfade that wrote it, or save it again"
-    found = Found(read_json(path, StateError, remedy), str(path), "", StateError, remedy)
+    found = FileValue(read_json(path, StateError, remedy), str(path), "", StateError, remedy)
     found["format"].whole(least=FORMAT, most=FORMAT)
     return account_of(found)
 

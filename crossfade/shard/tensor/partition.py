@@ -12,7 +12,7 @@ from torch import Tensor, fx
 
 from crossfade.errors import PlanError
 from crossfade.graph.operators import by_name, defaults_of
-from crossfade.graph.private import FakeTensorMode, size_expression
+from crossfade.graph.private import FakeTensorMode, schema_of, size_expression
 from crossfade.shard.tensor import conjugate
 from crossfade.shard.tensor.devices import like
 from crossfade.shard.tensor.factors import Decision
@@ -275,7 +275,7 @@ class Partitioner:
         args, kwargs = fx.map_arg((node.args, node.kwargs), mapped)
         if not divide:
             return args, kwargs
-        schema = [item.name for item in node.target._schema.arguments]  # type: ignore[union-attr]
+        schema = [item.name for item in schema_of(node.target).arguments]
         args = tuple(self._divided(arg, schema[index], divide) for index, arg in enumerate(args))
         return args, {name: self._divided(arg, name, divide) for name, arg in kwargs.items()}
 

@@ -21,7 +21,7 @@ import torch
 from torch import fx
 
 from crossfade.graph.operators import arguments
-from crossfade.graph.private import size_expression
+from crossfade.graph.private import schema_of, size_expression
 from crossfade.shard.tensor.plan_names import moved_dims
 
 aten = torch.ops.aten
@@ -90,7 +90,7 @@ def is_summed(node: fx.Node, source: fx.Node, channels: Channels) -> bool:
 
 def follow(node: fx.Node, source: fx.Node, channels: Channels) -> Channels | None:
     """The channels in `node`'s result, given those in its argument `source`; None where ranks would need each other."""
-    schema = getattr(node.target, "_schema", None)
+    schema = schema_of(node.target)
     if schema is not None and schema.is_mutable and arguments(node).get("self") is not source:
         return None  # what is written into may be read elsewhere
     for applies, rule in _RULES:

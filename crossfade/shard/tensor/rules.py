@@ -13,6 +13,7 @@ from torch import Tensor, fx
 
 from crossfade.errors import PlanError
 from crossfade.graph.operators import arguments, remembered
+from crossfade.graph.private import name_of_packet, registered_operator, schema_of
 from crossfade.shard.tensor.factors import Decision, Factors, Operand, decide, parse_factors, read_factors, replicated
 from crossfade.shard.tensor.placements import Placement
 
@@ -39,7 +40,7 @@ class PlacedCall:
     def name(self) -> str:
         """The operator's name, without its overload."""
         target: Any = self.node.target
-        return str(target._schema.name)
+        return str(schema_of(target).name)
 
     @cached_property
     def results(self) -> tuple[Any, ...]:
@@ -99,11 +100,10 @@ def register_rule(operator: Any, factors: str) -> None:
 
 
 def _name_of(operator: Any) -> str:
-    overload = getattr(operator, "_opoverload", operator)  # what torch.library.custom_op returns holds it
-    schema = getattr(overload, "_schema", None)
+    schema = schema_of(registered_operator(operator))
     if schema is not None:
         return f"{schema.name}.{schema.overload_name}".rstrip(".")
-    name = getattr(operator, "_qualified_op_name", operator)
+    name = name_of_packet(operator)
     if not isinstance(name, str) or not re.fullmatch(r"\w+::\w+(\.\w+)?", name):
         raise PlanError(
             f"{operator!r} names no operator",
@@ -129,7 +129,7 @@ def _checked(call: PlacedCall, decision: Decision, factors: str) -> Decision:
 
 def rule_of(target: Any) -> RuleFunction | None:
     """The rule of an operator; None if there is none."""
-    schema = getattr(target, "_schema", None)
+    schema = schema_of(target)
     if schema is None:
         return None
     return _RULES.get(f"{schema.name}.{schema.overload_name}") or _RULES.get(schema.name) or _pointwise_rule(target)

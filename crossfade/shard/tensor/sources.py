@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from crossfade.errors import StateError
-from crossfade.files.found import Found
+from crossfade.files.found import FileValue
 from crossfade.files.inside import named_inside
 from crossfade.files.plain import read_json
 from crossfade.files.tensors import TensorsFile
@@ -199,7 +199,7 @@ class DistributedCheckpoint:
 def _listed(index: Path) -> dict[str, Path]:
     """The files of tensors, by their names, as an index lists them: all in its folder."""
     remedy = "download or write the index again"
-    found = Found(read_json(index, StateError, remedy), str(index), "", StateError, remedy)
+    found = FileValue(read_json(index, StateError, remedy), str(index), "", StateError, remedy)
     entries = found["weight_map"].entries()
     paths = {file: named_inside(index.parent, file, str(index), StateError)
              for file in {entry.text() for entry in entries.values()}}  # fmt: skip

@@ -12,7 +12,7 @@ from torch import Tensor, fx
 from crossfade.errors import RewriteError
 from crossfade.graph import collectives
 from crossfade.graph.effects import written_inputs
-from crossfade.graph.private import statically_equal, tree_flatten
+from crossfade.graph.private import schema_of, statically_equal, tree_flatten
 from crossfade.graph.program import Program
 
 _MOST = 64
@@ -110,7 +110,7 @@ def _described(program: Program, user: fx.Node, value_of: Callable[[fx.Node], An
 def _against_reader(user: fx.Node) -> str | None:
     if user.op == "output":
         return "a result of the program would have other strides"
-    schema = getattr(user.target, "_schema", None)
+    schema = schema_of(user.target)
     name = schema.name if schema is not None else f"aten::{getattr(user.target, '__name__', '')}"
     if collectives.is_collective(user) or collectives.is_wait(user) or written_inputs(user):
         return "something communicates or writes it"
