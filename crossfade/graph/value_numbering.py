@@ -13,7 +13,7 @@ from torch import fx
 from crossfade.graph import collectives
 from crossfade.graph.effects import is_pure, is_random, memory_behind, written_inputs
 from crossfade.graph.operators import argument_names, defaults_of, remembered
-from crossfade.graph.private import OpOverload, schema_of, size_expression
+from crossfade.graph.private import OpOverload, has_schema, schema_of, size_expression
 
 # fmt: off
 _NUMBERS_ARE_SIZES = frozenset({
@@ -189,5 +189,5 @@ def aten_name(target: Any) -> str:
 
 @remembered
 def _makes_a_list(target: Any) -> bool:
-    returns: Any = schema_of(target).returns if hasattr(target, "_schema") else ()
+    returns: Any = schema_of(target).returns if has_schema(target) else ()
     return len(returns) == 1 and isinstance(returns[0].type, torch.ListType)

@@ -48,7 +48,7 @@ class GroupLinears(Pass):
     another order.
 
     Not in a default pipeline: concatenating weights at every step seldom pays in training. For inference, where q, k
-    and v share an input: `simplification(machine).after("simplify-nodes", GroupLinears(machine))`.
+    and v share an input: `simplification().after("simplify-nodes", GroupLinears())`.
 
     Also known as: Inductor's `group_batch_fusion`; XLA's `dot-merger`; Megatron's fused `linear_qkv`.
 
