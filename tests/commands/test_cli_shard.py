@@ -76,7 +76,7 @@ def test_what_cannot_be_says_so(tmp_path: Path) -> None:
     for arguments, words in [
         (["shard", model, "--mesh", "4", "-o", str(tmp_path / "out")], "expected AXIS=RANKS"),
         (["shard", model, "--mesh", "tp=3", "--plan", str(tmp_path / "plan.toml"), "-o", "out"], "no plan in"),
-        (["run", str(tmp_path), "--inputs", model], "no sharded.json in"),
+        (["run", str(tmp_path), "--inputs", model], "has no sharded.json"),
         (["run", str(tmp_path / "out"), "--inputs", str(tmp_path / "inputs.pt")], "expected 2 inputs: x, shift"),
     ]:
         result = crossfade(*arguments)
