@@ -65,8 +65,7 @@ class ComputeBeforeGathering(Pass):
         for gather in collectives.find(program.graph):
             if gather.kind is Kind.ALL_GATHER:
                 verdicts += _settle(program, gather, aliasing)
-        moved = sum(verdict.outcome is Outcome.MOVED for verdict in verdicts)
-        return PassResult(bool(moved), {"moved": moved, "left": len(verdicts) - moved}, tuple(verdicts))
+        return PassResult.of(verdicts, Outcome.MOVED, done="moved", left="left")
 
 
 def _settle(program: Program, gather: Collective, aliasing: Aliasing) -> Iterator[Verdict]:

@@ -77,8 +77,7 @@ class ExchangeFactors(Pass):
             if scatters and collectives.reduced_value(scatter).target is torch.ops.aten.mm.default:
                 work.consider(scatter)
         work.replaced.finish()
-        count = sum(verdict.outcome is Outcome.REPLACED for verdict in work.verdicts)
-        return PassResult(bool(count), {"replaced": count}, tuple(work.verdicts))
+        return PassResult.of(work.verdicts, Outcome.REPLACED, done="replaced")
 
 
 def factors_pay(

@@ -52,8 +52,7 @@ class PairComplexNumbers(Pass):
             if outcome is Outcome.REPLACED:
                 self._replace(program, collective, replaced)
         replaced.finish()
-        count = sum(verdict.outcome is Outcome.REPLACED for verdict in verdicts)
-        return PassResult(bool(count), {"paired": count}, tuple(verdicts))
+        return PassResult.of(verdicts, Outcome.REPLACED, done="paired")
 
     def _reason_against(self, collective: Collective) -> str | None:
         if not collective.plain:

@@ -37,8 +37,7 @@ def lower_each(
             outcome, (reason, detail) = Outcome.REPLACED, lower(collective, replaced)
         verdicts.append(Verdict.of(node, outcome, reason, detail=detail, bytes=collective.bytes))
     replaced.finish()
-    lowered = sum(verdict.outcome is Outcome.REPLACED for verdict in verdicts)
-    return PassResult(bool(lowered), {"lowered": lowered, "left": len(verdicts) - lowered}, tuple(verdicts))
+    return PassResult.of(verdicts, Outcome.REPLACED, done="lowered", left="left")
 
 
 def ranks_of(collective: Collective) -> int:

@@ -85,9 +85,8 @@ class ScatterSlicedReductions(Pass):
             result, moved = _scatter(program, collective, parts, ranks)
             fixed.roots[result] = owner  # what is written there is written here
             restrided |= {result} if moved else set()
-        _describe_anew(program, restrided)
-        count = sum(verdict.outcome is Outcome.REPLACED for verdict in verdicts)
-        return PassResult(bool(count), {"scattered": count, "left": len(verdicts) - count}, tuple(verdicts))
+        _describe_again(program, restrided)
+        return PassResult.of(verdicts, Outcome.REPLACED, done="scattered", left="left")
 
     def _reason_against(self, collective: Collective, parts: list[_Part], ranks: int) -> str | None:
         first, value = parts[0], collective.node.meta["val"]
@@ -274,7 +273,7 @@ def _erase_taker(taker: fx.Node) -> None:
         erase_if_dead(bound)
 
 
-def _describe_anew(program: Program, restrided: set[fx.Node]) -> None:
+def _describe_again(program: Program, restrided: set[fx.Node]) -> None:
     """Follow a change of strides through the views that are taken, in one walk."""
     for node in program.graph.nodes if restrided else ():
         if node.op != "call_function" or restrided.isdisjoint(node.all_input_nodes):

@@ -81,8 +81,7 @@ class FuseAdamUpdates(Pass):
                 continue
             verdicts.append(Verdict.of(last, Outcome.FUSED, _WHY))
             _fuse(program, update)
-        fused = sum(verdict.outcome is Outcome.FUSED for verdict in verdicts)
-        return PassResult(bool(fused), {"fused": fused, "left": len(verdicts) - fused}, tuple(verdicts))
+        return PassResult.of(verdicts, Outcome.FUSED, done="fused", left="left")
 
 
 @dataclass(frozen=True)

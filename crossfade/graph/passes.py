@@ -45,6 +45,18 @@ class PassResult:
     counts: Mapping[str, int] = field(default_factory=dict)
     verdicts: tuple[Verdict, ...] = ()
 
+    @classmethod
+    def of(cls, verdicts: Iterable[Verdict], did: Outcome, *, done: str, left: str = "") -> PassResult:
+        """The result of a pass that changed something for each verdict of one outcome: these are counted as `done`, and
+        the others as `left`, if that has a name.
+
+        >>> PassResult.of([Verdict("a", Outcome.LEFT, "it is alone")], Outcome.MOVED, done="moved", left="left")
+        PassResult(changed=False, counts={'moved': 0, 'left': 1}, verdicts=(Verdict(subject='a', ...
+        """
+        given = tuple(verdicts)
+        count = sum(verdict.outcome is did for verdict in given)
+        return cls(bool(count), {done: count} | ({left: len(given) - count} if left else {}), given)
+
 
 @dataclass(frozen=True)
 class Pass:

@@ -103,8 +103,7 @@ class DrawGlobally(Pass):
                 verdicts.append(Verdict.of(node, Outcome.REPLACED, cost, remedy=remedy))
             else:
                 verdicts.append(Verdict.of(node, Outcome.LEFT, reason))
-        count = sum(v.outcome is Outcome.REPLACED for v in verdicts)
-        return PassResult(bool(count), {"widened": count}, tuple(verdicts))
+        return PassResult.of(verdicts, Outcome.REPLACED, done="widened")
 
     def _reason_against(self, node: fx.Node) -> str | None:
         drawn = batch_dims(_drawn(node))

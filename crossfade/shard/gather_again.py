@@ -72,8 +72,7 @@ class GatherAgain(Pass):
         for collective in collectives.find(program.graph):
             if collective.kind is Kind.ALL_GATHER and collective.inputs[0].op == "placeholder":
                 verdicts.append(_split(program, collective.node, forward, position))
-        again = sum(verdict.outcome is Outcome.INSERTED for verdict in verdicts)
-        return PassResult(bool(again), {"again": again}, tuple(verdicts))
+        return PassResult.of(verdicts, Outcome.INSERTED, done="again")
 
 
 def _split(program: Program, start: fx.Node, forward: set[fx.Node], position: dict[fx.Node, int]) -> Verdict:

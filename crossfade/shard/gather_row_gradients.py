@@ -76,8 +76,7 @@ class GatherRowGradients(Pass):
             if outcome is Outcome.REPLACED:
                 verdicts += self._gather(program, collective, dense, replaced)
         replaced.finish()
-        count = sum(verdict.outcome is Outcome.REPLACED for verdict in verdicts)
-        return PassResult(bool(count), {"replaced": count}, tuple(verdicts))
+        return PassResult.of(verdicts, Outcome.REPLACED, done="replaced")
 
     def _reason_against(self, collective: Collective, dense: fx.Node, written: Collection[fx.Node]) -> str | None:
         given, table = arguments(dense), dense.meta["val"]

@@ -61,8 +61,7 @@ class AssociateMatmuls(Pass):
         """Decide for each chain as a whole."""
         aliasing = Aliasing(program)
         verdicts = [self._reorder(program, root, aliasing) for root in _roots(program.graph)]
-        count = sum(verdict.outcome is Outcome.REPLACED for verdict in verdicts)
-        return PassResult(bool(count), {"chains": count}, tuple(verdicts))
+        return PassResult.of(verdicts, Outcome.REPLACED, done="chains")
 
     def _reorder(self, program: Program, root: fx.Node, aliasing: Aliasing) -> Verdict:
         chain = Chain.of(root)

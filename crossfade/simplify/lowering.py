@@ -22,8 +22,7 @@ def lower_calls(
             verdict = Verdict.of(node, Outcome.REPLACED, why)  # before the node is erased
             reason = lower(node)
             verdicts.append(verdict if reason is None else replace(verdict, outcome=Outcome.LEFT, reason=reason))
-    lowered = sum(verdict.outcome is Outcome.REPLACED for verdict in verdicts)
-    return PassResult(bool(lowered), {"lowered": lowered, "left": len(verdicts) - lowered}, tuple(verdicts))
+    return PassResult.of(verdicts, Outcome.REPLACED, done="lowered", left="left")
 
 
 def lower_wrappers(

@@ -62,9 +62,7 @@ class RemoveDeadCollectives(Pass):
             verdicts.append(Verdict.of(node, outcome, reason or "its result is not used", bytes=collective.bytes))
             if reason is None:
                 _remove(program, collective)
-        removed = sum(verdict.outcome is Outcome.REMOVED for verdict in verdicts)
-        counts = {"removed": removed, "left": len(verdicts) - removed}
-        return PassResult(bool(removed), counts, tuple(reversed(verdicts)))
+        return PassResult.of(reversed(verdicts), Outcome.REMOVED, done="removed", left="left")
 
 
 def _is_own_communication(node: fx.Node) -> bool:

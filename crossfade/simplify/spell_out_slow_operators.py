@@ -73,8 +73,7 @@ class SpellOutSlowOperators(Pass):
             outcome = Outcome.LEFT if against else Outcome.REPLACED
             verdicts.append(Verdict.of(node, outcome, against or _WHY, detail=detail))
             parts.take_back() if against else parts.replace()
-        count = sum(verdict.outcome is Outcome.REPLACED for verdict in verdicts)
-        return PassResult(bool(count), {"spelled out": count}, tuple(verdicts))
+        return PassResult.of(verdicts, Outcome.REPLACED, done="spelled out")
 
 
 _WHY = "its parts take half of its time or less"
