@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from crossfade.capture.as_laid_out import AsLaidOut
-from crossfade.capture.batch import BatchLayout, is_split
 from crossfade.capture.constants import NoWrites
+from crossfade.capture.divide_batch import BatchLayout, is_split
 from crossfade.capture.side_effects import as_it_was
 from crossfade.capture.tracing import new_fake_mode, to_fake, trace
 from crossfade.errors import CaptureError, ModelError

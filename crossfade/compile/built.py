@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
-from crossfade.capture.batch import BatchLayout
+from crossfade.capture.divide_batch import BatchLayout
 from crossfade.compile.phases import Ran
 from crossfade.graph.launches import Launch
 from crossfade.graph.program import Program

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from crossfade.capture.baked_in import BakedIn, ambient
-from crossfade.capture.batch import batch_key
+from crossfade.capture.divide_batch import batch_key
 from crossfade.capture.optimizer import check_optimizer, initial_state, options_key, parameter_names
 from crossfade.capture.training import check_model
 from crossfade.compile.agreement import agree, agree_on_batch, hold_together, telling

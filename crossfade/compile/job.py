@@ -10,8 +10,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from crossfade.capture.baked_in import BakedIn
-from crossfade.capture.batch import BatchLayout
 from crossfade.capture.constants import check_constants
+from crossfade.capture.divide_batch import BatchLayout
 from crossfade.capture.optimizer import parameter_names
 from crossfade.capture.training import LossFunction, capture_forward_backward, resized
 from crossfade.compile.options import Options

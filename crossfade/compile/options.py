@@ -10,7 +10,7 @@ from typing import Any, Literal, get_args
 
 from torch import nn
 
-from crossfade.capture.batch import BatchIs
+from crossfade.capture.divide_batch import BatchIs
 from crossfade.compile.phases import Phases
 from crossfade.compile.pipeline import DataParallelMode, LossIs, Semantics
 from crossfade.cost.machine import Machine

@@ -17,7 +17,7 @@ from crossfade.finish.update_in_place import UpdateInPlace
 from crossfade.graph.collectives import Kind
 from crossfade.graph.passes import Pass, run_passes
 from crossfade.graph.program import Program
-from crossfade.schedule.bucket_sizes import SWEEP_LIMIT, BucketSize, choose_sizes
+from crossfade.schedule.planned_bucket_sizes import SWEEP_LIMIT, BucketSize, choose_sizes
 from crossfade.simplify.spell_out_slow_operators import SpellOutSlowOperators, slow_operators
 
 _SCALES = (1.0, 0.5, 2.0)

@@ -47,8 +47,8 @@ from crossfade.ranks.mesh import DataParallel, backend_on
 from crossfade.report.expect import Expect
 from crossfade.report.report import Report
 from crossfade.report.strict import Judged, hold
-from crossfade.schedule.bucket_sizes import BucketSize
 from crossfade.schedule.overlap_communication import OverlapCommunication
+from crossfade.schedule.planned_bucket_sizes import BucketSize
 from crossfade.shard.average_buffers import AverageBuffers
 from crossfade.shard.average_gradients import AverageGradients
 from crossfade.shard.broadcast_buffers import BroadcastBuffers

@@ -25,7 +25,7 @@ from crossfade.capture.exported import capture_exported
 from crossfade.compile.catalogue import pass_from_spelling
 from crossfade.compile.pipeline import simplification
 from crossfade.errors import CaptureError, PassError
-from crossfade.files.exported import load_exported
+from crossfade.files.pt2 import load_exported
 from crossfade.graph.passes import Pass, run_passes
 from crossfade.graph.pipelines import Pipeline
 from crossfade.graph.private import exported_program

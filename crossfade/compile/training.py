@@ -9,7 +9,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from crossfade.capture.baked_in import BakedIn
-from crossfade.capture.batch import BatchIs
+from crossfade.capture.divide_batch import BatchIs
 from crossfade.capture.optimizer import check_optimizer, parameter_names
 from crossfade.capture.training import LossFunction, check_model
 from crossfade.compile.compiler import StepCompiler

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from crossfade.capture.accumulate import accumulate as repeat_on_micro_batches
-from crossfade.capture.batch import BatchLayout
+from crossfade.capture.divide_batch import BatchLayout
 from crossfade.capture.optimizer import append_optimizer, parameter_names
 from crossfade.communicate.exchange_factors import ExchangeFactors
 from crossfade.compile.agreement import meeting

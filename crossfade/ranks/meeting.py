@@ -15,7 +15,7 @@ import torch.distributed as dist
 from crossfade.errors import RankFailedError
 from crossfade.graph.private import default_store
 from crossfade.ranks import mailbox
-from crossfade.ranks.deadline import within
+from crossfade.ranks.call_within import within
 from crossfade.ranks.mailbox import Card, Mailbox, Unreachable
 from crossfade.ranks.members import Members
 

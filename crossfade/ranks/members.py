@@ -13,12 +13,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-import torch.distributed as dist
-
 from crossfade.errors import CrossfadeError, RankFailedError, RankMismatchError
 from crossfade.graph.launches import Launch, as_json, first_apart, from_json
 from crossfade.ranks import mailbox
-from crossfade.ranks.deadline import within
+from crossfade.ranks.blame import and_now, failure, is_of_backend, named, sign_of, sign_of_leaving, suspects
+from crossfade.ranks.call_within import within
 from crossfade.ranks.mailbox import Card, Mailbox, Unreachable
 from crossfade.ranks.one_at_a_time import CAPTURING
 
@@ -26,8 +25,6 @@ T = TypeVar("T")
 
 _LOOK_SECONDS = 0.5
 """How long to wait for a member at a time where it may have gone elsewhere."""
-_NAMED = 8
-"""Ranks that an error names at most."""
 _CONFIRMS_SECONDS = 0.3
 """How long to wait for confirmation that a letter was read: it is delivered either way."""
 _READS_SECONDS = 0.3
@@ -152,17 +149,9 @@ class Members:
 
     def blamed(self, what: str, error: BaseException | str, step: int | None = None) -> RankFailedError:
         """The error to raise when something that members do together failed, at a step if they were in one."""
-        suspects = self._suspects(step)
-        named = [f"rank {rank} {sign}" for rank, sign in suspects.items()]
-        more = [f"and {len(named) - _NAMED} more"] if len(named) > _NAMED else []
-        who = "; ".join([*named[:_NAMED], *more]) or "no other rank to ask"
-        reason = " ".join(str(error).split())[:300]
-        self.leave(f"{what} ({who})", list(suspects))
-        return RankFailedError(
-            f"{what} ({who}; the backend said: {reason})",
-            expected=f"every rank to take part within {self.timeout:g} s",
-            remedy="see that rank's own error first, then restart all ranks from the last checkpoint",
-        )
+        guilty = suspects({self.ranks[index]: sign for index, sign in self._signs(step).items()})
+        self.leave(f"{what} ({named(guilty)})", list(guilty))
+        return failure(what, guilty, error, self.timeout)
 
     def guard(self, what: str, function: Callable[[], T]) -> T:
         """Call something of torch's that all members take part in, and that may wait for its store for good."""
@@ -201,12 +190,6 @@ class Members:
             self.box = None
             mailbox.SHARED.release()
 
-    def _suspects(self, step: int | None) -> dict[int, str]:
-        """The members against which most is to be said, by rank; at least one, if there are others."""
-        signs = self._signs(step)
-        heaviest = max((weight for _, weight in signs.values()), default=0)
-        return {self.ranks[index]: sign for index, (sign, weight) in signs.items() if weight == heaviest}
-
     def _signs(self, step: int | None) -> dict[int, tuple[str, int]]:
         """What there is to say of each other member, and how much it weighs against it."""
         if self.alone:
@@ -216,26 +199,8 @@ class Members:
         answers = mailbox.ask_all(self.cards, lambda card: mailbox.ask(card, keys, patience=patience))
         if any(isinstance(answer, Unreachable) for answer in answers.values()):
             time.sleep(_READS_SECONDS)
-        return {index: self._sign_of(index, answer, step) for index, answer in answers.items()}
-
-    def _sign_of(self, index: int, answer: Any, step: int | None) -> tuple[str, int]:
-        """What a member's last word says against it, and how much that weighs."""
-        here = self.box.get(f"{self.scope}/left/{index}") if self.box is not None else None
-        if isinstance(answer, Unreachable):
-            return (str(answer), 4) if here is None else self._sign_of_leaving(here)
-        reached, doing, left = answer
-        if left is not None:
-            return self._sign_of_leaving(left)
-        if step is not None and (reached is None or int(reached) < step):
-            return f"has not reached step {step} (last seen in step {reached or 'none'}{_now(doing)})", 2
-        if doing:
-            return f"is {doing}", 1
-        return f"answers, and is in step {reached}" if reached is not None else "answers", 0
-
-    def _sign_of_leaving(self, said: str) -> tuple[str, int]:
-        """A member that left for another's sake weighs less than one that failed."""
-        left = json.loads(said)
-        return (f"gave up: {left['why']}", 3) if left["because"] else (f"failed: {left['why']}", 4)
+        told = {index: self._said(f"left/{index}") for index in answers}
+        return {index: sign_of(answer, told[index], step) for index, answer in answers.items()}
 
     @property
     def _patience(self) -> float:
@@ -307,12 +272,12 @@ class Members:
             )
         except Unreachable as error:
             letter = self.box.wait(f"{self.scope}/left/{index}", _READS_SECONDS) if self.box is not None else None
-            said = str(error) if letter is None else self._sign_of_leaving(letter)[0]
+            said = str(error) if letter is None else sign_of_leaving(letter)[0]
             return f": it {said}", isinstance(error, mailbox.Silent)
         if left is not None:
-            return f": it {self._sign_of_leaving(left)[0]}", False
+            return f": it {sign_of_leaving(left)[0]}", False
         went_on = at is not None and calls is not None and int(calls) > at
-        return f": it {'went on to' if went_on else 'is in'} step {step}{_now(doing)}" if step else "", not went_on
+        return f": it {'went on to' if went_on else 'is in'} step {step}{and_now(doing)}" if step else "", not went_on
 
     def _heard(self, word: Mapping[str, Any], to: str, expected: str, remedy: str) -> list[str]:
         if word["kind"] == "differs" and expected:
@@ -355,21 +320,6 @@ class Members:
         """Put letters into the boxes of all that can be reached."""
         addressed = {f"{self.scope}/{key}": value for key, value in letters.items()}
         mailbox.ask_all(self.cards, lambda card: mailbox.tell(card, addressed, patience=_CONFIRMS_SECONDS))
-
-
-def is_of_backend(error: BaseException) -> bool:
-    """Whether an error comes from what carries messages between ranks.
-
-    >>> is_of_backend(RuntimeError("[gloo/pair.cc:534] Connection closed by peer")), is_of_backend(OSError("full"))
-    (True, False)
-    """
-    if isinstance(error, dist.DistError):
-        return True
-    return isinstance(error, RuntimeError) and any(word in str(error).lower() for word in ("gloo", "nccl", "c10d"))
-
-
-def _now(doing: str | None) -> str:
-    return f", {doing}" if doing else ""
 
 
 _PARTS = "\x1e"

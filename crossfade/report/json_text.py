@@ -16,7 +16,7 @@ from crossfade.files.found import FileValue
 from crossfade.files.plain import decoded_json
 from crossfade.graph.passes import PassRecord
 from crossfade.report.data import CollectiveCounts, MemoryPoint, ReportData, Table
-from crossfade.report.timeline import hidden, timelines
+from crossfade.report.draw_timeline import hidden, timelines
 from crossfade.report.units import Cell
 
 FORMAT = 1

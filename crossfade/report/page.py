@@ -15,7 +15,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from crossfade.graph.passes import TEXT_LIMIT, Outcome, PassRecord
 from crossfade.report.data import ReportData, Table
 from crossfade.report.diff import Diff, unified
-from crossfade.report.timeline import COLUMNS, MEMORY_HEIGHT, comparison, draw, stood_still
+from crossfade.report.draw_timeline import COLUMNS, MEMORY_HEIGHT, comparison, draw, stood_still
 from crossfade.report.units import Cell, format_bytes, format_cell, format_change, format_seconds, is_numeric, plural
 
 PROGRAM_LINE_LIMIT = 20_000

@@ -10,7 +10,7 @@ from rich.table import Table as Grid
 from rich.text import Text
 
 from crossfade.graph.passes import Outcome, PassRecord
-from crossfade.report import timeline as lanes
+from crossfade.report import draw_timeline as lanes
 from crossfade.report.data import ReportData, Table
 from crossfade.report.units import Cell, format_bytes, format_cell, format_seconds, is_numeric, plural
 

@@ -14,7 +14,7 @@ from typing import Any
 from crossfade.cost.timeline import Timeline, Travelled
 from crossfade.errors import CrossfadeError
 from crossfade.report.data import ReportData
-from crossfade.report.timeline import exposed_span, placed, timelines
+from crossfade.report.draw_timeline import exposed_span, placed, timelines
 
 Event = dict[str, Any]
 

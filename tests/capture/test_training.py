@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from crossfade.capture.accumulate import accumulate
-from crossfade.capture.batch import BatchLayout, batch_key
+from crossfade.capture.divide_batch import BatchLayout, batch_key
 from crossfade.capture.optimizer import append_optimizer, parameter_names
 from crossfade.capture.training import capture_forward_backward
 from crossfade.graph.program import OutputKind, Program, source_line

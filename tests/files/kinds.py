@@ -18,9 +18,9 @@ from crossfade.cost.machine import Machine
 from crossfade.cost.measure import Measurements
 from crossfade.cost.presets import PRESETS, preset
 from crossfade.errors import BatchError, CrossfadeError
-from crossfade.files.exported import load_exported
 from crossfade.files.pickled import load_tensors
 from crossfade.files.program_text import read_program_text
+from crossfade.files.pt2 import load_exported
 from crossfade.graph import collectives
 from crossfade.graph.passes import run_passes
 from crossfade.graph.text import parse

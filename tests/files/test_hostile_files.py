@@ -16,8 +16,8 @@ from torch import nn
 
 from crossfade.errors import BatchError, CaptureError, CrossfadeError, StateError, TextError
 from crossfade.files.checkpoints import read_metadata
-from crossfade.files.exported import load_exported
 from crossfade.files.pickled import load_tensors
+from crossfade.files.pt2 import load_exported
 from crossfade.graph.allowed import operator_named, overload_named, why_refused
 from crossfade.graph.text import parse
 from crossfade.shard.tensor.placements import REPLICATE, Shard

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from crossfade.cost.timeline import Computed, Timeline, Travelled
-from crossfade.report import timeline as lanes
+from crossfade.report import draw_timeline as lanes
+from crossfade.report.draw_timeline import BLOCK, COLUMNS, NARROW, Span
 from crossfade.report.report import Report
-from crossfade.report.timeline import BLOCK, COLUMNS, NARROW, Span
 from tests.report.small_timelines import MEASURED, PREDICTED, long_timeline
 
 

@@ -22,9 +22,9 @@ from torch import Tensor, fx
 from torch.export import ExportedProgram
 
 from crossfade.errors import StateError
-from crossfade.files.exported import load_exported
 from crossfade.files.found import FileValue
 from crossfade.files.plain import read_json
+from crossfade.files.pt2 import load_exported
 from crossfade.files.tensors import TensorsFile, safetensors_for
 from crossfade.graph.private import exported_with, tree_map_only
 from crossfade.graph.text import render_type

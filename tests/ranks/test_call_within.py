@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from crossfade.ranks.deadline import within
+from crossfade.ranks.call_within import within
 
 
 def test_a_call_in_time_returns_even_nothing_and_raises_its_own_error() -> None:

@@ -14,8 +14,8 @@ from crossfade.cost.timeline import simulate
 from crossfade.graph.collectives import Kind
 from crossfade.graph.passes import run_passes
 from crossfade.graph.program import Program
-from crossfade.schedule.bucket_sizes import MB, Load, choose_sizes, loads_of
 from crossfade.schedule.overlap_communication import OverlapCommunication
+from crossfade.schedule.planned_bucket_sizes import MB, Load, choose_sizes, loads_of
 from tests.schedule.toy_costs import program_of
 
 LAYERS, SIZE = 64, 2**16

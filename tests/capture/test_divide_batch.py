@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from crossfade.capture.batch import BatchLayout, batch_key
+from crossfade.capture.divide_batch import BatchLayout, batch_key
 from crossfade.errors import BatchError
 
 ROWS = torch.arange(8.0).reshape(8, 1)
