@@ -14,7 +14,7 @@ from crossfade.compile.sharding import Sharded, shard
 from crossfade.compile.simplify_exported import Simplified, simplify
 from crossfade.compile.step import Step
 from crossfade.compile.training import compile_step
-from crossfade.compile.training_phases import TRAINING
+from crossfade.compile.training_phases import TRAINING, StepCompilation
 from crossfade.cost.machine import Machine
 from crossfade.errors import (
     BatchError,
@@ -36,7 +36,7 @@ from crossfade.errors import (
     TextError,
     VerifyError,
 )
-from crossfade.graph.passes import Pass, PassResult, Verdict, run_passes
+from crossfade.graph.passes import Numerics, Outcome, Pass, PassResult, Verdict, run_passes
 from crossfade.graph.pipelines import Pipeline
 from crossfade.graph.program import Program
 from crossfade.ranks.local import Ranks
@@ -58,8 +58,10 @@ __all__ = [
     "MeshError",
     "ModelError",
     "NotYetError",
+    "Numerics",
     "Optimized",
     "OptimizerError",
+    "Outcome",
     "Pass",
     "PassError",
     "PassResult",
@@ -78,6 +80,7 @@ __all__ = [
     "Simplified",
     "StateError",
     "Step",
+    "StepCompilation",
     "StrictError",
     "TRAINING",
     "TextError",

@@ -13,6 +13,9 @@ class CrossfadeError(Exception):
     `found` is what was met, `expected` what would have been right, `remedy` what the reader can do now.
     """
 
+    known_to: object = None
+    """Those who met when it was raised, and so need not be told."""
+
     def __init__(self, found: str, *, expected: str = "", remedy: str) -> None:
         self.found, self.expected, self.remedy = found, expected, remedy
         wanted = f": expected {expected}" if expected else ""

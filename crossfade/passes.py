@@ -7,11 +7,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from crossfade.compile.catalogue import known_passes
-from crossfade.graph.passes import Pass
 
 
-def __getattr__(name: str) -> type[Pass]:
+def __getattr__(name: str) -> Any:
     for kind in known_passes().values():
         if kind.__name__ == name:
             return kind

@@ -124,7 +124,7 @@ class Gate:
 class CollectiveMatmulPass(Pass):
     """What both passes share: their options, which `FuseGathersIntoMatmuls` explains."""
 
-    machine: Machine = from_context(preset("ethernet-1gbit"))
+    machine: Machine | None = from_context()
     form: str = "auto"
     chunks: int | None = None
     forms: tuple[tuple[str, tuple[str, ...]], ...] = ()
@@ -146,7 +146,8 @@ class CollectiveMatmulPass(Pass):
 
     def gate(self, program: Program) -> Gate:
         """What says whether a candidate of a program pays."""
-        return Gate(program, self.machine, dict(self.forms), dict(self.measured or {}), self.form, self.chunks)
+        machine = self.machine if self.machine is not None else preset("ethernet-1gbit")
+        return Gate(program, machine, dict(self.forms), dict(self.measured or {}), self.form, self.chunks)
 
 
 def raised(order: Order, needed: Iterable[fx.Node], place: fx.Node, written: set[fx.Node]) -> list[fx.Node] | str:

@@ -74,7 +74,7 @@ class FuseGathersIntoMatmuls(CollectiveMatmulPass):
     (from neighbour to neighbour) or `"symmetric"` (torch's kernels on symmetric memory of CUDA devices); `"auto"` takes
     what is predicted to be fastest on `machine` of what `forms` has for the group (pairs of a group and its forms; by
     default the first two), and leaves alone what is not faster than plain, or hidden anyway by computation beside it.
-    `measured` has the seconds of single nodes by key, as pairs. `chunks` fixes the number of pieces of a rank's part.
+    `measured` has the seconds of single nodes by key. `chunks` fixes the number of pieces of a rank's part.
 
     Also known as: async tensor parallelism, Inductor's micro_pipeline_tp, XLA's collective matmul (windowed einsum).
 

@@ -28,7 +28,7 @@ def telling(*members: Members | None) -> Iterator[None]:
         yield
     except Exception as error:
         for group in members:
-            if group is not None and group is not getattr(error, "known_to", None):
+            if group is not None and not (isinstance(error, CrossfadeError) and error.known_to is group):
                 group.fail(f"{type(error).__name__}: {error}")
         raise
 
@@ -39,7 +39,7 @@ def meeting(members: Members) -> Iterator[None]:
     try:
         yield
     except CrossfadeError as error:
-        error.known_to = members  # type: ignore[attr-defined]
+        error.known_to = members
         raise
 
 

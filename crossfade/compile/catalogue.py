@@ -144,6 +144,15 @@ def _as_markdown(kind: type[Pass]) -> str:
     )
 
 
+def split_spellings(text: str) -> list[str]:
+    """The spellings of several passes, apart by spaces outside of brackets and quotes.
+
+    >>> split_spellings("bucket-all-reduces(cap_mb=8, fold=False) count-globally(group='a b')")
+    ['bucket-all-reduces(cap_mb=8, fold=False)', "count-globally(group='a b')"]
+    """
+    return re.findall(r"(?:\((?:'[^']*'|\"[^\"]*\"|[^)'\"]|\([^)]*\))*\)|\S)+", text)
+
+
 def pass_from_spelling(spelling: str) -> Pass:
     """The pass that a `Pass.spelling` stands for.
 

@@ -34,6 +34,9 @@ from crossfade.report.strict import Judged, Shortfall, shortfalls
 
 log = logging.getLogger("crossfade")
 
+_CAPTURE = ("capture", "accumulate", "shard-data", "compare-ranks", "optimizer", "simplify")
+"""The phases that make the plain program, whose time the report tells as that of the capture."""
+
 
 @dataclass(frozen=True)
 class StepCompiler:
@@ -86,32 +89,36 @@ class StepCompiler:
 
     def _build(self, batch: tuple[Any, ...]) -> Built:
         step = StepCompilation(job=self.job, batch=batch)
-        ran = (self.job.options.phases or TRAINING).run(step)
-        warning = step.parts().warning(self.job.options.loss_is)
-        if warning and self.job.place.part_of_batch == 0:
-            warnings.warn(warning, stacklevel=7)
-        assert step.plain is not None and step.layout is not None and step.compared is not None
-        report = self._report(step, ran)
-        stepped = {out.name for out in step.plain.outputs if out.kind is OutputKind.UPDATE}
-        exchanges, short = events_of(step.plain).launches, self._shortfalls(step, report)
+        try:
+            ran = (self.job.options.phases or TRAINING).run(step)
+        finally:
+            parts = step.loss_parts
+            warning = parts.warning(self.job.options.loss_is) if parts is not None else ""
+            if warning and self.job.place.part_of_batch == 0:
+                warnings.warn(warning, stacklevel=7)  # the line that calls the step
+        step.need(("program", "layout", "plain"), "a step")
+        layout, plain = step.layout, step.plain
+        assert layout is not None and plain is not None
+        report = self._report(step, plain, ran)
+        stepped = {out.name for out in plain.outputs if out.kind is OutputKind.UPDATE}
+        exchanges, short = events_of(plain).launches, self._shortfalls(step, plain, report)
         keys = self.state_keys(stepped)
-        return Built(step.made(), step.layout, report, keys, step.compared, exchanges, short, ran)
+        return Built(step.made(), layout, report, keys, step.compared or [], exchanges, short, ran)
 
-    def _report(self, step: StepCompilation, ran: Ran) -> Report:
-        assert step.plain is not None and step.compared is not None
-        compared = cost_of_comparing(step.compared, step.batch)
+    def _report(self, step: StepCompilation, plain: Program, ran: Ran) -> Report:
+        compared = cost_of_comparing(step.compared or [], step.batch)
         facts = self._facts(step, ran) | copy_kernel(step.made()) | compared | self.job.baked_in.facts()
-        report = Report.of(step.plain, step.made(), title=type(self.job.model).__name__, facts=facts)
+        report = Report.of(plain, step.made(), title=type(self.job.model).__name__, facts=facts)
         if step.timeline is None:
             return report
         return report.with_timelines(predicted=step.timeline, memory=live_by_name(step.made()))
 
-    def _shortfalls(self, step: StepCompilation, report: Report) -> tuple[Shortfall, ...]:
+    def _shortfalls(self, step: StepCompilation, plain: Program, report: Report) -> tuple[Shortfall, ...]:
         expect, tensor = self.job.options.expect, self.job.place.tensor
-        if expect is None or step.plain is None:
+        if expect is None:
             return ()
         earlier = [PassVerdict("shard", verdict) for verdict in tensor.verdicts] if tensor is not None else []
-        return tuple(shortfalls(expect, Judged(report, step.plain, step.made(), earlier)))
+        return tuple(shortfalls(expect, Judged(report, plain, step.made(), earlier)))
 
     def _stream(self, program: Program) -> str:
         """What ranks that draw from one random stream must have in common beside the program."""
@@ -145,7 +152,8 @@ class StepCompiler:
         sizes = " x ".join(f"{axis.name}={axis.size}" for axis in axes if axis is not None)
         split = {"split by the plan": place.tensor.said()} if place.tensor else {}
         spared = "no gather in pieces, no small operators grouped: both need more"
-        limited = {"memory limit": f"{options.memory_limit:,} bytes; {spared}"} if options.memory_limit else {}
+        limit = options.memory_limit
+        limited = {"memory limit": f"{limit:,} bytes; {spared}"} if limit is not None else {}
         kept = {"kept whole": f"{len(place.kept_whole)} parameters"} if place.mode in ("zero2", "zero3") else {}
         return {**split, **limited, **kept} | {
             "mesh": f"{sizes} over {axes[-1].backend}" if axes and axes[-1] else "one device",
@@ -155,7 +163,7 @@ class StepCompiler:
             "optimizer": type(self.job.optimizer).__name__,
             "semantics": options.semantics,
             "torch": torch.__version__,
-            "capture": f"{ran.seconds_until('simplify'):.1f} s",
+            "capture": f"{ran.seconds(*_CAPTURE):.1f} s",
         }
 
 

@@ -14,7 +14,7 @@ from crossfade.capture.divide_batch import BatchIs
 from crossfade.compile.phases import Phases
 from crossfade.compile.pipeline import DataParallelMode, LossIs, Semantics
 from crossfade.cost.machine import Machine
-from crossfade.errors import CrossfadeError, NotYetError
+from crossfade.errors import CrossfadeError
 from crossfade.graph.passes import Pass
 from crossfade.report.expect import Expect
 from crossfade.shard.tensor.plan import Plan
@@ -52,11 +52,9 @@ class Options:
             loss_is=(self.loss_is, LossIs),
         )
         _check_numbers(self)
-        if self.tensor_parallel is not None and self.data_parallel != "replicate":
-            raise NotYetError(
-                f"data_parallel={self.data_parallel!r} together with tensor_parallel",
-                expected='data_parallel="replicate" over the other axis',
-                remedy="leave out one of the two",
+        if self.phases is not None and not isinstance(self.phases, Phases):
+            raise CrossfadeError(
+                f"phases={type(self.phases).__name__}", expected="Phases", remedy="change crossfade.TRAINING by name"
             )
 
     def settings(self) -> list[str]:
@@ -74,8 +72,8 @@ class Options:
             "memory_limit": self.memory_limit,
             "check_every": self.check_every,
             "strict": self.expect,
-            "passes": None if self.passes is None else [step_pass.name for step_pass in self.passes],
-            "phases": None if self.phases is None else self.phases.names(),
+            "passes": None if self.passes is None else [own.spelling for own in self.passes],
+            "phases": None if self.phases is None else self.phases.settings(),
             "timeout": self.timeout,
         }
         return [f"{name} = {value}" for name, value in common.items()]

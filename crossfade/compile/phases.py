@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, overload
 
+from crossfade.compile.catalogue import known_passes
 from crossfade.errors import PassError
 from crossfade.graph.passes import Pass, PassRecord, run_passes
 from crossfade.graph.pipelines import Pipeline
@@ -22,8 +23,10 @@ class Compilation:
     program: Program | None = None
     measured: dict[str, float] | None = None
     """Seconds of operators, by key, as all ranks plan with them."""
+    records: list[PassRecord] = field(default_factory=list)
+    """What passes did, in the order in which they ran."""
     changes: tuple[Change, ...] = ()
-    changed: set[str] = field(default_factory=set)
+    met: set[Change] = field(default_factory=set)
     """The changes that have met their pass."""
 
     @property
@@ -38,31 +41,49 @@ class Compilation:
 
     def run(self, passes: Sequence[Pass]) -> None:
         """Run passes over the program, as the user has changed them."""
-        self.program = run_passes(self.made(), self.edited(passes), context=self.context)
+        self.take(run_passes(self.made(), self.edited(passes), context=self.context))
+
+    def take(self, program: Program) -> None:
+        """Go on with a program that passes have made of the present one."""
+        self.records += program.history[len(self.made().history) :]
+        self.program = program
+
+    def need(self, names: Sequence[str], who: str) -> None:
+        """Refuse to go on without what some phase should have made."""
+        for name in names:
+            if getattr(self, name, None) is None:
+                raise PassError(
+                    f"{who} needs {name}, which no phase before it has made",
+                    expected="each phase after those that give what it takes",
+                    remedy="move it, or put back the phase that it needs",
+                )
 
     def edited(self, passes: Sequence[Pass]) -> Pipeline:
         """Passes with the user's changes."""
         pipeline = passes if isinstance(passes, Pipeline) else Pipeline(passes)
         for change in self.changes:
             if change.name in pipeline.names():
-                self.changed.add(change.name)
+                self.met.add(change)
                 pipeline = change.apply(pipeline)
         return pipeline
 
 
 @dataclass(frozen=True)
 class Change:
-    """A change of one pass, wherever a phase runs it."""
+    """A change of one pass, wherever a phase runs it; `text` says which, the same on all ranks."""
 
     name: str
+    text: str
     apply: Callable[[Pipeline], Pipeline] = field(compare=False)
+    adds: tuple[str, ...] = ()
+    """The names of the passes that it brings in."""
 
 
 @dataclass(frozen=True)
 class Phase:
     """One phase: what it does to a compilation, what it takes and gives (fields of the compilation), and when.
 
-    `why_not` says why it has nothing to do in a compilation; nothing, if it has.
+    `why_not` returns the reason to leave it out of a compilation, or an empty text.
     """
 
     name: str
@@ -72,7 +93,7 @@ class Phase:
     why_not: Callable[[Any], str] = field(default=lambda compilation: "", compare=False)
 
     def __str__(self) -> str:
-        return f"{self.name:<20} {', '.join(self.takes)} -> {', '.join(self.gives)}"
+        return f"{self.name:<20} {', '.join(self.takes)} -> {', '.join(self.gives) or 'nothing'}"
 
 
 @dataclass(frozen=True)
@@ -93,7 +114,7 @@ class PhaseRecord:
 
 
 class Ran(tuple[PhaseRecord, ...]):
-    """The phases of a compilation as they ran, with their passes; prints as the compiler that it was."""
+    """The phases of a compilation as they ran, with their passes; prints one line a phase and a pass."""
 
     __slots__ = ()
 
@@ -104,10 +125,9 @@ class Ran(tuple[PhaseRecord, ...]):
         """The phases that ran."""
         return [record.phase.name for record in self if not record.left_out]
 
-    def seconds_until(self, last: str) -> float:
-        """What the phases up to one took."""
-        names = [record.phase.name for record in self]
-        return sum(record.seconds for record in self[: names.index(last) + 1 if last in names else len(names)])
+    def seconds(self, *names: str) -> float:
+        """What some phases took."""
+        return sum(record.seconds for record in self if record.phase.name in names)
 
 
 class Phases(Sequence[Phase]):
@@ -121,8 +141,8 @@ class Phases(Sequence[Phase]):
     Traceback (most recent call last):
     ...
     crossfade.errors.PassError: no phase 'simplfy': expected one of: capture, simplify. Remedy: did you mean simplify.
-    >>> phases.without_pass("sink-waits").names()
-    ['capture', 'simplify', 'changed: sink-waits']
+    >>> phases.without_pass("sink-waits").changes()
+    ['without sink-waits']
     """
 
     def __init__(self, phases: Sequence[Phase], changes: Sequence[Change] = ()) -> None:
@@ -142,14 +162,22 @@ class Phases(Sequence[Phase]):
         return iter(self._phases)
 
     def __repr__(self) -> str:
-        return "\n".join([*map(str, self._phases), *(f"changed: {change.name}" for change in self._changes)])
+        return "\n".join([*map(str, self._phases), *self.changes()])
 
     def names(self) -> list[str]:
-        """The phases' names, and of the passes that are changed."""
-        return [*(phase.name for phase in self), *(f"changed: {change.name}" for change in self._changes)]
+        """The phases' names."""
+        return [phase.name for phase in self]
+
+    def changes(self) -> list[str]:
+        """How passes are changed, in words."""
+        return [change.text for change in self._changes]
+
+    def settings(self) -> list[str]:
+        """What ranks must have in common: the phases, the functions that they call, and the changes of passes."""
+        return [*(f"{phase.name} by {_called(phase.run)}" for phase in self), *self.changes()]
 
     def without(self, name: str) -> Phases:
-        """The same but this phase."""
+        """Leave out a phase."""
         return self._with(name, lambda phase: [])
 
     def replace(self, name: str, run: Callable[[Any], None]) -> Phases:
@@ -166,32 +194,29 @@ class Phases(Sequence[Phase]):
 
     def without_pass(self, name: str) -> Phases:
         """Without a pass, in whichever phase it runs."""
-        return self._changing(name, lambda pipeline: pipeline.without(name))
+        return self._changing(name, "without {}", lambda pipeline: pipeline.without(name))
 
     def replace_pass(self, name: str, other: Pass) -> Phases:
         """With another pass in place of one: the same with other options, say."""
-        return self._changing(name, lambda pipeline: pipeline.replace(name, other))
+        return self._changing(name, "{1} instead of {0}", lambda pipeline: pipeline.replace(name, other), other)
 
     def before_pass(self, name: str, *passes: Pass) -> Phases:
         """With other passes before one."""
-        return self._changing(name, lambda pipeline: pipeline.before(name, *passes))
+        return self._changing(name, "{1} before {0}", lambda pipeline: pipeline.before(name, *passes), *passes)
 
     def after_pass(self, name: str, *passes: Pass) -> Phases:
         """With other passes after one."""
-        return self._changing(name, lambda pipeline: pipeline.after(name, *passes))
+        return self._changing(name, "{1} after {0}", lambda pipeline: pipeline.after(name, *passes), *passes)
 
     def run(self, compilation: Compilation) -> Ran:
-        """Run the phases on a compilation; what each takes must have been made, and what it gives is made then."""
+        """Run the phases on a compilation; what each takes must have been made, and what it gives is made then.
+
+        A change of a pass that did not run here is recorded as left out: whether one runs depends on the program.
+        """
         compilation.changes = self._changes
         ran = [_run(phase, compilation) for phase in self]
-        passes = sorted({record.name for phase in ran for record in phase.passes})
-        for change in self._changes:
-            if change.name not in compilation.changed:
-                raise PassError(
-                    f"a change of the pass {change.name!r}, which no phase runs here",
-                    expected=f"one of: {', '.join(passes)}",
-                    remedy=_nearest(change.name, passes),
-                )
+        unmet = [change for change in self._changes if change not in compilation.met]
+        ran += [PhaseRecord(Phase(change.text, _nothing), (), 0.0, "no phase ran the pass") for change in unmet]
         return Ran(ran)
 
     def _with(self, name: str, change: Callable[[Phase], list[Phase]]) -> Phases:
@@ -201,35 +226,35 @@ class Phases(Sequence[Phase]):
         changed = [other for phase in self for other in (change(phase) if phase.name == name else [phase])]
         return Phases(changed, self._changes)
 
-    def _changing(self, name: str, apply: Callable[[Pipeline], Pipeline]) -> Phases:
-        return Phases(self._phases, [*self._changes, Change(name, apply)])
+    def _changing(self, name: str, text: str, apply: Callable[[Pipeline], Pipeline], *adds: Pass) -> Phases:
+        known = [*known_passes(), *(added for change in self._changes for added in change.adds)]
+        if name not in known:
+            raise PassError(f"no pass {name!r}", expected="a known pass", remedy=_nearest(name, known))
+        said = text.format(name, ", ".join(added.spelling for added in adds))
+        change = Change(name, said, apply, tuple(added.name for added in adds))
+        return Phases(self._phases, [*self._changes, change])
+
+
+def _called(function: Callable[..., Any]) -> str:
+    """A function's name, the same on all ranks."""
+    return f"{function.__module__}.{getattr(function, '__qualname__', type(function).__qualname__)}"
+
+
+def _nothing(compilation: Compilation) -> None:
+    """Do nothing."""
 
 
 def _nearest(name: str, known: Sequence[str]) -> str:
     near = difflib.get_close_matches(name, known, n=1)
-    return f"did you mean {near[0]}" if near else "use one of these names"
+    return f"did you mean {near[0]}" if near else "`crossfade passes` lists the passes, `print(TRAINING)` the phases"
 
 
 def _run(phase: Phase, compilation: Compilation) -> PhaseRecord:
     if why_not := phase.why_not(compilation):
         return PhaseRecord(phase, (), 0.0, why_not)
-    _check(phase, compilation, "takes", phase.takes)
-    before, start = _records(compilation), time.perf_counter()
+    compilation.need(phase.takes, f"the phase {phase.name}")
+    before, start = len(compilation.records), time.perf_counter()
     phase.run(compilation)
     seconds = time.perf_counter() - start
-    _check(phase, compilation, "gives", phase.gives)
-    return PhaseRecord(phase, _records(compilation)[len(before) :], seconds)
-
-
-def _records(compilation: Compilation) -> tuple[PassRecord, ...]:
-    return compilation.program.history if compilation.program is not None else ()
-
-
-def _check(phase: Phase, compilation: Compilation, verb: str, names: Sequence[str]) -> None:
-    for name in names:
-        if getattr(compilation, name) is None:
-            raise PassError(
-                f"the phase {phase.name}, which {verb} {name}, and there is none",
-                expected="each phase after those that give what it takes, and what it gives to be there after it",
-                remedy="move it, or put back the phase that it needs",
-            )
+    compilation.need(phase.gives, f"what comes after the phase {phase.name}")
+    return PhaseRecord(phase, tuple(compilation.records[before:]), seconds)

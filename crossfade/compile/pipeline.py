@@ -1,8 +1,5 @@
-"""The compiler, top to bottom: which passes run, in which order. Only this file knows.
-
-`crossfade.compile.training` runs these on a training step; `optimize` on a graph that already has collectives;
-`crossfade.compile.simplify_exported` runs the first of them on exported models.
-"""
+"""The lists of passes: what `optimize` runs over a graph that already has collectives, and what the phases of
+`training_phases` and `simplify_exported` run."""
 
 from __future__ import annotations
 

@@ -6,7 +6,7 @@ import contextlib
 import functools
 import logging
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -63,6 +63,7 @@ class Place:
         present = _agree_on_settings(mesh, lease, options)
         tensor: TensorParallel | None = None
         if options.tensor_parallel is not None:
+            _check_replicated(options.data_parallel)
             loss = _loss_of(loss_fn)
             plan = options.tensor_parallel
             tensor, mesh = TensorParallel.of(plan, mesh, model, optimizer, loss, timeout, lease, present)
@@ -71,11 +72,11 @@ class Place:
         _check_wholeness(model, mode, options.keep_whole)
         members, groups = _open_groups(axes, mode, timeout, lease) if axes is not None else (None, {})
         groups |= {tensor.axis.name: tensor.group} if tensor else {}
-        place = cls(axes, mode, members, groups, tensor, None, None, device, lease)
-        machine = place._machine(options, model)
-        _check_planned(options, axes, machine)
+        place = cls(axes, mode, members, groups, tensor, device=device, lease=lease)
+        place = replace(place, machine=place._machine(options, model))
+        _check_planned(options, axes, place)
         shards = shards_of(model, optimizer, axes, mode, members, options.keep_whole) if axes and members else None
-        return cls(axes, mode, members, groups, tensor, shards, machine, device, lease)
+        return replace(place, shards=shards)
 
     @property
     def everyone(self) -> Members | None:
@@ -136,8 +137,25 @@ def _loss_of(loss_fn: LossFunction | None) -> Callable[[Callable[..., Any], tupl
     return lambda call, batch: loss_of(call, loss_fn, batch)
 
 
-def _check_planned(options: Options, axes: DataParallel | None, machine: Machine | None) -> None:
+def _check_replicated(mode: DataParallelMode) -> None:
+    """Refuse what is not possible together with a plan."""
+    if mode != "replicate":
+        raise NotYetError(
+            f"data_parallel={mode!r} together with tensor_parallel",
+            expected='data_parallel="replicate" over the other axis',
+            remedy="leave out one of the two",
+        )
+
+
+def _check_planned(options: Options, axes: DataParallel | None, place: Place) -> None:
     """Refuse what only a plan can keep, without one."""
+    machine = place.machine
+    if options.memory_limit is not None and place.everyone is None:
+        raise CrossfadeError(
+            f"memory_limit={options.memory_limit} on one device",
+            expected="a mesh: only steps on ranks are scheduled",
+            remedy="leave it out, or pass a mesh of several ranks",
+        )
     if options.memory_limit is not None and (
         options.passes is not None or (options.machine is None and machine is None)
     ):

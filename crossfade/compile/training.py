@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from torch import nn
@@ -110,9 +111,9 @@ def compile_step(
         >>> losses[-1] < losses[0]
         True
     """
+    expect = Expect.of(strict)
     options = Options(
         data_parallel=data_parallel,
-        keep_whole=names_to_keep_whole(keep_whole, data_parallel, model, memory_limit),
         tensor_parallel=tensor_parallel,
         batch=batch,
         accumulate=accumulate,
@@ -125,8 +126,9 @@ def compile_step(
         phases=phases,
         check_every=check_every,
         timeout=timeout,
-        expect=Expect.of(strict),
+        expect=expect,
     )
+    options = replace(options, keep_whole=names_to_keep_whole(keep_whole, data_parallel, model, memory_limit))
     check_model(model)
     check_optimizer(optimizer, parameter_names(model))
     check_not_split(model)

@@ -63,6 +63,7 @@ class StepCompilation(Compilation):
     """The program before its communication was improved: what the report compares with."""
     timeline: Timeline | None = None
     """What the final program should do when."""
+    is_scheduled: bool = False
 
     @property
     def is_planned(self) -> bool:
@@ -91,7 +92,7 @@ def choose_whole(step: StepCompilation) -> None:
     assert members is not None and axes is not None and shards is not None
     captured, parts = job.capture(step.batch, job.layout(step.batch))
     repeated = repeat_on_micro_batches(captured, job.options.accumulate, mean=_is_mean(step, parts))
-    whole = run_passes(repeated, simplification())
+    whole = run_passes(repeated, step.edited(simplification()))
     here = measured_operators(whole, _may_spell_out(step), place.device)  # on all ranks at once, as in a step
     split = axes.split
     chosen = members.share(lambda: parameters_to_keep_whole(whole, machine, here, split.name, split.size))
@@ -171,6 +172,7 @@ def optimizer(step: StepCompilation) -> None:
     )
     if place.axes is not None:
         step.run(updates_gathered(place.mode, place.axes, place.kept_whole))
+    step.plain = step.made()
 
 
 def simplify(step: StepCompilation) -> None:
@@ -210,7 +212,8 @@ def collective_matmul(step: StepCompilation) -> None:
 def schedule(step: StepCompilation) -> None:
     """Buckets and order chosen together: a few bucket sizes, each scheduled and simulated, the fastest kept."""
     machine, limit = step.context["machine"], step.job.options.memory_limit
-    step.program = plan_overlap(step.made(), machine, step.measured, limit, edited=step.edited).program
+    step.take(plan_overlap(step.made(), machine, step.measured, limit, edited=step.edited).program)
+    step.is_scheduled = True
 
 
 def communicate(step: StepCompilation) -> None:
@@ -269,11 +272,15 @@ def _one_device(step: StepCompilation) -> str:
 
 
 def _unplanned(step: StepCompilation) -> str:
+    if step.job.options.passes is not None:
+        return "passes= says what to do instead"
+    if step.job.place.everyone is None:
+        return "one device has nothing to plan"
     return "" if step.is_planned else "no machine is planned for"
 
 
 def _planned(step: StepCompilation) -> str:
-    return "buckets and order are chosen by the phase schedule" if step.is_planned else ""
+    return "the phase schedule has chosen buckets and order" if step.is_scheduled else ""
 
 
 def _nothing_split(step: StepCompilation) -> str:
@@ -295,12 +302,12 @@ def _no_plan(step: StepCompilation) -> str:
 
 TRAINING = Phases(
     [
-        Phase("choose-whole", choose_whole, ("batch",), ("batch",), _nothing_to_choose),
+        Phase("choose-whole", choose_whole, ("batch",), (), _nothing_to_choose),
         Phase("capture", capture, ("batch",), ("program", "layout", "loss_parts")),
         Phase("accumulate", accumulate, ("program", "loss_parts")),
         Phase("shard-data", shard_data, ("program", "loss_parts"), why_not=_one_device),
         Phase("compare-ranks", compare_ranks, ("program", "loss_parts"), ("program", "compared")),
-        Phase("optimizer", optimizer),
+        Phase("optimizer", optimizer, gives=("program", "plain")),
         Phase("simplify", simplify, gives=("program", "plain")),
         Phase("exchange-factors", exchange_factors, why_not=_nothing_split),
         Phase("measure", measure_operators, gives=("measured",), why_not=_unplanned),
@@ -313,4 +320,4 @@ TRAINING = Phases(
         Phase("predict", predict, ("program", "measured"), ("timeline",), _unplanned),
     ]
 )
-"""The compiler. `compile_step(..., phases=TRAINING.without_pass("sink-waits"))` changes it by name."""
+"""The compiler. `compile_step(..., phases=TRAINING.without_pass("simplify-nodes"))` changes it by name."""

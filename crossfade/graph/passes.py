@@ -80,7 +80,7 @@ class Pass:
 
     @property
     def spelling(self) -> str:
-        """The pass and its non-default options as one token: cache key, report heading, command-line form.
+        """The pass and its non-default options as one token: heading in reports, form on the command line.
 
         >>> from crossfade.communicate.sink_waits import SinkWaits
         >>> SinkWaits().spelling
@@ -134,7 +134,7 @@ def _spelled(value: Any) -> str:
         case tuple():
             return f"({','.join(map(_spelled, value))}{',' if len(value) == 1 else ''})"
         case float() if math.isinf(value):
-            return "1e999"  # `inf` is no literal
+            return "1e999" if value > 0 else "-1e999"  # `inf` is no literal
     return getattr(value, "__qualname__", type(value).__qualname__) if callable(value) else repr(value)
 
 

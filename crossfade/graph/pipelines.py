@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import fields, replace
+from operator import is_
 from typing import Any, overload
 
 from crossfade.errors import PassError
@@ -126,7 +127,7 @@ def _rewritten(passes: Iterable[Pass], change: Callable[[Pass], list[Pass]]) -> 
         for kept in change(pass_):
             held = _held(kept) if kept is pass_ else ()
             inside = _rewritten(held, change)
-            if inside == held:
+            if len(inside) == len(held) and all(map(is_, inside, held)):
                 result.append(kept)
             elif inside:
                 options: dict[str, Any] = {"passes": inside}

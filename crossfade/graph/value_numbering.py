@@ -109,8 +109,8 @@ def is_list(node: fx.Node) -> bool:
 def is_chosen_by_numbers(node: fx.Node) -> bool:
     """Whether an operator takes numbers that may be different on another rank: which part to take, what to scale by.
 
-    Sizes are the same expression on all ranks. Which result of an operator is read is no choice of a rank's, unless
-    the operator makes a list of like elements.
+    Sizes in views and the like are the same expression on all ranks; what else takes numbers or sizes counts as chosen.
+    Which result of an operator is read is no choice of a rank's, unless the operator makes a list of like elements.
 
     >>> from crossfade.graph.text import parse
     >>> program = parse('''

@@ -23,8 +23,8 @@ class OverlapCommunication(Pass):
     `memory_limit`, live bytes beside inputs and constants stay within it, or the pass refuses and says how much it
     needs. Data, random numbers, writes to memory and the meaning of the program stay; collectives of one group may
     change places, in the same way on every rank that has the same program, machine and measured times. `machine` should
-    be the one the program runs on: measured, or a preset. `measured` has the seconds of single nodes by key
-    (`crossfade.cost.keys`), as pairs.
+    be the one the program runs on: measured, or a preset (by default ethernet-1gbit). `measured` has the seconds of
+    single nodes by key (`crossfade.cost.keys`).
 
     Also known as: XLA's latency-hiding scheduler, Inductor's reorder_for_compute_comm_overlap, FSDP2's prefetch.
 
@@ -52,13 +52,14 @@ class OverlapCommunication(Pass):
     name = "overlap-communication"
     numerics = Numerics.BITWISE
 
-    machine: Machine = from_context(preset("ethernet-1gbit"))
+    machine: Machine | None = from_context()
     memory_limit: int | None = None
     measured: Mapping[str, float] | None = from_context()
 
     def run(self, program: Program) -> PassResult:
         """Estimate, plan, apply; a verdict for each collective."""
-        costs = estimate(program, self.machine, dict(self.measured or {}))
+        machine = self.machine if self.machine is not None else preset("ethernet-1gbit")
+        costs = estimate(program, machine, dict(self.measured or {}))
         schedule = plan_schedule(program, costs, self.memory_limit)
         found = {collective.node.name: collective for collective in collectives.find(program.graph)}
         changed = apply_schedule(program, schedule)

@@ -51,7 +51,7 @@ def test_the_record_prints_phases_and_passes_as_they_ran():
     assert "    remove-noops (no change)\n    remove-dead-code\n" in repr(ran)
     assert repr(ran).endswith("left out: no machine is planned for")
     assert ran.names() == ["capture", "simplify"]
-    assert ran.seconds_until("capture") == ran[0].seconds
+    assert ran.seconds("capture", "measure") == ran[0].seconds
 
 
 def test_phases_are_changed_by_name():
@@ -73,16 +73,38 @@ def test_passes_are_changed_by_name_in_whichever_phase_they_run():
     assert passes(TWO.after_pass("remove-noops", Ask())) == ["remove-noops", "ask", "remove-dead-code"]
 
 
-def test_a_change_of_a_pass_that_never_runs_is_an_error():
-    with pytest.raises(PassError, match=r"a change of the pass 'remove-noop', .*did you mean remove-noops"):
-        TWO.without_pass("remove-noop").run(Compilation())
+def test_a_change_of_a_pass_that_does_not_exist_is_an_error_at_once():
+    with pytest.raises(PassError, match=r"no pass 'remove-noop': .*did you mean remove-noops"):
+        TWO.without_pass("remove-noop")
+
+
+def test_a_pass_that_a_change_brings_in_can_be_changed_too():
+    changed = TWO.before_pass("remove-noops", Ask()).without_pass("ask")
+    assert changed.changes() == ["ask before remove-noops", "without ask"]
+    assert [record.name for record in changed.run(Compilation())[1].passes] == ["remove-noops", "remove-dead-code"]
+
+
+def test_a_change_of_a_pass_that_does_not_run_here_is_said():
+    ran = TWO.without_pass("sink-waits").run(Compilation())
+    assert repr(ran).splitlines()[-1] == "without sink-waits   left out: no phase ran the pass"
 
 
 def test_a_phase_without_what_it_takes_is_an_error():
-    with pytest.raises(PassError, match="the phase simplify, which takes program, and there is none"):
+    with pytest.raises(PassError, match="the phase simplify needs program, which no phase before it has made"):
         TWO.without("capture").run(Compilation())
 
 
 def test_a_phase_that_does_not_give_what_it_says_is_an_error():
-    with pytest.raises(PassError, match="the phase capture, which gives program, and there is none"):
+    with pytest.raises(PassError, match="what comes after the phase capture needs program"):
         TWO.replace("capture", lambda compilation: None).run(Compilation())
+
+
+def test_a_phase_that_takes_what_nobody_has_heard_of_is_an_error():
+    with pytest.raises(PassError, match="the phase more needs programme"):
+        TWO.after("simplify", Phase("more", simplify, ("programme",))).run(Compilation())
+
+
+def test_ranks_compare_functions_and_changes_not_only_names():
+    mine = TWO.replace("simplify", capture).replace_pass("remove-noops", Ask())
+    assert TWO.settings() != TWO.replace("simplify", capture).settings() != mine.settings()
+    assert mine.settings()[-1] == "ask instead of remove-noops"

@@ -13,7 +13,7 @@ from crossfade import Step, compile_step
 from crossfade.communicate.sink_waits import SinkWaits
 from crossfade.compile.phases import Phase, Phases
 from crossfade.compile.training_phases import TRAINING, StepCompilation
-from crossfade.errors import PassError
+from crossfade.errors import CrossfadeError, PassError
 
 DOCS = Path(__file__).parent.parent.parent / "docs"
 
@@ -60,19 +60,26 @@ def test_a_phase_of_the_users_own_sees_the_compilation():
     assert len(seen) == 1 and "count" in step.pipeline.names()
 
 
-def test_what_is_left_out_shows_in_the_numbers_it_gives():
-    step = compiled(TRAINING.without("simplify").before("communicate", Phase("keep", _keep, gives=("plain",))))
-    assert "simplify-nodes" not in [record.name for record in step.program.history]
+@pytest.mark.parametrize("name", ["simplify", "compare-ranks", "lower", "finish", "communicate"])
+def test_phases_that_others_do_not_need_may_be_left_out(name: str):
+    step = compiled(TRAINING.without(name))
+    assert name not in step.pipeline.names()
     assert torch.isfinite(step(torch.ones(4, 4), torch.ones(4, 2)))
 
 
-def _keep(step: StepCompilation) -> None:
-    step.plain = step.made()
-
-
 def test_a_compiler_without_a_needed_phase_is_refused_by_name():
-    with pytest.raises(PassError, match="the phase accumulate, which takes program"):
+    with pytest.raises(PassError, match="the phase accumulate needs program"):
         compiled(TRAINING.without("capture"))
+
+
+def test_a_list_is_no_compiler():
+    with pytest.raises(CrossfadeError, match="phases=list: expected Phases"):
+        compiled(list(TRAINING))  # type: ignore[arg-type]
+
+
+def test_accumulated_passes_are_recorded_though_the_program_is_built_again():
+    records = {record.phase.name: record.passes for record in compiled(accumulate=2).pipeline}
+    assert [record.name for record in records["accumulate"]] == ["count-globally"]
 
 
 @pytest.mark.parametrize("accumulate", [1, 2])
