@@ -71,9 +71,7 @@ def explain(
     before = read_program_text(program)
     before.groups = dict.fromkeys(collectives.group_sizes(before.graph), group_size)
     usual = pipeline.optimization(machine=found, groups=before.groups)
-    chosen = (
-        [catalogue.pass_from_spelling(spelling) for spelling in catalogue.split_spellings(passes)] if passes else usual
-    )
+    chosen = list(map(catalogue.pass_from_spelling, catalogue.split_spellings(passes))) if passes else usual
     after = run_passes(before, chosen, context=pipeline.planning_for(found))
     report = Report.of(before, after, title=program.name)
     report = report.with_timelines(predicted=whatif.predicted(after, found)) if found is not None else report

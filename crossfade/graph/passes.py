@@ -30,7 +30,7 @@ TEXT_LIMIT = 20_000
 
 
 class Numerics(StrEnum):
-    """What a pass may do to the numbers."""
+    """What a pass may do to the numbers that a program computes."""
 
     BITWISE = "bitwise"
     REASSOCIATES = "reassociates"
