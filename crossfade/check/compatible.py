@@ -8,7 +8,7 @@ from typing import Any, Literal
 from torch import fx
 
 from crossfade.check.deadlocks import deadlocks, too_few
-from crossfade.check.findings import Compatibility, Finding, FindingKind, Place
+from crossfade.check.findings import Compatibility, Finding, FindingKind, RankPlace
 from crossfade.check.groups import Groups, Meshes, groups_of_ranks
 from crossfade.check.walk import ScheduleWalk, splits
 from crossfade.errors import CrossfadeError, MeshError
@@ -143,7 +143,7 @@ def _misfit_group(
     rank: int, events: Events, name: str, ranks: tuple[int, ...], groups: Sequence[Groups]
 ) -> Iterator[Finding]:
     launch = next(launch for launch in events.launches if launch.group == name)
-    place = Place.of(rank, launch)
+    place = RankPlace.of(rank, launch)
     if rank not in ranks:
         yield Finding(
             FindingKind.MEMBERS, name, f"rank {rank} is not in {name}, which has ranks {_listed(ranks)}", (place,)
@@ -173,7 +173,7 @@ def _misfits(schedules: Sequence[Events], groups: Sequence[Groups]) -> Iterator[
         for launch in events.launches:
             if launch.group in own and own[launch.group] not in seen and (what := _misfit(launch, own[launch.group])):
                 seen.add(own[launch.group])
-                yield Finding(FindingKind.MISMATCH, launch.group, what, (Place.of(rank, launch),))
+                yield Finding(FindingKind.MISMATCH, launch.group, what, (RankPlace.of(rank, launch),))
 
 
 def _misfit(launch: Launch, ranks: tuple[int, ...]) -> str:
@@ -214,7 +214,7 @@ def _unread(schedules: Sequence[Events]) -> Iterator[Finding]:
     for events in _distinct(schedules):
         rank = next(rank for rank, schedule in enumerate(schedules) if schedule is events)
         for unread in events.unread:
-            place = Place(rank, unread.node, unread.source, "communicates in a way that the graph does not show")
+            place = RankPlace(rank, unread.node, unread.source, "communicates in a way that the graph does not show")
             yield Finding(FindingKind.UNPROVED, "", unread.reason, (place,))
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 
-from crossfade.check.findings import Finding, FindingKind, Place
+from crossfade.check.findings import Finding, FindingKind, RankPlace
 from crossfade.check.walk import Operation, ScheduleWalk
 from crossfade.graph.events import Wait
 from crossfade.graph.launches import ordinal
@@ -67,14 +67,14 @@ def _circle_found(walk: ScheduleWalk, circle: list[int]) -> Finding:
     return Finding(FindingKind.DEADLOCK, group, what, places)
 
 
-def _stuck_place(walk: ScheduleWalk, rank: int, other: int) -> Place:
+def _stuck_place(walk: ScheduleWalk, rank: int, other: int) -> RankPlace:
     operation, event = walk.stuck[rank], walk.event_of(rank)
     launch = walk.launches_of(rank, event)
     later = _start_of(walk, other, operation)
     when = f"{'whose other end' if operation.channel.carries_messages else 'which'} rank {other} {later}"
     if isinstance(event, Wait):
-        return Place(rank, event.node, event.source, f"waits for {launch}, {when}")
-    return Place(rank, event.node, event.source, f"starts {launch}, {when}")
+        return RankPlace(rank, event.node, event.source, f"waits for {launch}, {when}")
+    return RankPlace(rank, event.node, event.source, f"starts {launch}, {when}")
 
 
 def _start_of(walk: ScheduleWalk, rank: int, operation: Operation) -> str:
@@ -116,12 +116,12 @@ def _ends_early(walk: ScheduleWalk, operation: Operation, rank: int) -> Finding:
         )
     done = operation.number
     does = f"ends after {done} on {channel.group}"
-    starts = Place.of(arrival.rank, arrival.launch, f"starts a {ordinal(done + 1)} collective, {arrival.launch}")
+    starts = RankPlace.of(arrival.rank, arrival.launch, f"starts a {ordinal(done + 1)} collective, {arrival.launch}")
     return Finding(FindingKind.NUMBER, channel.group, "different numbers of collectives", (starts, _end(rank, does)))
 
 
-def _end(rank: int, does: str) -> Place:
-    return Place(rank, "", "", does)
+def _end(rank: int, does: str) -> RankPlace:
+    return RankPlace(rank, "", "", does)
 
 
 def _ranks(ranks: list[int]) -> str:

@@ -21,10 +21,10 @@ class FindingKind(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class RankPlace:
     """One rank's side of a problem: its node, the node's source line, and what it does there.
 
-    >>> print(Place(1, "done", "model.py:12", "waits for all_reduce(sum) of f32[4] on dp"))
+    >>> print(RankPlace(1, "done", "model.py:12", "waits for all_reduce(sum) of f32[4] on dp"))
     rank 1 waits for all_reduce(sum) of f32[4] on dp (node done [model.py:12])
     """
 
@@ -34,7 +34,7 @@ class Place:
     does: str
 
     @classmethod
-    def of(cls, rank: int, launch: Launch, does: str = "") -> Place:
+    def of(cls, rank: int, launch: Launch, does: str = "") -> RankPlace:
         """A rank that starts something."""
         return cls(rank, launch.node, launch.source, does or f"starts {launch}")
 
@@ -47,14 +47,14 @@ class Place:
 class Finding:
     """One problem: what it is, and what each rank in it does.
 
-    >>> print(Finding(FindingKind.NUMBER, "dp", "too few collectives", (Place(0, "a", "", "starts a 2nd"),)))
+    >>> print(Finding(FindingKind.NUMBER, "dp", "too few collectives", (RankPlace(0, "a", "", "starts a 2nd"),)))
     number: too few collectives: rank 0 starts a 2nd (node a)
     """
 
     problem: FindingKind
     group: str
     what: str
-    places: tuple[Place, ...] = ()
+    places: tuple[RankPlace, ...] = ()
 
     def __str__(self) -> str:
         places = f": {'; '.join(map(str, self.places))}" if self.places else ""

@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 
-from crossfade.check.findings import Finding, FindingKind, Place
+from crossfade.check.findings import Finding, FindingKind, RankPlace
 from crossfade.check.groups import Groups
 from crossfade.graph.events import Events, Wait
 from crossfade.graph.launches import Launch, Sent, Size, difference, ordinal
@@ -36,9 +36,9 @@ class Arrival:
     launch: Launch
     message: Sent | None = None
 
-    def place(self) -> Place:
+    def place(self) -> RankPlace:
         does = f"starts {self.message} of {self.launch.group}" if self.message is not None else ""
-        return Place.of(self.rank, self.launch, does)
+        return RankPlace.of(self.rank, self.launch, does)
 
 
 @dataclass(slots=True)

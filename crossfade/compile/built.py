@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from crossfade.capture.divide_batch import BatchLayout
-from crossfade.compile.phases import Ran
+from crossfade.compile.phases import PhaseRecords
 from crossfade.graph.launches import Launch
 from crossfade.graph.program import Program
 from crossfade.ranks.alike import RankComparison
@@ -29,5 +29,5 @@ class Built:
     """What was to be communicated before it was put together, each with what it is for."""
     shortfalls: Sequence[Shortfall]
     """What is short of what `strict=` expects, as this rank sees it."""
-    phases: Ran
+    phases: PhaseRecords
     """How it was compiled."""

@@ -18,7 +18,7 @@ from crossfade.capture.training import check_model
 from crossfade.compile.agreement import agree, agree_on_batch, hold_together, telling
 from crossfade.compile.built import Built
 from crossfade.compile.job import Job
-from crossfade.compile.phases import Ran
+from crossfade.compile.phases import PhaseRecords
 from crossfade.compile.pipeline import copy_kernel
 from crossfade.compile.training_phases import TRAINING, StepCompilation
 from crossfade.errors import RankFailedError
@@ -105,7 +105,7 @@ class StepCompiler:
         keys = self.state_keys(stepped)
         return Built(step.made(), layout, report, keys, step.compared or [], exchanges, short, ran)
 
-    def _report(self, step: StepCompilation, plain: Program, ran: Ran) -> Report:
+    def _report(self, step: StepCompilation, plain: Program, ran: PhaseRecords) -> Report:
         compared = cost_of_comparing(step.compared or [], step.batch)
         facts = self._facts(step, ran) | copy_kernel(step.made()) | compared | self.job.baked_in.facts()
         report = Report.of(plain, step.made(), title=type(self.job.model).__name__, facts=facts)
@@ -144,7 +144,7 @@ class StepCompiler:
         states = initial_state(self.job.optimizer, names, chosen, without_memory)
         return {name: list(state) for name, state in states.items()}
 
-    def _facts(self, step: StepCompilation, ran: Ran) -> dict[str, str]:
+    def _facts(self, step: StepCompilation, ran: PhaseRecords) -> dict[str, str]:
         options, place, layout = self.job.options, self.job.place, step.layout
         assert layout is not None
         axes = [place.axes.copies, place.axes.split] if place.axes else []

@@ -113,7 +113,7 @@ class PhaseRecord:
         return "\n".join(lines)
 
 
-class Ran(tuple[PhaseRecord, ...]):
+class PhaseRecords(tuple[PhaseRecord, ...]):
     """The phases of a compilation as they ran, with their passes; prints one line a phase and a pass."""
 
     __slots__ = ()
@@ -208,7 +208,7 @@ class Phases(Sequence[Phase]):
         """With other passes after one."""
         return self._changing(name, "{1} after {0}", lambda pipeline: pipeline.after(name, *passes), *passes)
 
-    def run(self, compilation: Compilation) -> Ran:
+    def run(self, compilation: Compilation) -> PhaseRecords:
         """Run the phases on a compilation; what each takes must have been made, and what it gives is made then.
 
         A change of a pass that did not run here is recorded as left out: whether one runs depends on the program.
@@ -217,7 +217,7 @@ class Phases(Sequence[Phase]):
         ran = [_run(phase, compilation) for phase in self]
         unmet = [change for change in self._changes if change not in compilation.met]
         ran += [PhaseRecord(Phase(change.text, _nothing), (), 0.0, "no phase ran the pass") for change in unmet]
-        return Ran(ran)
+        return PhaseRecords(ran)
 
     def _with(self, name: str, change: Callable[[Phase], list[Phase]]) -> Phases:
         known = [phase.name for phase in self]

@@ -192,13 +192,13 @@ def _check_wholeness(model: nn.Module, mode: DataParallelMode, kept_whole: Colle
         raise ModelError(
             f"parameter {lost[0]} as a DTensor",
             expected="whole parameters, of which some are to stay whole",
-            remedy="build the model anew and load a checkpoint into it (step.save, step.load), or leave out keep_whole",
+            remedy="build the model again and load a checkpoint into it (step.save, step.load), or leave out keep_whole",
         )
     if split and mode not in ("zero2", "zero3"):
         raise ModelError(
             f"parameter {split[0]} as a DTensor",
             expected=f"whole parameters for data_parallel={mode!r}",
-            remedy="build the model anew and load a checkpoint into it (step.save, step.load), or pass zero2 or zero3",
+            remedy="build the model again and load a checkpoint into it (step.save, step.load), or pass zero2 or zero3",
         )
 
 

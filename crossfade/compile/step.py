@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 from crossfade.compile.built import Built
 from crossfade.compile.compiler import StepCompiler
-from crossfade.compile.phases import Ran
+from crossfade.compile.phases import PhaseRecords
 from crossfade.compile.place import Place
 from crossfade.cost.timeline import Timeline
 from crossfade.errors import CrossfadeError, RankFailedError
@@ -93,7 +93,7 @@ class Step:
         return self._latest("program").program
 
     @property
-    def pipeline(self) -> Ran:
+    def pipeline(self) -> PhaseRecords:
         """The phases that compiled it and the passes that they ran, as they ran; `print` shows the compiler."""
         return self._latest("pipeline").phases
 

@@ -215,7 +215,7 @@ def check_not_split(model: nn.Module) -> None:
         raise ModelError(
             f"a {type(model).__name__} that an earlier compile_step has split by a plan",
             expected="a whole model",
-            remedy="build the model anew, and load into it what that step saved (step.save, step.load)",
+            remedy="build the model again, and load into it what that step saved (step.save, step.load)",
         )
 
 

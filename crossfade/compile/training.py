@@ -65,7 +65,7 @@ def compile_step(
             forward and kept for the backward. `"zero3"`: gathered again for the backward instead. The model's
             parameters and the optimizer's state become DTensors; `step.gathered()` gives the whole model back for a
             while, `step.state_dict()` is for `torch.distributed.checkpoint`.
-        keep_whole: with zero2 and zero3, parameters that every rank keeps whole all the same: gathered as soon as they
+        keep_whole: with zero2 and zero3, parameters that every rank keeps whole: gathered as soon as they
             are updated, under the backward, instead of before their next use. A list of names, or patterns like
             `"blocks.0.*"`. With zero2 also `"auto"`: as many of those used first as make a step fastest on the
             machine, chosen at the first step, which splits the others. It costs memory: what is kept whole between

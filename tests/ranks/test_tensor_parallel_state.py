@@ -222,7 +222,7 @@ def test_a_split_model_is_not_taken_for_a_whole_one(ranks: Any) -> None:
         assert len(messages) == 6
         for message in messages[:2]:
             assert "a Net that an earlier compile_step has split by a plan" in message
-            assert "build the model anew" in message
+            assert "build the model again" in message
         for message in messages[2:5]:
             assert "another tensor down.weight than the one that was split" in message
         assert "a forward hook on the Net itself" in messages[5]
