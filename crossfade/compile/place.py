@@ -192,7 +192,7 @@ def _check_wholeness(model: nn.Module, mode: DataParallelMode, kept_whole: Colle
         raise ModelError(
             f"parameter {lost[0]} as a DTensor",
             expected="whole parameters, of which some are to stay whole",
-            remedy="build the model again and load a checkpoint into it (step.save, step.load), or leave out keep_whole",
+            remedy="build the model again, load a checkpoint (step.save, step.load), or leave out keep_whole",
         )
     if split and mode not in ("zero2", "zero3"):
         raise ModelError(
