@@ -20,6 +20,7 @@ from crossfade.capture.tracing import new_fake_mode, to_fake, trace
 from crossfade.errors import CaptureError, ModelError
 from crossfade.graph.private import (
     TorchDispatchMode,
+    as_if_compiling,
     has_hooks,
     rename_node,
     schema_of,
@@ -96,7 +97,8 @@ def capture_forward_backward(
         fresh = [_as_leaf(p, like) for p, like in zip(parameter_values, parameters.values(), strict=True)]
         state = dict(zip([*parameters, *buffers], [*fresh, *buffer_values], strict=True))
         wanted = [state[name] for name in trained]
-        with torch.enable_grad(), swapped_state(model, state):  # until after the backward, which may run parts again
+        # Until after the backward, which may run parts again.
+        with torch.enable_grad(), swapped_state(model, state), as_if_compiling():
             filled = tree_unflatten(_fill(leaves, batch_values), spec)
             with NoWrites(), AsLaidOut():
                 loss = loss_of(model, loss_fn, filled) if forward is None else forward(state, filled)

@@ -152,10 +152,11 @@ class StepCompiler:
         sizes = " x ".join(f"{axis.name}={axis.size}" for axis in axes if axis is not None)
         split = {"split by the plan": place.tensor.said()} if place.tensor else {}
         spared = "no gather in pieces, no small operators grouped: both need more"
+        kept = spared if place.everyone is not None else "not kept: on one device nothing is scheduled"
         limit = options.memory_limit
-        limited = {"memory limit": f"{limit:,} bytes; {spared}"} if limit is not None else {}
-        kept = {"kept whole": f"{len(place.kept_whole)} parameters"} if place.mode in ("zero2", "zero3") else {}
-        return {**split, **limited, **kept} | {
+        limited = {"memory limit": f"{limit:,} bytes; {kept}"} if limit is not None else {}
+        whole = {"kept whole": f"{len(place.kept_whole)} parameters"} if place.mode in ("zero2", "zero3") else {}
+        return {**split, **limited, **whole} | {
             "mesh": f"{sizes} over {axes[-1].backend}" if axes and axes[-1] else "one device",
             "data parallel": place.mode,
             "planned for": place.machine.name if place.machine else "no machine in particular",

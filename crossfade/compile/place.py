@@ -150,12 +150,6 @@ def _check_replicated(mode: DataParallelMode) -> None:
 def _check_planned(options: Options, axes: DataParallel | None, place: Place) -> None:
     """Refuse what only a plan can keep, without one."""
     machine = place.machine
-    if options.memory_limit is not None and place.everyone is None:
-        raise CrossfadeError(
-            f"memory_limit={options.memory_limit} on one device",
-            expected="a mesh: only steps on ranks are scheduled",
-            remedy="leave it out, or pass a mesh of several ranks",
-        )
     if options.memory_limit is not None and (
         options.passes is not None or (options.machine is None and machine is None)
     ):

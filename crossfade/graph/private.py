@@ -6,9 +6,11 @@ is known on. Public replacements are welcome: delete the line here when torch gr
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import inspect
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -181,6 +183,19 @@ def unwrapped_operator(operator: OpOverload) -> Any:
 def below_autograd() -> Any:
     """Run operators without asking autograd first, which with gradients off only costs. Known on 2.11, 2.13."""
     return torch._C._AutoDispatchBelowAutograd()
+
+
+@contextlib.contextmanager
+def as_if_compiling() -> Iterator[None]:
+    """Let `torch.compiler.is_compiling()` be true: models then avoid paths that look at numbers (transformers' masks).
+
+    Known on 2.11, 2.13.
+    """
+    before, torch.compiler._is_compiling_flag = torch.compiler._is_compiling_flag, True
+    try:
+        yield
+    finally:
+        torch.compiler._is_compiling_flag = before
 
 
 def swapped_state(model: torch.nn.Module, state: dict[str, torch.Tensor]) -> Any:

@@ -28,7 +28,7 @@ def compiled(**options: object) -> object:
         ({"accumulate": 0}, "accumulate=0: expected at least 1"),
         ({"timeout": 0}, "timeout=0: expected seconds"),
         ({"check_every": -1}, "check_every=-1"),
-        ({"memory_limit": 100, "machine": "ethernet-1gbit"}, "memory_limit=100 on one device"),
+        ({"memory_limit": 100}, "memory_limit=100 without a machine to plan for"),
     ],
     ids=str,
 )
@@ -51,3 +51,16 @@ def test_the_warning_about_a_loss_names_the_line_that_calls_the_step() -> None:
         warnings.simplefilter("always")
         step(torch.ones(4, 2), torch.zeros(4, 2))
     assert [warning.filename for warning in caught if "loss" in str(warning.message)] == [__file__]
+
+
+def test_a_memory_limit_on_one_device_is_said_not_to_be_kept() -> None:
+    model = nn.Linear(2, 2)
+    step = compile_step(
+        model,
+        F.mse_loss,
+        torch.optim.SGD(model.parameters()),
+        machine="ethernet-1gbit",
+        memory_limit=100,
+    )
+    step.prepare(torch.ones(2, 2), torch.ones(2, 2))
+    assert step.report.facts["memory limit"] == "100 bytes; not kept: on one device nothing is scheduled"
