@@ -34,6 +34,6 @@ current stream wait, as NCCL does; the thread goes on. The first collective on a
 clock.
 """
 
-from crossfade.emulated.process_group import Emulation, world
+from crossfade.emulated.process_group import Emulation, use, world
 
-__all__ = ["Emulation", "world"]
+__all__ = ["Emulation", "use", "world"]

@@ -151,7 +151,7 @@ def test_what_cannot_be_measured_is_refused_before_anything_travels(ranks: Calla
     (alone, cuda, sizes), _ = ranks(2).run(refused)
     assert alone.startswith("axis 'tp' has one rank: expected at least 2")
     assert cuda.startswith("axis 'dp' would carry cuda tensors over gloo: expected nccl (gloo's all-gather")
-    assert sizes.startswith(f"sizes [{MB}, {MB}]: expected at least two different ones")
+    assert sizes.startswith(f"the sizes are [{MB}, {MB}]: expected at least two different ones")
 
 
 def points(latency: float, bandwidth: float, noise: tuple[float, ...]) -> list[tuple[float, float, float]]:

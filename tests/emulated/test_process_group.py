@@ -465,7 +465,7 @@ def messages() -> list[str]:
 def test_errors_say_what_to_do(alone: Alone) -> None:
     found = alone(messages)
     without, unknown, axis, size, parts, sparse, timeout = found
-    assert without.startswith("MachineError: an emulated world without a machine")
+    assert without.startswith("MachineError: an emulated world has no machine")
     assert "pg_options of type str" in unknown
     assert "no fabric for axis '*'" in axis
     assert "an output of 7 elements: expected 8 in a group of 8 ranks" in size
