@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -83,7 +84,7 @@ def _with_larger_inputs(program: Program, times: int) -> Program:
         if item.kind is InputKind.INPUT and old.meta["val"].dim():
             new.meta["val"] = _repeated(program, old.meta["val"], times)
     graph.output(())
-    return Program(graph, program.inputs, (), groups=program.groups, constants=program.constants)
+    return replace(program, graph=graph, outputs=())
 
 
 def _repeated(program: Program, value: Tensor, times: int) -> Any:

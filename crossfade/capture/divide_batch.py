@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -109,7 +109,29 @@ def is_split(leaf: Any) -> bool:
 def batch_key(batch: tuple[Any, ...]) -> Hashable:
     """What a captured step depends on: the structure, dtypes, shapes and layouts of tensors, and all other values."""
     leaves, spec = tree_flatten(batch)
-    return str(spec), tuple(_described(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves)
+    return str(spec), tuple(_described(leaf) if isinstance(leaf, Tensor) else _checked(leaf) for leaf in leaves)
+
+
+def _checked(leaf: Any) -> Hashable:
+    """A value that is no tensor; refused where it may hold tensors, which would neither be split nor change."""
+    inside = getattr(leaf, "__dict__", None)
+    holds_tensors = inside is not None and any(isinstance(value, Tensor) for value in inside.values())
+    if holds_tensors or not isinstance(leaf, Hashable):
+        kind = type(leaf).__name__
+        raise BatchError(
+            f"a {kind} in the batch hides its numbers",
+            expected="tensors in tuples, lists and dicts",
+            remedy=f"pass {_how_to_pass(leaf)}",
+        )
+    return leaf
+
+
+def _how_to_pass(leaf: Any) -> str:
+    if isinstance(leaf, Mapping):
+        return "dict(batch)"
+    return (
+        "torch.as_tensor of it" if hasattr(leaf, "__array__") else f"the tensors of the {type(leaf).__name__} in a dict"
+    )
 
 
 def _described(leaf: Tensor) -> Hashable:

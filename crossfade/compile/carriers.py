@@ -12,7 +12,7 @@ from crossfade.cost.machine import Machine
 from crossfade.graph.collectives import Kind
 
 _EMULATED = "emulated"
-_DEAR = 0.2
+_SLOWS_MUCH = 0.2
 """By which share travelling must slow computation down before pieces are made for the processor rather than the link:
 twice as large, they cost it a fifth less, and keep the link less busy."""
 
@@ -85,4 +85,4 @@ class Carriers:
     def _cheapest_mb(self, axis: str) -> float:
         """The least piece that does not cost computation more than it gains."""
         assert self.machine is not None
-        return 2 * PIECE_MB if self.run_on(self.machine).fabric(axis).slows_compute > _DEAR else PIECE_MB
+        return 2 * PIECE_MB if self.run_on(self.machine).fabric(axis).slows_compute > _SLOWS_MUCH else PIECE_MB

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections import UserDict
+
+import numpy as np
 import pytest
 import torch
 
@@ -70,3 +73,31 @@ def test_a_batch_is_known_by_its_types_and_plain_values() -> None:
         (torch.ones(2, 3).int(), {"scale": 2}),
     ]
     assert key not in map(batch_key, others)
+
+
+class Boxed:
+    """A batch as an object, which torch's trees do not open."""
+
+    def __init__(self, x: torch.Tensor) -> None:
+        self.x = x
+
+
+@pytest.mark.parametrize(
+    ("batch", "message"),
+    [
+        (
+            Boxed(torch.ones(2)),
+            "a Boxed in the batch hides its numbers: .* pass the tensors of the Boxed in a dict",
+        ),
+        (UserDict(x=torch.ones(2)), r"a UserDict in the batch hides its numbers: .* Remedy: pass dict\(batch\)"),
+        (np.ones(2), "a ndarray in the batch hides its numbers: .* Remedy: pass torch.as_tensor of it"),
+    ],
+    ids=["object", "mapping", "array"],
+)
+def test_what_hides_its_numbers_is_refused(batch: object, message: str) -> None:
+    with pytest.raises(BatchError, match=message):
+        batch_key((batch,))
+
+
+def test_other_values_are_a_part_of_the_key() -> None:
+    assert batch_key((torch.ones(2), 3, "train", None)) != batch_key((torch.ones(2), 4, "train", None))

@@ -30,6 +30,7 @@ def test_the_path_of_compiled_models_is_captured_and_the_flag_is_given_back() ->
     model = Asks()
     step = compile_step(model, nn.functional.mse_loss, torch.optim.SGD(model.parameters()))
     step(torch.ones(2, 2), torch.ones(2, 2))
+    assert "aten.relu" in str(step.program)
     assert not torch.compiler.is_compiling()
 
 

@@ -262,9 +262,8 @@ def test_importing_does_not_import_compilers_or_symmetric_memory() -> None:
         "torch.distributed._symmetric_memory",
         "crossfade.collective_matmul.symmetric",
     ]
-    lines = (
-        f"import sys, crossfade.collective_matmul.operators; print([one for one in {unwanted} if one in sys.modules])"
-    )
+    imported = f"[module for module in {unwanted} if module in sys.modules]"
+    lines = f"import sys, crossfade.collective_matmul.operators; print({imported})"
     done = subprocess.run([sys.executable, "-c", lines], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
 

@@ -82,6 +82,12 @@ def test_accumulated_passes_are_recorded_though_the_program_is_built_again():
     assert [record.name for record in records["accumulate"]] == ["count-globally"]
 
 
+def test_what_ran_before_micro_batches_were_put_together_stays_in_the_history():
+    early = Phase("early", lambda step: step.run([SinkWaits()]))
+    step = compiled(TRAINING.after("capture", early), accumulate=2)
+    assert step.program.history[0].name == "sink-waits"
+
+
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_the_changed_compiler_trains_the_same(accumulate: int):
     usual, changed = (

@@ -168,7 +168,7 @@ def test_what_is_proved_holds_in_every_interleaving(rows: list[Row]) -> None:
     plain, serial = Oracle(rows, serial=False), Oracle(rows, serial=True)
     wrong = plain.differs() or plain.may_hang()
     assert found.ok == (not wrong), str(found)
-    if any(one.problem is FindingKind.DEADLOCK for one in found.findings):
+    if any(finding.problem is FindingKind.DEADLOCK for finding in found.findings):
         assert plain.may_hang()
     on_nccl = check_schedules([as_events(row) for row in rows], groups)
     assert on_nccl.ok == (not wrong and not serial.may_hang()), str(on_nccl)
