@@ -10,7 +10,7 @@ _COMMON = {
     "suppress_health_check": [HealthCheck.too_slow, HealthCheck.data_too_large],
 }
 settings.register_profile("ci", max_examples=100, derandomize=True, database=None, **_COMMON)
-settings.register_profile("fuzz", max_examples=20_000, **_COMMON)
+settings.register_profile("fuzz", max_examples=2_000, **_COMMON)
 
 
 def pytest_configure(config) -> None:
