@@ -21,7 +21,6 @@ from crossfade.errors import CaptureError, ModelError
 from crossfade.graph.private import (
     TorchDispatchMode,
     as_if_compiling,
-    has_hooks,
     rename_node,
     schema_of,
     swapped_state,
@@ -49,11 +48,6 @@ def check_model(model: nn.Module) -> None:
                 f"{name} is on the meta device, which holds no numbers",
                 remedy="materialise the model first: model.to_empty(device='cpu'), then initialise or load its weights",
             )
-    hooked = next((name for name, parameter in model.named_parameters() if has_hooks(parameter)), None)
-    if hooked is not None:
-        raise ModelError(
-            f"parameter {hooked} has a gradient hook", remedy="remove it: gradients live inside the compiled step"
-        )
     devices = {str(tensor.device) for _, tensor in tensors}
     if len(devices) > 1:
         raise ModelError(

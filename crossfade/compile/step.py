@@ -408,6 +408,10 @@ class Step:
             self._workspaces[key] = torch.empty(like.shape, dtype=like.dtype, device=like.device)
         return self._workspaces[key]
 
+    def kept_memory(self) -> list[Tensor]:
+        """The memory that programs keep from call to call, and write again in the next."""
+        return list(self._workspaces.values())
+
     def _drop_workspaces(self) -> None:
         """Free the workspaces that no kept program uses."""
         programs = [ready.built.program for ready in self._ready.values()]

@@ -38,7 +38,7 @@ from crossfade.finish.group_small_operators import GroupSmallOperators
 from crossfade.finish.pack_in_place import PackInPlace
 from crossfade.finish.update_in_place import UpdateInPlace
 from crossfade.graph.passes import Pass, run_passes
-from crossfade.graph.program import Program
+from crossfade.graph.program import OutputKind, Program
 from crossfade.ranks.alike import RankComparison
 from crossfade.ranks.compared import comparisons
 from crossfade.shard.compare_ranks import CompareRanks
@@ -172,6 +172,13 @@ def optimizer(step: StepCompilation) -> None:
     )
     if place.axes is not None:
         step.run(updates_gathered(place.mode, place.axes, place.kept_whole))
+    step.plain = step.made()
+
+
+def keep_gradients(step: StepCompilation) -> None:
+    """The gradients themselves as results, for an optimizer outside of the step."""
+    results = [(out, value) for out, value in step.made().named_results() if out.kind is not OutputKind.SHARD]
+    step.made().set_results([value for _, value in results], tuple(out for out, _ in results))
     step.plain = step.made()
 
 
@@ -321,3 +328,8 @@ TRAINING = Phases(
     ]
 )
 """The compiler. `compile_step(..., phases=TRAINING.without_pass("simplify-nodes"))` changes it by name."""
+
+GRADIENTS = TRAINING.without("optimizer").before(
+    "simplify", Phase("gradients", keep_gradients, gives=("program", "plain"))
+)
+"""The compiler of `compile_gradients`: the same, without the optimizer."""
