@@ -14,6 +14,7 @@ STAGES = (
 )  # fmt: skip
 BELOW = {
     "errors": (),
+    "tracebacks": (),
     "graph": (),
     "files": ("graph",),
     "cost": ("graph", "files"),
@@ -25,7 +26,8 @@ BELOW = {
     "passes": ("graph", "compile"),
     "__main__": ("commands",),
 }
-"""For each room the rooms that it may import, besides itself and the errors: stages never see each other."""
+"""For each room the rooms that it may import, besides itself, the errors and how they are shown: stages never see each other."""
+EVERYWHERE = ("errors", "tracebacks")
 FILES = sorted(PACKAGE.rglob("*.py"))
 
 
@@ -46,7 +48,7 @@ def imports(path: Path) -> list[str]:
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
 def test_imports_point_one_way(path: Path) -> None:
     ours = [name.split(".")[1] for name in imports(path) if name.startswith("crossfade.")]
-    assert [target for target in ours if target not in (room(path), "errors", *BELOW[room(path)])] == []
+    assert [target for target in ours if target not in (room(path), *EVERYWHERE, *BELOW[room(path)])] == []
 
 
 def test_every_module_is_in_a_room() -> None:
@@ -56,6 +58,7 @@ def test_every_module_is_in_a_room() -> None:
         "__main__.py",
         "errors.py",
         "passes.py",
+        "tracebacks.py",
     ]
 
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections import UserDict
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,6 +15,31 @@ from crossfade.graph.private import tree_flatten, tree_flatten_with_path, tree_k
 from crossfade.graph.strides import plain_strides, strides_for
 
 BatchIs = Literal["global", "local"]
+
+
+class Keywords(NamedTuple):
+    """The keyword arguments of a step, as the last element of its batch."""
+
+    named: dict[str, Any]
+
+
+def as_batch(positional: tuple[Any, ...], named: dict[str, Any]) -> tuple[Any, ...]:
+    """The arguments of a step as one batch. What a tokenizer returns is taken as the dict in it.
+
+    >>> as_batch((1, UserDict(x=2)), {"alpha": 3})
+    (1, {'x': 2}, Keywords(named={'alpha': 3}))
+    """
+    batch = tuple(dict(value) if isinstance(value, UserDict) else value for value in positional)
+    return (*batch, Keywords(named)) if named else batch
+
+
+def arguments_of(batch: tuple[Any, ...]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The positional and keyword arguments that a batch was made of.
+
+    >>> arguments_of((1, Keywords({"alpha": 3})))
+    ((1,), {'alpha': 3})
+    """
+    return (batch[:-1], batch[-1].named) if batch and isinstance(batch[-1], Keywords) else (batch, {})
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ from torch import fx
 from crossfade.errors import CaptureError, CrossfadeError
 from crossfade.graph.private import FakeTensorMode, dispatch_functionalize, symbolic_shapes
 from crossfade.graph.program import complete_metadata
+from crossfade.tracebacks import without_torchs_account
 
 
 def new_fake_mode() -> FakeTensorMode:
@@ -37,7 +38,9 @@ def trace(mode: FakeTensorMode, function: Callable[..., Any], inputs: Sequence[A
     from torch.fx.experimental.proxy_tensor import make_fx
 
     try:
-        with mode:  # also for tensors made inside: drawing them for real would shift the user's random stream
+        # The mode also for tensors made inside: drawing them for real would shift the user's random stream. What the
+        # user compiled with torch.compile is called as it was written, and its compiled code is left as it is.
+        with mode, without_torchs_account(), torch.compiler.set_stance("force_eager"):
             module = make_fx(dispatch_functionalize(function), record_stack_traces=True)(*inputs)
     except CrossfadeError:
         raise
@@ -50,7 +53,7 @@ def trace(mode: FakeTensorMode, function: Callable[..., Any], inputs: Sequence[A
 
 def _capture_error(error: Exception, what: str) -> CaptureError:
     where = users_line(traceback.extract_tb(error.__traceback__))
-    message = str(error).strip().splitlines()[0] if str(error).strip() else ""
+    message = str(error).strip().splitlines()[0].rstrip(".") if str(error).strip() else ""
     depends_on_data = any(word in f"{type(error).__name__} {error}" for word in ("DataDependent", "data-dependent"))
     if depends_on_data:
         return CaptureError(
@@ -60,14 +63,15 @@ def _capture_error(error: Exception, what: str) -> CaptureError:
         )
     return CaptureError(
         f"{type(error).__name__} while capturing {what}{where}: {message}",
-        remedy="make it run on fake tensors: no numpy, no data access, no tensors on other devices",
+        remedy="see that it runs on such a batch without crossfade; and on fake tensors: no numpy, no data access, no "
+        "tensors on other devices",
     )
 
 
 def users_line(frames: Sequence[traceback.FrameSummary]) -> str:
     """Where the user's code is: the innermost frame outside torch and this package."""
     ours = ("/torch/", "/crossfade/capture/")
-    users = [frame for frame in frames if not any(part in frame.filename for part in ours)]
+    users = [frame for frame in frames if frame.line and not any(part in frame.filename for part in ours)]
     return f" at {users[-1].filename}:{users[-1].lineno}: `{users[-1].line}`" if users else ""
 
 

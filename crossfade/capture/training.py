@@ -6,7 +6,7 @@ The user's model is not rewritten: it runs once on fake tensors, its parameters 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from crossfade.capture.as_laid_out import AsLaidOut
 from crossfade.capture.constants import NoWrites
-from crossfade.capture.divide_batch import BatchLayout, is_split
+from crossfade.capture.divide_batch import BatchLayout, arguments_of, is_split
 from crossfade.capture.side_effects import as_it_was
 from crossfade.capture.tracing import new_fake_mode, to_fake, trace
 from crossfade.errors import CaptureError, ModelError
@@ -146,11 +146,22 @@ def _plain_kernels(model: nn.Module, plain_norms: bool) -> Iterator[None]:
 
 
 def loss_of(model: Callable[..., Any], loss_fn: LossFunction | None, batch: tuple[Any, ...]) -> Tensor:
-    """The loss of a batch. With a loss function, the batch's first element is the model's inputs, the rest its own."""
-    whole = batch[0] if len(batch) == 1 and isinstance(batch[0], dict) else batch
-    args, kwargs = _call_arguments(whole if loss_fn is None else batch[0])
-    result = model(*args, **kwargs)
-    loss = result if loss_fn is None else loss_fn(result, *batch[1:])
+    """The loss of a batch. With a loss function, the batch's first element is the model's inputs, the rest its own.
+
+    What is named is the loss function's; the model's where there is none, or nothing else.
+    """
+    given, named = arguments_of(batch)
+    if loss_fn is None:
+        args, kwargs = _call_arguments(given[0] if len(given) == 1 and isinstance(given[0], dict) else given)
+        twice = ", ".join(kwargs.keys() & named.keys())
+        if twice:
+            raise CaptureError(f"{twice} both in the batch's dict and by name", remedy="pass it in one of the two")
+        loss = _loss_in(model(*args, **kwargs, **named))
+    elif not given:
+        loss = loss_fn(model(**named))
+    else:
+        args, kwargs = _call_arguments(given[0])
+        loss = loss_fn(model(*args, **kwargs), *given[1:], **named)
     if not isinstance(loss, Tensor) or loss.dim() or not loss.is_floating_point():
         shape = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
         raise CaptureError(
@@ -164,6 +175,27 @@ def loss_of(model: Callable[..., Any], loss_fn: LossFunction | None, batch: tupl
             remedy="check for detach(), no_grad or inference_mode in the model, and that parameters require gradients",
         )
     return loss
+
+
+def _loss_in(output: Any) -> Any:
+    """The loss in what a model returns: itself, its `loss`, or the number that it begins with.
+
+    >>> _loss_in((torch.tensor(0.5), "logits")), _loss_in({"loss": torch.tensor(0.25)})
+    (tensor(0.5000), tensor(0.2500))
+    """
+    if isinstance(output, Tensor):
+        return output
+    found = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+    if found is None and isinstance(output, (tuple, list)) and output:
+        found = output[0] if isinstance(output[0], Tensor) and not output[0].dim() else None
+    if found is None:
+        raise CaptureError(
+            f"the model returned {type(output).__name__} without a loss",
+            expected="a loss from the model, as there is no loss_fn",
+            remedy='pass labels with the batch if the model computes its loss from them (step(..., labels=labels)), '
+            "or a loss_fn that takes what it returns",
+        )
+    return found
 
 
 def _call_arguments(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:

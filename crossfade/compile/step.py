@@ -16,8 +16,10 @@ import torch
 from torch import Tensor, fx, nn
 from torch.optim import Optimizer
 
+from crossfade.capture.divide_batch import as_batch
 from crossfade.compile.built import Built
 from crossfade.compile.compiler import StepCompiler
+from crossfade.compile.habits import already_stepped
 from crossfade.compile.phases import PhaseRecords
 from crossfade.compile.place import Place
 from crossfade.cost.timeline import Timeline
@@ -32,6 +34,7 @@ from crossfade.ranks.one_at_a_time import CAPTURING
 from crossfade.ranks.shards import place_of
 from crossfade.report.report import Report
 from crossfade.shard.tensor.parts import Parts
+from crossfade.tracebacks import users_frames
 
 log = logging.getLogger("crossfade")
 
@@ -60,7 +63,8 @@ class Step:
     buffers and the optimizer's state in place, and returns the loss (of the whole batch, equal on every rank).
     A batch of another shape, a changed optimizer option, a switch between `train()` and `eval()`, and a change of
     anything else that the forward or the loss reads, captures again.
-    Parameters' `.grad` stay None: gradients live inside the step.
+    Parameters' `.grad` stay as they are, None as a rule: gradients live inside the step. So `optimizer.step()` after it
+    does nothing, and `optimizer.zero_grad()` neither.
     """
 
     def __init__(
@@ -104,11 +108,11 @@ class Step:
             )
         return self._last.built
 
-    def prepare(self, *batch: Any) -> Step:
+    def prepare(self, *batch: Any, **named: Any) -> Step:
         """Capture the step for batches like this one without running it; nothing of the user's is changed, except that
         with `keep_whole="auto"` the first capture splits parameters."""
-        with self._turn:
-            self._last = self._prepared(batch)
+        with users_frames, self._turn:
+            self._last = self._prepared(as_batch(batch, named))
         return self
 
     def close(self) -> None:
@@ -130,20 +134,36 @@ class Step:
             if self._place.lease is not None:
                 self._place.lease.release()
 
-    def __call__(self, *batch: Any) -> Tensor:
-        """Train on one batch and return its loss."""
-        with self._turn:
+    def __call__(self, *batch: Any, **named: Any) -> Tensor:
+        """Train on one batch and return its loss, which has no gradient: the step has done all of it.
+
+        `step(inputs, *rest, **named)` computes `loss_fn(model(inputs), *rest, **named)`; without a loss function, or
+        without `inputs`, what is named goes to the model: `step(**batch)` of a dict calls `model(**batch)`. Tensors
+        that are named are split over ranks as the others are; each value of a number is captured by itself.
+
+            >>> model = nn.Linear(2, 1)
+            >>> from crossfade.compile.training import compile_step
+            >>> huber = nn.functional.huber_loss
+            >>> step = compile_step(model, huber, torch.optim.SGD(model.parameters(), lr=0.1))
+            >>> step(torch.ones(4, 2), torch.zeros(4, 1), delta=0.5).shape
+            torch.Size([])
+        """
+        with users_frames, self._turn:
+            batch = as_batch(batch, named)
+            del named
             ready = self._last = self._prepared(batch)
             values = self._taken(ready, batch)
             del batch
-            return self._train(ready, ready.executable, values)
+            return already_stepped(self._train(ready, ready.executable, values))
 
-    def profile(self, *batch: Any) -> Timeline:
+    def profile(self, *batch: Any, **named: Any) -> Timeline:
         """Train on one batch as a call does, and return what this rank did when; see `crossfade.execute.stopwatch`.
 
         The first step makes optimizer state and the memory of buckets: profile a later one, on every rank.
         """
-        with self._turn:
+        with users_frames, self._turn:
+            batch = as_batch(batch, named)
+            del named
             ready = self._last = self._prepared(batch)
             values = self._taken(ready, batch)
             del batch
@@ -189,7 +209,7 @@ class Step:
             yield self.model
             return
         with contextlib.ExitStack() as whole:
-            with self._together("gather the model"):
+            with users_frames, self._together("gather the model"):
                 model = whole.enter_context(split.gathered())
             yield model
 
@@ -207,6 +227,7 @@ class Step:
     def _parts(self) -> Parts | None:
         return self._place.tensor.parts if self._place.tensor is not None else None
 
+    @users_frames
     def state_dict(self) -> dict[str, Any]:
         """The model, the optimizer, the number of steps and, where ranks share it, the random generator.
 
@@ -228,17 +249,20 @@ class Step:
                 parts=self._parts,
             )
 
+    @users_frames
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from what `state_dict` returned here or, loaded by `torch.distributed.checkpoint`, elsewhere."""
         self._create_all_state()
         self.steps = checkpoint.restore(self.model, self.optimizer, state, parts=self._parts)
 
+    @users_frames
     def save(self, folder: str | Path) -> None:
         """Write a checkpoint from all ranks; until it is complete, an earlier one in the folder stays."""
         with self._together(f"save a checkpoint to {folder}"):
             first = self._place.everyone is None or not self._place.everyone.rank
             checkpoint.save(self.state_dict(), folder, self._group(), first=first)
 
+    @users_frames
     def load(self, folder: str | Path) -> None:
         """Go on from a checkpoint that `save` wrote, on any number of ranks, with any `data_parallel` and any plan."""
         with self._together(f"load the checkpoint in {folder}"):

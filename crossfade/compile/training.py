@@ -14,6 +14,7 @@ from crossfade.capture.divide_batch import BatchIs
 from crossfade.capture.optimizer import check_optimizer, parameter_names
 from crossfade.capture.training import LossFunction, check_model
 from crossfade.compile.compiler import StepCompiler
+from crossfade.compile.habits import check_arguments, check_no_gradients, inside_compiled
 from crossfade.compile.job import Job
 from crossfade.compile.options import KeepWhole, Options, names_to_keep_whole
 from crossfade.compile.phases import Phases
@@ -26,8 +27,10 @@ from crossfade.graph.passes import Pass
 from crossfade.ranks.mesh import MeshLike
 from crossfade.report.expect import Expect
 from crossfade.shard.tensor.plan import Plan
+from crossfade.tracebacks import users_frames
 
 
+@users_frames
 def compile_step(
     model: nn.Module,
     loss_fn: LossFunction | None,
@@ -53,9 +56,14 @@ def compile_step(
     """One training step of a plain single-device model as one graph, data-parallel over a mesh.
 
     Args:
-        model: any module; it is trained in place and stays usable for evaluation and checkpoints.
-        loss_fn: called as `loss_fn(model(inputs), *rest)` for `step(inputs, *rest)`; `inputs` may be a tensor, or a
-            tuple or dict of arguments. With None the model is called on the whole batch and returns the loss itself.
+        model: any module; it is trained in place and stays usable for evaluation and checkpoints. Of one that
+            `torch.compile` returned, the module inside is captured, without its kernels. Wrappers that exchange or
+            split gradients themselves (DDP, FSDP, DeepSpeed) are refused.
+        loss_fn: called as `loss_fn(model(inputs), *rest, **named)` for `step(inputs, *rest, **named)`; `inputs` may be
+            a tensor, or a tuple or dict of arguments. With None the model is called on the whole batch and returns the
+            loss: a tensor, an output with a `loss` as Hugging Face models return, a dict with one, or a tuple that
+            begins with it. What is named goes to the model then, and also where there are no `inputs`:
+            `step(**batch)`.
         optimizer: SGD, Adam or AdamW over the model's parameters. Change its learning rates freely, e.g. by a
             scheduler.
         mesh: a `DeviceMesh` with an axis `dp` (or only one), a mapping like `{"dp": 4}`, or None for one device. Axes
@@ -102,7 +110,7 @@ def compile_step(
             True for `no-remedies rules`. The first step raises what falls short, on every rank, before it trains.
 
     Returns:
-        A callable `step(*batch) -> loss`. The first call on each shape of batch captures and compiles.
+        A callable `step(*batch, **named) -> loss`. The first call on each shape of batch captures and compiles.
 
         >>> import torch
         >>> model = nn.Linear(2, 1)
@@ -111,6 +119,8 @@ def compile_step(
         >>> losses[-1] < losses[0]
         True
     """
+    check_arguments(model, loss_fn, optimizer)
+    model = inside_compiled(model)
     expect = Expect.of(strict)
     options = Options(
         data_parallel=data_parallel,
@@ -131,6 +141,7 @@ def compile_step(
     options = replace(options, keep_whole=names_to_keep_whole(keep_whole, data_parallel, model, memory_limit))
     check_model(model)
     check_optimizer(optimizer, parameter_names(model))
+    check_no_gradients(optimizer, parameter_names(model))
     check_not_split(model)
     place = Place.open(model, loss_fn, optimizer, mesh, options)
     compiler = StepCompiler(Job(model, loss_fn, optimizer, options, place, BakedIn([model], loss_fn)))

@@ -6,7 +6,6 @@ import contextlib
 import multiprocessing
 import os
 import time
-import traceback
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection, wait
 from typing import Any, Literal
@@ -15,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from crossfade.errors import CrossfadeError, RankFailedError
+from crossfade.tracebacks import formatted, users_frames
 
 PRELOADED = ["crossfade", "torch._dynamo"]
 """What a fork server imports: torch's tracing brings in the compiler's front end."""
@@ -61,6 +61,7 @@ class Ranks:
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    @users_frames
     def run(self, function: Callable[..., Any], *args: Any, timeout: float | None = None) -> list[Any]:
         """Call a function, given by module and name, on every rank; see the class."""
         self._start()
@@ -124,9 +125,9 @@ class Ranks:
         others = self._errors_of_others(rank, results)
         self._end(_GRACE_SECONDS)
         if isinstance(error, CrossfadeError):
-            error.add_note(f"raised on rank {rank}; there:\n{trace}{others}")
+            error.add_note(f"raised on rank {rank}{others}; there:\n{trace.rstrip()}")
             raise error
-        raise RankFailedError(f"{error} on rank {rank}; there:\n{trace}{others}", remedy="fix that, then start again")
+        raise RankFailedError(f"{error} on rank {rank}{others}; there:\n{trace.rstrip()}\n", remedy="fix that, then start again")
 
     def _errors_of_others(self, first: int, results: dict[int, Any]) -> str:
         """One line for each other rank that raises soon after: the first to be read is not always the culprit."""
@@ -171,7 +172,7 @@ def _serve(
             pipe.send(("returned", function(*args)))
         except Exception as error:
             kept = error if isinstance(error, CrossfadeError) else f"{type(error).__name__}: {error}"
-            pipe.send(("raised", (kept, traceback.format_exc())))
+            pipe.send(("raised", (kept, formatted(error))))
     os._exit(0)  # no farewell: destroying a group waits for peers that may be gone
 
 
