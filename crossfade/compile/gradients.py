@@ -17,6 +17,7 @@ from crossfade.capture.divide_batch import BatchIs
 from crossfade.capture.optimizer import NoOptimizer, parameter_names
 from crossfade.capture.training import LossFunction, check_model
 from crossfade.compile.compiler import StepCompiler
+from crossfade.compile.habits import check_model_and_loss, inside_compiled
 from crossfade.compile.job import Job
 from crossfade.compile.options import Options
 from crossfade.compile.phases import PhaseRecords, Phases
@@ -32,8 +33,10 @@ from crossfade.graph.program import Program
 from crossfade.ranks.mesh import MeshLike
 from crossfade.report.expect import Expect
 from crossfade.report.report import Report
+from crossfade.tracebacks import users_frames
 
 
+@users_frames
 def compile_gradients(
     model: nn.Module,
     loss_fn: LossFunction | None = None,
@@ -70,7 +73,7 @@ def compile_gradients(
         batch: as for `compile_step`, and so are all options that follow. With `accumulate`, one call divides its batch.
 
     Returns:
-        A callable `gradients(*batch) -> loss`.
+        A callable `gradients(*batch, **named) -> loss`.
 
         >>> model = nn.Linear(2, 1)
         >>> gradients = compile_gradients(model, nn.functional.mse_loss)
@@ -83,6 +86,8 @@ def compile_gradients(
         >>> float(optimizer.step(closure)) > float(closure())
         True
     """
+    check_model_and_loss(model, loss_fn)
+    model = inside_compiled(model)
     options = Options(
         data_parallel=data_parallel,
         batch=batch,
@@ -119,12 +124,12 @@ class Gradients:
         self.model = step.model
         self._step, self._place = step, place
 
-    def __call__(self, *batch: Any) -> Tensor:
+    def __call__(self, *batch: Any, **named: Any) -> Tensor:
         """The loss of one batch, whose `backward()` adds this batch's gradients to `.grad`.
 
-        They are computed here: without `backward()` they are lost.
+        They are computed here: without `backward()` they are lost. What is named goes where `Step` passes it.
         """
-        loss = self._step(*batch)
+        loss = self._step(*batch, **named).detach()
         found = self._step.outputs
         trained = {name: p for name, p in self.model.named_parameters() if name in found and p.requires_grad}
         own = _without_aliases([found[name] for name in trained], self._step.kept_memory())
@@ -156,9 +161,9 @@ class Gradients:
         """How many programs were captured so far."""
         return self._step.captures
 
-    def prepare(self, *batch: Any) -> Gradients:
+    def prepare(self, *batch: Any, **named: Any) -> Gradients:
         """Capture for batches like this one without running it."""
-        self._step.prepare(*batch)
+        self._step.prepare(*batch, **named)
         return self
 
     @contextlib.contextmanager

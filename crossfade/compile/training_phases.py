@@ -15,6 +15,7 @@ from crossfade.capture.divide_batch import BatchLayout
 from crossfade.capture.optimizer import append_optimizer, parameter_names
 from crossfade.communicate.exchange_factors import ExchangeFactors
 from crossfade.compile.agreement import meeting
+from crossfade.compile.captured import Captured
 from crossfade.compile.job import Job
 from crossfade.compile.kept_whole import parameters_to_keep_whole
 from crossfade.compile.overlap import measured_operators, plan_overlap, predicted
@@ -53,6 +54,8 @@ class StepCompilation(Compilation):
 
     job: Job
     batch: tuple[Any, ...]
+    captured: Captured | None = None
+    """What tracing has made, where that is known already."""
     layout: BatchLayout | None = None
     """How the batch is divided among ranks and micro-batches."""
     loss_parts: LossParts | None = None
@@ -104,7 +107,8 @@ def choose_whole(step: StepCompilation) -> None:
 def capture(step: StepCompilation) -> None:
     """Forward, loss and backward on one micro-batch of this rank."""
     step.layout = step.job.layout(step.batch)
-    step.program, step.loss_parts = step.job.capture(step.batch, step.layout)
+    captured = step.captured or Captured(*step.job.capture(step.batch, step.layout), step.job.model)
+    step.captured, step.program, step.loss_parts = captured, captured.program.copy(), captured.loss_parts
     step.program.groups = step.job.place.sizes
 
 

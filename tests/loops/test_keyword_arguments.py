@@ -29,9 +29,7 @@ class WithLoss(nn.Module):
 
 def test_a_number_by_name_reaches_the_loss() -> None:
     reference, model = network(), network()
-    expected = trained(
-        reference, adamw(reference), batches(), lambda model, x, y: smoothed(model(x), y, alpha=0.3)
-    )
+    expected = trained(reference, adamw(reference), batches(), lambda model, x, y: smoothed(model(x), y, alpha=0.3))
     step = cf.compile_step(model, smoothed, adamw(model))
     assert [step(x, y, alpha=0.3).item() for x, y in batches()] == expected
     same(model, reference)

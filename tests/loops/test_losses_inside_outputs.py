@@ -66,7 +66,9 @@ def test_the_loss_is_found(form: str) -> None:
 def test_an_output_without_a_loss_says_what_to_pass(kind: str) -> None:
     model = Returning(lambda loss, logits: WITHOUT[kind](logits))
     step = cf.compile_step(model, None, adamw(model))
-    with pytest.raises(cf.CaptureError, match=rf"returned {kind} without a loss: .* Remedy: pass labels .* or a loss_fn"):
+    with pytest.raises(
+        cf.CaptureError, match=rf"returned {kind} without a loss: .* Remedy: pass labels .* or a loss_fn"
+    ):
         step(*batches(1)[0])
 
 

@@ -158,7 +158,10 @@ MISTAKEN: dict[str, tuple[Callable[[nn.Module], Any], str]] = {
         lambda model: (model, F.mse_loss, torch.optim.lr_scheduler.StepLR(sgd(model), 1)),
         r"a StepLR as the optimizer: .* pass the scheduler's optimizer",
     ),
-    "parameters": (lambda model: (model, F.mse_loss, list(model.parameters())), r"a list as the optimizer: expected a to"),
+    "parameters": (
+        lambda model: (model, F.mse_loss, list(model.parameters())),
+        r"a list as the optimizer: expected a to",
+    ),
     "an optimizer's class": (lambda model: (model, F.mse_loss, torch.optim.SGD), r"a class SGD as the optimizer"),
     "the loss last": (
         lambda model: (model, sgd(model), F.mse_loss),
