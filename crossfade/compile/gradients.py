@@ -157,6 +157,11 @@ class Gradients:
         return self._step.pipeline
 
     @property
+    def outputs(self) -> dict[str, Tensor]:
+        """What was returned beside the loss of the last batch, by name: of this rank's part."""
+        return self._step.outputs
+
+    @property
     def captures(self) -> int:
         """How many programs were captured so far."""
         return self._step.captures
