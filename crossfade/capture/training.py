@@ -198,7 +198,7 @@ def _loss_in(output: Any) -> Any:
         raise CaptureError(
             f"the model returned {type(output).__name__} without a loss",
             expected="a loss from the model, as there is no loss_fn",
-            remedy='pass labels with the batch if the model computes its loss from them (step(..., labels=labels)), '
+            remedy="pass labels with the batch if the model computes its loss from them (step(..., labels=labels)), "
             "or a loss_fn that takes what it returns",
         )
     return found

@@ -127,7 +127,9 @@ class Ranks:
         if isinstance(error, CrossfadeError):
             error.add_note(f"raised on rank {rank}{others}; there:\n{trace.rstrip()}")
             raise error
-        raise RankFailedError(f"{error} on rank {rank}{others}; there:\n{trace.rstrip()}\n", remedy="fix that, then start again")
+        raise RankFailedError(
+            f"{error} on rank {rank}{others}; there:\n{trace.rstrip()}\n", remedy="fix that, then start again"
+        )
 
     def _errors_of_others(self, first: int, results: dict[int, Any]) -> str:
         """One line for each other rank that raises soon after: the first to be read is not always the culprit."""

@@ -29,9 +29,7 @@ class WithLoss(nn.Module):
 
 def test_a_number_by_name_reaches_the_loss() -> None:
     reference, model = network(), network()
-    expected = trained(
-        reference, adamw(reference), batches(), lambda model, x, y: smoothed(model(x), y, alpha=0.3)
-    )
+    expected = trained(reference, adamw(reference), batches(), lambda model, x, y: smoothed(model(x), y, alpha=0.3))
     step = cf.compile_step(model, smoothed, adamw(model))
     assert [step(x, y, alpha=0.3).item() for x, y in batches()] == expected
     same(model, reference)
@@ -97,7 +95,7 @@ def test_a_name_given_twice_or_unknown_is_told() -> None:
     model = WithLoss()
     step = cf.compile_step(model, None, adamw(model))
     x, y = batches(1)[0]
-    with pytest.raises(cf.CaptureError, match="labels both in the batch's dict and by name. Remedy: pass it in one"):
+    with pytest.raises(cf.CaptureError, match=r"labels both in the batch's dict and by name. Remedy: pass it in one"):
         step({"inputs": x, "labels": y}, labels=y)
     with pytest.raises(cf.CaptureError, match="unexpected keyword argument 'label'"):
         step(x, label=y)

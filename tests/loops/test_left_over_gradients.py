@@ -15,7 +15,9 @@ def test_a_gradient_left_from_before_is_refused_until_it_is_cleared() -> None:
     trained(model, optimizer, batches(1))
     for clear in (lambda: None, lambda: optimizer.zero_grad(set_to_none=False)):
         clear()
-        with pytest.raises(cf.OptimizerError, match=r"0.weight has a gradient left .* Remedy: call optimizer.zero_grad"):
+        with pytest.raises(
+            cf.OptimizerError, match=r"0.weight has a gradient left .* Remedy: call optimizer.zero_grad"
+        ):
             cf.compile_step(model, F.mse_loss, optimizer)
     optimizer.zero_grad()
     step = cf.compile_step(model, F.mse_loss, optimizer)

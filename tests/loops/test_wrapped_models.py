@@ -126,9 +126,9 @@ def accelerated(model: nn.Module) -> tuple[nn.Module, Any, Any]:
 
 def test_what_accelerate_prepared_is_named_with_the_remedy() -> None:
     model, optimizer, scheduler = accelerated(network())
-    with pytest.raises(cf.OptimizerError, match="wrapped in AcceleratedOptimizer: .*: pass optimizer.optimizer, or"):
+    with pytest.raises(cf.OptimizerError, match=r"wrapped in AcceleratedOptimizer: .*: pass optimizer.optimizer, or"):
         cf.compile_step(model, F.mse_loss, optimizer)
-    with pytest.raises(cf.OptimizerError, match="AcceleratedScheduler as the optimizer: .*: pass the scheduler's"):
+    with pytest.raises(cf.OptimizerError, match=r"AcceleratedScheduler as the optimizer: .*: pass the scheduler's"):
         cf.compile_step(model, F.mse_loss, scheduler)
     reference = network()
     expected = trained(reference, adamw(reference), batches())
@@ -158,7 +158,10 @@ MISTAKEN: dict[str, tuple[Callable[[nn.Module], Any], str]] = {
         lambda model: (model, F.mse_loss, torch.optim.lr_scheduler.StepLR(sgd(model), 1)),
         r"a StepLR as the optimizer: .* pass the scheduler's optimizer",
     ),
-    "parameters": (lambda model: (model, F.mse_loss, list(model.parameters())), r"a list as the optimizer: expected a to"),
+    "parameters": (
+        lambda model: (model, F.mse_loss, list(model.parameters())),
+        r"a list as the optimizer: expected a to",
+    ),
     "an optimizer's class": (lambda model: (model, F.mse_loss, torch.optim.SGD), r"a class SGD as the optimizer"),
     "the loss last": (
         lambda model: (model, sgd(model), F.mse_loss),
@@ -180,5 +183,5 @@ def test_arguments_that_are_something_else_are_named(mistake: str) -> None:
 def test_zero_redundancy_optimizer_is_named_with_the_remedy(alone: None) -> None:
     model = network()
     optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.Adam, lr=0.1)
-    with pytest.raises(cf.OptimizerError, match='wrapped in ZeroRedundancyOptimizer: .* and data_parallel="zero1"'):
+    with pytest.raises(cf.OptimizerError, match=r'wrapped in ZeroRedundancyOptimizer: .* and data_parallel="zero1"'):
         cf.compile_step(model, F.mse_loss, optimizer)
