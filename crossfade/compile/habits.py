@@ -13,6 +13,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from crossfade.errors import CrossfadeError, ModelError, OptimizerError
 from crossfade.graph.private import module_inside_compiled
+from crossfade.tracebacks import users_frames
 
 log = logging.getLogger("crossfade")
 
@@ -145,6 +146,7 @@ def already_stepped(loss: Tensor) -> Tensor:
     return loss
 
 
+@users_frames
 def _refuse_backward(*_: Any, **__: Any) -> None:
     raise CrossfadeError(
         "loss.backward() after a step that ran the backward and the optimizer already",

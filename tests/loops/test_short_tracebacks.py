@@ -96,6 +96,12 @@ def failing_pass() -> None:
     cf.compile_step(model, F.mse_loss, adamw(model), phases=phases)(*batches(1)[0])
 
 
+def backward_by_habit() -> None:
+    model = network()
+    loss = cf.compile_step(model, F.mse_loss, adamw(model))(*batches(1)[0])
+    loss.backward()
+
+
 def in_a_handler() -> None:
     try:
         torch.ones(2, 3) @ torch.ones(2, 3)
@@ -115,6 +121,7 @@ FAILING: dict[str, tuple[Callable[[], None], str, str]] = {
     ),
     "a closed step": (closed, "CrossfadeError: a call of a step that was closed", "step(*batches(1)[0])"),
     "no checkpoint": (nothing_saved, "CrossfadeError: no checkpoint at", ".load(folder)"),
+    "a backward by habit": (backward_by_habit, "CrossfadeError: loss.backward() after", "    loss.backward()"),
     "inside a handler of the user's": (in_a_handler, "CaptureError: RuntimeError while", "# the wrong shape"),
 }
 
