@@ -45,6 +45,10 @@ WRAPPED: dict[str, tuple[Callable[[nn.Module], nn.Module], str]] = {
         split_by_fully_shard,
         r'0 of the model is wrapped in FSDPModule: .*: leave fully_shard out, and pass data_parallel="zero3"',
     ),
+    "DDP, compiled": (
+        lambda model: torch.compile(DistributedDataParallel(model), backend="eager"),
+        r"the model is wrapped in DistributedDataParallel",
+    ),
     "DDP of a part": (
         lambda model: nn.Sequential(DistributedDataParallel(model), nn.ReLU()),
         r"0 of the model is wrapped in DistributedDataParallel",
