@@ -27,7 +27,7 @@ BELOW = {
     "passes": ("graph", "compile"),
     "__main__": ("commands",),
 }
-"""For each room the rooms that it may import, besides itself, the errors and how they are shown: stages never see each other."""
+"""For each room the rooms that it may import, besides itself and `EVERYWHERE`: stages never see each other."""
 EVERYWHERE = ("errors", "tracebacks")
 FILES = sorted(PACKAGE.rglob("*.py"))
 

@@ -29,8 +29,10 @@ def as_batch(positional: tuple[Any, ...], named: dict[str, Any]) -> tuple[Any, .
     >>> as_batch((1, UserDict(x=2)), {"alpha": 3})
     (1, {'x': 2}, Keywords(named={'alpha': 3}))
     """
-    batch = tuple(dict(value) if isinstance(value, UserDict) else value for value in positional)
-    return (*batch, Keywords(named)) if named else batch
+    batch = [
+        dict(value) if type(value) is not Tensor and isinstance(value, UserDict) else value for value in positional
+    ]
+    return (*batch, Keywords(named)) if named else tuple(batch)
 
 
 def arguments_of(batch: tuple[Any, ...]) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -149,7 +151,7 @@ def _checked(leaf: Any) -> Hashable:
             expected="tensors in tuples, lists and dicts",
             remedy=f"pass {_how_to_pass(leaf)}",
         )
-    return leaf
+    return type(leaf), leaf  # 1, 1.0 and True are equal, and may mean different programs
 
 
 def _how_to_pass(leaf: Any) -> str:

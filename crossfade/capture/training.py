@@ -187,7 +187,8 @@ def loss_and_more(
         raise CaptureError(
             f"the loss is {shape}",
             expected="one floating-point number",
-            remedy="reduce it with .mean()" if isinstance(loss, Tensor) else "return the loss tensor from loss_fn",
+            remedy=("reduce it with .mean()" if isinstance(loss, Tensor) else "return the loss tensor from loss_fn")
+            + (", or pass a loss_fn" if loss_fn is None else ""),
         )
     if not loss.requires_grad:
         raise CaptureError(

@@ -13,6 +13,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from crossfade.errors import CrossfadeError, ModelError, OptimizerError
 from crossfade.graph.private import module_inside_compiled
+from crossfade.tracebacks import users_frames
 
 log = logging.getLogger("crossfade")
 
@@ -21,14 +22,14 @@ _WRAPPERS = {
     "torch DistributedDataParallel": f"pass model.module, {_EACH_ITS_OWN}",
     "torch DataParallel": "pass model.module, and start a process for each device: crossfade launch, or torchrun",
     "torch FullyShardedDataParallel": 'leave FSDP out, and pass data_parallel="zero3" (SHARD_GRAD_OP is "zero2")',
-    "torch FSDPModule": 'leave fully_shard out, and pass data_parallel="zero3" (or "zero2": not resharded after forward)',
+    "torch FSDPModule": 'leave fully_shard out, and pass data_parallel="zero3" ("zero2" keeps what it gathers)',
     "deepspeed DeepSpeedEngine": 'leave deepspeed.initialize out, and pass data_parallel="zero1", "zero2" or "zero3"',
     "lightning _FabricModule": "pass the model that was given to fabric.setup: model.module",
 }
 """Modules that exchange or split what the step does, by package and class, each with what to write instead."""
 _OPTIMIZER_WRAPPERS = {
     "accelerate AcceleratedOptimizer": "pass optimizer.optimizer, or leave it out of accelerator.prepare",
-    "torch ZeroRedundancyOptimizer": 'pass the optimizer that it wraps, over model.parameters(), and data_parallel="zero1"',
+    "torch ZeroRedundancyOptimizer": 'pass an optimizer of model.parameters(), and data_parallel="zero1"',
     "lightning LightningOptimizer": "pass optimizer.optimizer",
     "lightning _FabricOptimizer": "pass optimizer.optimizer",
 }
@@ -150,10 +151,11 @@ def already_stepped(loss: Tensor) -> Tensor:
     return loss
 
 
+@users_frames
 def _refuse_backward(*_: Any, **__: Any) -> None:
     raise CrossfadeError(
         "loss.backward() after a step that ran the backward and the optimizer already",
-        remedy="leave out loss.backward(), optimizer.step() and optimizer.zero_grad(): step(inputs, targets) does all three",
+        remedy="leave out loss.backward(), optimizer.step() and optimizer.zero_grad(): the step does all three",
     )
 
 

@@ -66,6 +66,7 @@ from crossfade.simplify.remove_asserts import RemoveAsserts
 from crossfade.simplify.remove_dead_code import RemoveDeadCode
 from crossfade.simplify.reorder_for_locality import ReorderForLocality
 from crossfade.simplify.simplify_nodes import SimplifyNodes
+from crossfade.tracebacks import users_frames
 
 Semantics = Literal["global", "per-rank"]
 LossIs = Literal["auto", "mean", "sum"]
@@ -290,6 +291,7 @@ class Optimized:
     report: Report
 
 
+@users_frames
 def optimize(
     module: fx.GraphModule,
     *,

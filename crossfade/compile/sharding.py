@@ -43,6 +43,7 @@ from crossfade.shard.tensor.localize import LocalProgram, Request, localize
 from crossfade.shard.tensor.placements import Placement, Shard
 from crossfade.shard.tensor.plan import Plan, ResolvedPlan
 from crossfade.shard.tensor.sources import Source, local_part, source_of
+from crossfade.tracebacks import users_frames
 
 MeshLike = DeviceMesh | Mapping[str, int]
 
@@ -159,6 +160,7 @@ _KINDS = {
 }
 
 
+@users_frames
 def shard(
     exported: ExportedProgram,
     mesh: MeshLike,

@@ -31,6 +31,7 @@ from crossfade.graph.pipelines import Pipeline
 from crossfade.graph.private import exported_program
 from crossfade.graph.program import Program, identifier
 from crossfade.report.report import Report
+from crossfade.tracebacks import users_frames
 
 
 @dataclass(frozen=True)
@@ -41,6 +42,7 @@ class Simplified:
     report: Report
 
 
+@users_frames
 def simplify(exported: ExportedProgram, passes: Sequence[Pass] | None = None, *, title: str = "model") -> Simplified:
     """Run passes over an exported program, by default `pipeline.simplification()`; `exported` is left as it is.
 

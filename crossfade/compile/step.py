@@ -109,7 +109,7 @@ class Step:
             )
         return self._last.built
 
-    def prepare(self, *batch: Any, **named: Any) -> Step:
+    def prepare(self, /, *batch: Any, **named: Any) -> Step:
         """Capture the step for batches like this one without running it; nothing of the user's is changed, except that
         with `keep_whole="auto"` the first capture splits parameters."""
         with users_frames, self._turn:
@@ -135,7 +135,7 @@ class Step:
             if self._place.lease is not None:
                 self._place.lease.release()
 
-    def __call__(self, *batch: Any, **named: Any) -> Tensor:
+    def __call__(self, /, *batch: Any, **named: Any) -> Tensor:
         """Train on one batch and return its loss, which has no gradient: the step has done all of it.
 
         `step(inputs, *rest, **named)` computes `loss_fn(model(inputs), *rest, **named)`; without a loss function, or
@@ -157,7 +157,7 @@ class Step:
             del batch
             return already_stepped(self._train(ready, ready.executable, values))
 
-    def profile(self, *batch: Any, **named: Any) -> Timeline:
+    def profile(self, /, *batch: Any, **named: Any) -> Timeline:
         """Train on one batch as a call does, and return what this rank did when; see `crossfade.execute.stopwatch`.
 
         The first step makes optimizer state and the memory of buckets: profile a later one, on every rank.
@@ -171,6 +171,15 @@ class Step:
             stopwatch = Stopwatch(ready.executable)
             self._train(ready, stopwatch, values)
         return stopwatch.timeline
+
+    @users_frames
+    def __getstate__(self) -> None:
+        """Refuse to be pickled or copied: what lasts is in `state_dict`."""
+        raise CrossfadeError(
+            "a step that is pickled or copied",
+            expected="its state, or the model's: a step holds process groups and programs",
+            remedy="save step.state_dict() or use step.save(folder); to copy the model, copy step.model",
+        )
 
     def _taken(self, ready: _Ready, batch: tuple[Any, ...]) -> dict[str, Tensor]:
         """This rank's part of a batch, by the names of the program's inputs."""

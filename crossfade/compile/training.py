@@ -120,8 +120,8 @@ def compile_step(
         >>> losses[-1] < losses[0]
         True
     """
-    check_arguments(model, loss_fn, optimizer)
     model = inside_compiled(model)
+    check_arguments(model, loss_fn, optimizer)
     expect = Expect.of(strict)
     options = Options(
         data_parallel=data_parallel,

@@ -41,16 +41,27 @@ class Executable:
     def __call__(self, inputs: list[Any]) -> tuple[Any, ...]:
         """Run on the inputs, in the program's order; the list is emptied."""
         casts_are_written_out = torch.autocast(self.device, enabled=False)
-        with torch.no_grad(), casts_are_written_out, below_autograd():
-            return self.compiled.function(inputs)
+        try:
+            with torch.no_grad(), casts_are_written_out, below_autograd():
+                return self.compiled.function(inputs)
+        except Exception as error:
+            node = self._node_at(error)
+            if node is not None and source_line(node):
+                error.add_note(f"In {node.target}, which comes from {source_line(node)}")
+            raise
 
     def collective_at(self, error: BaseException) -> str:
         """Which collective an error came out of, in words; empty if it came from elsewhere."""
+        node = self._node_at(error)
+        return self._describe(node) if node is not None else ""
+
+    def _node_at(self, error: BaseException) -> fx.Node | None:
+        """The node whose line of the generated function an error came out of."""
         for frame in reversed(traceback.extract_tb(error.__traceback__)):
             node = self.compiled.node_at.get(frame.lineno or 0)
             if node is not None and frame.filename == self.compiled.filename:
-                return self._describe(node)
-        return ""
+                return node
+        return None
 
     def _describe(self, node: fx.Node) -> str:
         start = collectives.started_by(node) if collectives.is_wait(node) else node

@@ -125,10 +125,10 @@ class Ranks:
         others = self._errors_of_others(rank, results)
         self._end(_GRACE_SECONDS)
         if isinstance(error, CrossfadeError):
-            error.add_note(f"raised on rank {rank}{others}; there:\n{trace.rstrip()}")
+            error.add_note(f"raised on rank {rank}{others}\nOn rank {rank}:\n{trace.rstrip()}")
             raise error
         raise RankFailedError(
-            f"{error} on rank {rank}{others}; there:\n{trace.rstrip()}\n", remedy="fix that, then start again"
+            f"{error} on rank {rank}{others}\nOn rank {rank}:\n{trace.rstrip()}\n", remedy="fix that, then start again"
         )
 
     def _errors_of_others(self, first: int, results: dict[int, Any]) -> str:

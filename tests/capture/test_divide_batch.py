@@ -69,6 +69,7 @@ def test_a_batch_is_known_by_its_types_and_plain_values() -> None:
     assert key == batch_key((torch.zeros(2, 3), {"scale": 2}))
     others = [
         (torch.ones(2, 3), {"scale": 3}),
+        (torch.ones(2, 3), {"scale": 2.0}),
         (torch.ones(3, 2).t(), {"scale": 2}),
         (torch.ones(2, 3).int(), {"scale": 2}),
     ]

@@ -34,6 +34,14 @@ def test_backward_says_that_it_was_done(call: Callable[[Tensor], None]) -> None:
         call(loss_of_a_step())
 
 
+def test_a_step_itself_is_not_saved_or_copied() -> None:
+    model = network()
+    step = cf.compile_step(model, F.mse_loss, adamw(model))
+    for save in (lambda: torch.save(step, io.BytesIO()), lambda: copy.deepcopy(step)):
+        with pytest.raises(cf.CrossfadeError, match=r"Remedy: save step.state_dict\(\) or use step.save"):
+            save()
+
+
 def test_backward_of_what_is_computed_from_it_fails_too() -> None:
     for derived in (loss_of_a_step() / 4, torch.amp.GradScaler("cpu", init_scale=2.0).scale(loss_of_a_step())):
         with pytest.raises(RuntimeError, match="does not require grad"):

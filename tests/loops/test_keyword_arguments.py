@@ -95,7 +95,7 @@ def test_a_name_given_twice_or_unknown_is_told() -> None:
     model = WithLoss()
     step = cf.compile_step(model, None, adamw(model))
     x, y = batches(1)[0]
-    with pytest.raises(cf.CaptureError, match="labels both in the batch's dict and by name. Remedy: pass it in one"):
+    with pytest.raises(cf.CaptureError, match=r"labels both in the batch's dict and by name. Remedy: pass it in one"):
         step({"inputs": x, "labels": y}, labels=y)
     with pytest.raises(cf.CaptureError, match="unexpected keyword argument 'label'"):
         step(x, label=y)

@@ -99,5 +99,5 @@ def test_a_hugging_face_batch_by_names_as_a_dict_and_as_the_tokenizer_returns_it
 def test_without_labels_it_says_to_pass_them() -> None:
     model = gpt2()
     step = cf.compile_step(model, None, adamw(model))
-    with pytest.raises(cf.CaptureError, match="CausalLMOutputWithCrossAttentions without a loss: .* pass labels"):
+    with pytest.raises(cf.CaptureError, match=r"CausalLMOutputWithCrossAttentions without a loss: .* pass labels"):
         step(input_ids=encodings()[0]["input_ids"])

@@ -45,6 +45,10 @@ WRAPPED: dict[str, tuple[Callable[[nn.Module], nn.Module], str]] = {
         split_by_fully_shard,
         r'0 of the model is wrapped in FSDPModule: .*: leave fully_shard out, and pass data_parallel="zero3"',
     ),
+    "DDP, compiled": (
+        lambda model: torch.compile(DistributedDataParallel(model), backend="eager"),
+        r"the model is wrapped in DistributedDataParallel",
+    ),
     "DDP of a part": (
         lambda model: nn.Sequential(DistributedDataParallel(model), nn.ReLU()),
         r"0 of the model is wrapped in DistributedDataParallel",
@@ -103,15 +107,20 @@ def test_what_was_compiled_is_captured_as_it_was_written(what: str) -> None:
     )
 
 
-def test_what_was_compiled_stays_compiled_for_evaluation() -> None:
+@pytest.mark.parametrize("what", ["the model", "a layer"])
+def test_what_was_compiled_stays_compiled_for_evaluation(what: str) -> None:
     compiled: list[torch.fx.GraphModule] = []
-    model = torch.compile(network(), backend=counting(compiled))
-    step = cf.compile_step(model, F.mse_loss, adamw(model))
+    model, loss = COMPILED[what](network(), counting(compiled))
+    step = cf.compile_step(model, loss, adamw(model))
     x, y = batches(1)[0]
     step(x, y)
+    assert compiled == []
     with torch.no_grad():
-        torch.testing.assert_close(model(x), step.model(x))
-    assert len(compiled) == 1
+        found = model(x)
+        assert len(compiled) == 1
+        with torch.compiler.set_stance("force_eager"):
+            torch.testing.assert_close(found, model(x))
+    step(x, y)
     model.eval()
     step(x, y)
     assert step.captures == 2  # as any switch between train() and eval()
@@ -126,9 +135,9 @@ def accelerated(model: nn.Module) -> tuple[nn.Module, Any, Any]:
 
 def test_what_accelerate_prepared_is_named_with_the_remedy() -> None:
     model, optimizer, scheduler = accelerated(network())
-    with pytest.raises(cf.OptimizerError, match="wrapped in AcceleratedOptimizer: .*: pass optimizer.optimizer, or"):
+    with pytest.raises(cf.OptimizerError, match=r"wrapped in AcceleratedOptimizer: .*: pass optimizer.optimizer, or"):
         cf.compile_step(model, F.mse_loss, optimizer)
-    with pytest.raises(cf.OptimizerError, match="AcceleratedScheduler as the optimizer: .*: pass the scheduler's"):
+    with pytest.raises(cf.OptimizerError, match=r"AcceleratedScheduler as the optimizer: .*: pass the scheduler's"):
         cf.compile_step(model, F.mse_loss, scheduler)
     reference = network()
     expected = trained(reference, adamw(reference), batches())
@@ -183,5 +192,5 @@ def test_arguments_that_are_something_else_are_named(mistake: str) -> None:
 def test_zero_redundancy_optimizer_is_named_with_the_remedy(alone: None) -> None:
     model = network()
     optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.Adam, lr=0.1)
-    with pytest.raises(cf.OptimizerError, match='wrapped in ZeroRedundancyOptimizer: .* and data_parallel="zero1"'):
+    with pytest.raises(cf.OptimizerError, match=r'wrapped in ZeroRedundancyOptimizer: .* and data_parallel="zero1"'):
         cf.compile_step(model, F.mse_loss, optimizer)
