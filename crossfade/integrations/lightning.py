@@ -1,16 +1,15 @@
 """PyTorch Lightning: a `Strategy` that trains with forward, backward and exchange as one graph.
 
-    from crossfade.integrations.lightning import CrossfadeStrategy
+from crossfade.integrations.lightning import CrossfadeStrategy
 
-    trainer = lightning.Trainer(devices=2, strategy=CrossfadeStrategy())
-    trainer.fit(module, loader)
+trainer = lightning.Trainer(devices=2, strategy=CrossfadeStrategy())
+trainer.fit(module, loader)
 """
 
 from __future__ import annotations
 
 import contextlib
 import inspect
-import operator
 import weakref
 from collections.abc import Iterator
 from typing import Any
@@ -81,9 +80,6 @@ class CrossfadeStrategy(DDPStrategy):  # type: ignore[misc]
 class _TrainingStep(nn.Module):
     """A module's training step as a model that returns its loss, and what it logs beside it."""
 
-    reads = operator.attrgetter("_hparams")
-    """What is watched beside the names in the user's code: `hparams` is a property of Lightning's."""
-
     def __init__(self, module: LightningModule) -> None:
         super().__init__()
         self.module = module
@@ -92,7 +88,6 @@ class _TrainingStep(nn.Module):
     def forward(self, *batch: Any) -> Any:
         """The loss and the tensors that were logged; for tracing."""
         more: dict[str, Tensor] = {}
-        assert self.reads is not None
 
         def log(name: str, value: Any, *args: Any, **kwargs: Any) -> None:
             more.update(self._log.asked_for(name, value, args, kwargs))
@@ -109,6 +104,10 @@ class _TrainingStep(nn.Module):
                 "training_step returned None", expected="a loss", remedy="leave such batches out of the loader"
             )
         return (returned["loss"] if isinstance(returned, dict) else returned), more
+
+    def watched(self) -> Any:
+        """What guards look at beside the names in the user's code: `hparams` is a property of Lightning's."""
+        return self.module._hparams
 
     def log(self, values: dict[str, Tensor]) -> None:
         """Log what the last step computed, as its code asked for."""

@@ -9,11 +9,13 @@ trainer.gradients.report.show()
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import functools
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import transformers
 from torch import Tensor, nn
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from crossfade.compile.gradients import Gradients, compile_gradients
 from crossfade.errors import CrossfadeError
@@ -61,21 +63,20 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
 
     def _compile(self, model: nn.Module) -> Gradients:
         ranks = self.accelerator.num_processes
-        loss_fn = _PickedLoss() if not self._has_own_loss else _OwnLoss(self._own_loss(model))
+        loss_fn = _called_by_trainer(self._own_loss(model)) if self._has_own_loss else _picked
         return compile_gradients(model, loss_fn, {"dp": ranks} if ranks > 1 else None, **self._options)
 
     @property
     def _has_own_loss(self) -> bool:
         return self.label_smoother is not None or self.compute_loss_func is not None
 
-    def _own_loss(self, model: nn.Module) -> Any:
+    def _own_loss(self, model: nn.Module) -> Callable[..., Tensor]:
         if self.compute_loss_func is not None:
-            return self.compute_loss_func
-        raise CrossfadeError(
-            "label_smoothing_factor in the arguments",
-            expected="a loss that the model or compute_loss_func computes",
-            remedy="pass compute_loss_func with torch.nn.functional.cross_entropy(..., label_smoothing=...)",
-        )
+            function: Callable[..., Tensor] = self.compute_loss_func
+            return function
+        inner = getattr(model, "get_base_model", lambda: model)()  # inside peft's
+        shifts = type(inner).__name__ in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
+        return functools.partial(self.label_smoother, shift_labels=shifts)
 
     def _arguments(self, inputs: dict[str, Any], items: Tensor | int | None) -> tuple[Any, ...]:
         """A batch as the compiled function takes it."""
@@ -92,23 +93,19 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         return prepared_without_wrapping(self.accelerator, model)
 
 
-class _PickedLoss:
+def _picked(output: Any) -> Tensor:
     """The loss that the model has computed."""
-
-    def __call__(self, output: Any) -> Tensor:
-        loss: Tensor = output["loss"] if isinstance(output, dict) else output[0]
-        return loss
+    loss: Tensor = output["loss"] if isinstance(output, dict) else output[0]
+    return loss
 
 
-class _OwnLoss:
+def _called_by_trainer(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """A loss function of the user's, called as the Trainer calls it."""
 
-    def __init__(self, function: Any) -> None:
-        self.function = function
+    def loss_fn(output: Any, labels: Tensor | None, items: Tensor | int | None) -> Tensor:
+        return function(output, labels, num_items_in_batch=items)
 
-    def __call__(self, output: Any, labels: Tensor | None, items: Tensor | int | None) -> Tensor:
-        loss: Tensor = self.function(output, labels, num_items_in_batch=items)
-        return loss
+    return loss_fn
 
 
 def _check_arguments(args: Any, options: Mapping[str, Any]) -> None:
