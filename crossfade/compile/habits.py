@@ -155,7 +155,8 @@ def already_stepped(loss: Tensor) -> Tensor:
 def _refuse_backward(*_: Any, **__: Any) -> None:
     raise CrossfadeError(
         "loss.backward() after a step that ran the backward and the optimizer already",
-        remedy="leave out loss.backward(), optimizer.step() and optimizer.zero_grad(): the step does all three",
+        remedy="leave out loss.backward(), optimizer.step() and optimizer.zero_grad(), which the step has done; "
+        "clip gradients by compile_step(..., clip_grad_norm=1.0)",
     )
 
 

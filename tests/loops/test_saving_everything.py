@@ -96,3 +96,16 @@ def test_a_file_saved_by_plain_torch_goes_on_compiled(tmp_path: Path) -> None:
         plain.scheduler.step()
         expected.append(loss.item())
     torch.testing.assert_close(losses, expected, rtol=1e-6, atol=1e-6)
+
+
+def test_a_steps_own_state_is_saved_by_torch_too(tmp_path: Path) -> None:
+    unbroken, resumed = Run(torch.optim.AdamW, lr=0.05), Run(torch.optim.AdamW, lr=0.05)
+    unbroken.train(batches(3))
+    torch.save(unbroken.step.state_dict(), tmp_path / "step.pt")
+    rate = unbroken.scheduler.state_dict()
+    expected = unbroken.train(batches(6)[3:])
+    resumed.step.load_state_dict(torch.load(tmp_path / "step.pt"))
+    resumed.scheduler.load_state_dict(rate)
+    assert resumed.step.steps == 3
+    assert resumed.train(batches(6)[3:]) == expected
+    same(resumed.model, unbroken.model)

@@ -158,6 +158,19 @@ def test_what_fabric_set_up_is_named_with_the_remedy() -> None:
     cf.compile_step(model.module, F.mse_loss, optimizer.optimizer)(*batches(1)[0])
 
 
+def test_what_lightning_wrapped_is_named_with_the_remedy() -> None:
+    lightning = pytest.importorskip("lightning.pytorch.core.optimizer")
+    model = network()
+    with pytest.raises(cf.OptimizerError, match=r"wrapped in LightningOptimizer: .*: pass optimizer.optimizer"):
+        cf.compile_step(model, F.mse_loss, lightning.LightningOptimizer(adamw(model)))
+
+
+def test_an_engine_of_deepspeed_is_known_by_its_name() -> None:
+    engine = type("DeepSpeedEngine", (nn.Linear,), {"__module__": "deepspeed.runtime.engine"})(6, 3)
+    with pytest.raises(cf.ModelError, match=r"wrapped in DeepSpeedEngine: .*: leave deepspeed.initialize out"):
+        cf.compile_step(engine, F.mse_loss, adamw(engine))
+
+
 def sgd(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=0.1)
 
