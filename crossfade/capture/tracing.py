@@ -13,6 +13,8 @@ from crossfade.errors import CaptureError, CrossfadeError
 from crossfade.graph.private import FakeTensorMode, dispatch_functionalize, symbolic_shapes
 from crossfade.graph.program import complete_metadata
 
+_ABOUT_DATA = "control flow depends on tensor values"
+
 
 def new_fake_mode() -> FakeTensorMode:
     """Fake tensors with static shapes, whose `.item()` is a graph value rather than an error."""
@@ -54,7 +56,7 @@ def _capture_error(error: Exception, what: str) -> CaptureError:
     depends_on_data = any(word in f"{type(error).__name__} {error}" for word in ("DataDependent", "data-dependent"))
     if depends_on_data:
         return CaptureError(
-            f"control flow depends on tensor values in {what}{where}",
+            f"{_ABOUT_DATA} in {what}{where}",
             expected="one graph that is right for every batch",
             remedy="compute both sides and choose with torch.where, or move the decision out of the step",
         )
@@ -62,6 +64,11 @@ def _capture_error(error: Exception, what: str) -> CaptureError:
         f"{type(error).__name__} while capturing {what}{where}: {message}",
         remedy="make it run on fake tensors: no numpy, no data access, no tensors on other devices",
     )
+
+
+def is_about_data(error: CaptureError) -> bool:
+    """Whether tracing failed since code asked for a tensor's value."""
+    return error.found.startswith(_ABOUT_DATA)
 
 
 def users_line(frames: Sequence[traceback.FrameSummary]) -> str:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from crossfade.capture.divide_batch import BatchLayout
+from crossfade.capture.numbers import StepNumbers
 from crossfade.compile.phases import PhaseRecords
 from crossfade.graph.launches import Launch
 from crossfade.graph.program import Program
@@ -31,3 +32,5 @@ class Built:
     """What is short of what `strict=` expects, as this rank sees it."""
     phases: PhaseRecords
     """How it was compiled."""
+    numbers: StepNumbers = field(default_factory=StepNumbers)
+    """The optimizer's numbers that the program takes, and those that the step changes."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import nn
@@ -12,7 +12,9 @@ from torch.optim import Optimizer
 from crossfade.capture.baked_in import BakedIn
 from crossfade.capture.constants import check_constants
 from crossfade.capture.divide_batch import BatchLayout
+from crossfade.capture.numbers import Learned
 from crossfade.capture.optimizer import parameter_names
+from crossfade.capture.optimizer_state import has_state
 from crossfade.capture.training import LossFunction, capture_forward_backward, resized
 from crossfade.compile.options import Options
 from crossfade.compile.place import Place
@@ -31,11 +33,21 @@ class Job:
     options: Options
     place: Place
     baked_in: BakedIn
+    learned: Learned = field(default_factory=Learned)
+    """What captures have shown about the optimizer."""
 
     def trained(self) -> list[str]:
         """The names of the parameters that the optimizer trains."""
         names = parameter_names(self.model)
         return [names[p] for group in self.optimizer.param_groups for p in group["params"] if p.requires_grad]
+
+    def begins(self) -> frozenset[str]:
+        """The parameters whose next step is their first, where that does something else than later ones."""
+        if not self.learned.starts_from_gradients:
+            return frozenset()
+        trained = {self.model.get_parameter(name): name for name in self.trained()}
+        unmade = {name for parameter, name in trained.items() if not has_state(self.optimizer, parameter)}
+        return frozenset(unmade | self.learned.not_begun)
 
     def split_over(self) -> dict[str, str]:
         """The parameters of which this rank has a part, with the axis that the parts are spread over."""
@@ -46,6 +58,9 @@ class Job:
             return {}
         names = parameter_names(self.model)
         return {name: place.axes.split.name for parameter, name in names.items() if parameter.dim()}
+
+    def check_split(self) -> None:
+        """Refuse an optimizer that needs whole parameters where this rank has parts."""
 
     def layout(self, batch: tuple[Any, ...]) -> BatchLayout:
         """How a batch is divided."""
