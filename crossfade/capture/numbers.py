@@ -52,7 +52,7 @@ class Number:
 
     def write(self, value: Any) -> None:
         """Give it another value, in place if it is a tensor."""
-        kind, where, key = self.place
+        kind, _, key = self.place
         holder = {"group": self._group, "state": self._state, "attribute": lambda: vars(self.optimizer)}[kind]()
         name, element = key if kind == "group" else (key, None)
         if element is not None:

@@ -140,7 +140,7 @@ class _Tracer:
 
 
 class _TracedStep:
-    """One trace: a function of parameters, gradients, state and numbers, and what it has left in the numbers' places."""
+    """One trace: a function of parameters, gradients, state and numbers, and what it left in the numbers' places."""
 
     def __init__(self, tracer: _Tracer, symbolic: SymbolicNumbers, capturable: bool) -> None:
         self.tracer, self.symbolic, self.capturable = tracer, symbolic, capturable
@@ -165,9 +165,7 @@ class _TracedStep:
     ) -> list[Tensor]:
         tracer, optimizer = self.tracer, self.tracer.optimizer
         by_name = dict(zip(tracer.ready, values, strict=True))
-        entries = {
-            name: self._entries(name, state) for name, state in zip(tracer.ready, states, strict=True)
-        }
+        entries = {name: self._entries(name, state) for name, state in zip(tracer.ready, states, strict=True)}
         shadow = shadow_of(optimizer)
         shadow.state = defaultdict(dict, {by_name[name]: held for name, held in entries.items()})
         members = [{tracer.names[parameter] for parameter in group["params"]} for group in optimizer.param_groups]
@@ -175,7 +173,7 @@ class _TracedStep:
         give_groups(shadow, optimizer, chosen, capturable=self.capturable)
         numbers = self.symbolic.numbers.values()
         for number, value in zip(numbers, given, strict=True):
-            put_number(shadow, number, value, entries.get(state_of_number(number, tracer.names)))
+            put_number(shadow, number, value, entries.get(state_of_number(number, tracer.names), {}))
         for name, gradient in zip(tracer.ready, gradients, strict=True):
             by_name[name].grad = gradient
         ordered = {name: by_name[name] for name in tracer.names.values() if name in by_name}
@@ -258,9 +256,9 @@ def _precise(value: Tensor) -> Tensor:
     return value.double() if not value.dim() and value.is_floating_point() else value
 
 
-def state_of_number(number: Number, names: Mapping[Tensor, str]) -> str | None:
-    """The parameter in whose state a number is."""
-    return names[number.place[1]] if number.place[0] == "state" else None
+def state_of_number(number: Number, names: Mapping[Tensor, str]) -> str:
+    """The parameter in whose state a number is; nothing of others."""
+    return names[number.place[1]] if number.place[0] == "state" else ""
 
 
 def state_name(parameter: str, key: str) -> str:
@@ -346,7 +344,7 @@ def _take_over_constants(program: Program, body: fx.GraphModule) -> None:
     """Give a program the tensors that traced code made from Python's numbers."""
     constants = dict(program.constants)
     for node in body.graph.find_nodes(op="get_attr"):
-        name = f"of_optimizer{str(node.target)}"
+        name = f"of_optimizer{node.target}"
         constants[name] = attribute(body, str(node.target))
         node.target = name
     program.constants = constants

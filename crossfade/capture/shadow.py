@@ -106,11 +106,10 @@ def _on_accelerator(group: Mapping[str, Any]) -> bool:
     return any(parameter.device.type not in ("cpu", "meta") for parameter in group["params"])
 
 
-def put_number(shadow: Optimizer, number: Number, value: Any, state: dict[str, Any] | None) -> None:
+def put_number(shadow: Optimizer, number: Number, value: Any, state: dict[str, Any]) -> None:
     """Put a value in a stand-in where the optimizer has a number."""
     kind, where, key = number.place
     if kind == "state":
-        assert state is not None
         state[key] = value
     elif kind == "attribute":
         vars(shadow)[key] = value

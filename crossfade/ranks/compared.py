@@ -6,7 +6,6 @@ import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -86,6 +85,7 @@ def shared_numbers(names: Sequence[str]) -> RankInvariant:
 def numbers_in_groups(optimizer: Optimizer) -> dict[str, float]:
     """The numbers that parameter groups hold: learning rates, betas, weight decay; also those of tuples and tensors.
 
+    >>> import torch
     >>> numbers_in_groups(torch.optim.SGD([torch.zeros(1)], lr=0.5))
     {'lr.0': 0.5, 'momentum.0': 0, 'dampening.0': 0, 'weight_decay.0': 0}
     """

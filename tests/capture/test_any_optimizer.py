@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Callable
 from typing import Any
@@ -13,6 +12,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import crossfade as cf
+from crossfade.capture.elementwise import reason_against_parts
+from crossfade.capture.optimizer import parameter_names
 from crossfade.errors import CrossfadeError
 
 STEPS = 7
@@ -263,3 +264,273 @@ WRITTEN: dict[str, tuple[Callable[[nn.Module], Optimizer], int | None]] = {
 def test_optimizers_that_users_write_train_as_in_eager(name: str) -> None:
     make, captures = WRITTEN[name]
     compare(make, captures=captures)
+
+
+def groups_of(model: nn.Sequential) -> list[dict[str, Any]]:
+    return [{"params": list(model[0].parameters())}, {"params": list(model[2].parameters())}]
+
+
+def mixed(model: nn.Sequential, **second: Any) -> list[dict[str, Any]]:
+    first, other = groups_of(model)
+    return [first, {**other, **second}]
+
+
+OPTIONS: dict[str, Callable[[nn.Module], Optimizer]] = {
+    "groups-of-adamw": lambda m: torch.optim.AdamW(
+        mixed(m, lr=0.1, weight_decay=0.0, betas=(0.5, 0.8), amsgrad=True, maximize=True), lr=0.01
+    ),
+    "groups-of-sgd": lambda m: torch.optim.SGD(mixed(m, momentum=0.9, weight_decay=0.1, nesterov=True), lr=0.05),
+    "fused": lambda m: torch.optim.AdamW(m.parameters(), lr=0.01, fused=True),
+    "fused-adagrad": lambda m: torch.optim.Adagrad(m.parameters(), lr=0.01, fused=True),
+    "foreach": lambda m: torch.optim.Adam(m.parameters(), lr=0.01, foreach=True),
+    "no-foreach": lambda m: torch.optim.RMSprop(m.parameters(), lr=0.01, foreach=False),
+    "tensor-rate": lambda m: torch.optim.SGD(m.parameters(), lr=torch.tensor(0.1), momentum=0.9),
+    "tensor-rate-of-adam": lambda m: torch.optim.Adam(m.parameters(), lr=torch.tensor(0.01), foreach=False),
+}
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_options_mean_what_they_mean_in_eager(name: str) -> None:
+    compare(OPTIONS[name])
+
+
+def test_capturable_is_accepted_where_eager_torch_would_not_run_it() -> None:
+    data, reference, model = batches(), model_of(), model_of()
+    expected = torch.optim.RAdam(reference.parameters(), lr=0.01)
+    optimizer = torch.optim.RAdam(model.parameters(), lr=0.01, capturable=True)
+    eager(reference, expected, data)
+    step = cf.compile_step(model, loss_of, optimizer)
+    for inputs, target in data:
+        step(inputs, target)
+    assert_same(tensors_of(model, optimizer), tensors_of(reference, expected))
+
+
+def one_cycle(optimizer: Optimizer) -> Callable[[int], None]:
+    scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=20)
+    return lambda index: scheduler.step()
+
+
+def cyclic(optimizer: Optimizer) -> Callable[[int], None]:
+    scheduler = torch.optim.lr_scheduler.CyclicLR(optimizer, base_lr=0.01, max_lr=0.1, step_size_up=2)
+    return lambda index: scheduler.step()
+
+
+def decay_by_hand(optimizer: Optimizer) -> Callable[[int], None]:
+    def change(index: int) -> None:
+        optimizer.param_groups[0]["weight_decay"] = 0.1 / (index + 1)
+        optimizer.param_groups[0]["eps"] = 1e-8 * (index + 2)
+
+    return change
+
+
+SCHEDULES: dict[str, tuple[Callable[[nn.Module], Optimizer], Callable[[Optimizer], Callable[[int], None]], int]] = {
+    "one-cycle-adam": (OF_TORCH["adam"], one_cycle, 1),
+    "one-cycle-sgd": (OF_TORCH["sgd-nesterov"], one_cycle, 1),
+    "cyclic": (OF_TORCH["sgd-nesterov"], cyclic, 1),
+    "by-hand": (OF_TORCH["adamw"], decay_by_hand, 1),
+    "by-hand-from-zero": (lambda m: torch.optim.AdamW(m.parameters(), weight_decay=0.0), decay_by_hand, 2),
+    "written": (WRITTEN["lion"][0], lambda o: lambda i: o.param_groups[0].update(betas=(0.9 - i / 50, 0.99)), 1),
+}
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_numbers_that_change_between_steps_capture_once(name: str) -> None:
+    make, schedule, captures = SCHEDULES[name]
+    data, reference, model = batches(), model_of(), model_of()
+    expected, optimizer = make(reference), make(model)
+    eager(reference, expected, data, schedule(expected))
+    after = schedule(optimizer)
+    step = cf.compile_step(model, loss_of, optimizer)
+    for index, (inputs, target) in enumerate(data):
+        step(inputs, target)
+        after(index)
+    assert_same(tensors_of(model, optimizer), tensors_of(reference, expected))
+    assert step.captures == captures
+
+
+def test_what_counts_in_python_is_left_as_eager_leaves_it() -> None:
+    data, reference, model = batches(), model_of(), model_of()
+    expected, optimizer = Counting(reference.parameters()), Counting(model.parameters())
+    eager(reference, expected, data)
+    step = cf.compile_step(model, loss_of, optimizer)
+    for inputs, target in data:
+        step(inputs, target)
+    assert (optimizer.calls, optimizer.param_groups[0]["seen"]) == (expected.calls, expected.param_groups[0]["seen"])
+    assert step.captures <= 4  # for each answer to `step % 3 == 0`, and once more where a capture asks something new
+    before = step.captures
+    for inputs, target in data:
+        step(inputs, target)
+    assert step.captures == before
+
+
+def test_a_step_goes_on_from_eager_steps_and_eager_from_a_step() -> None:
+    make = OF_TORCH["asgd"]
+    data, reference, model = batches(9), model_of(), model_of()
+    expected, optimizer = make(reference), make(model)
+    eager(reference, expected, data)
+    eager(model, optimizer, data[:3])
+    step = cf.compile_step(model, loss_of, optimizer)
+    for inputs, target in data[3:6]:
+        step(inputs, target)
+    eager(model, optimizer, data[6:])
+    assert_same(tensors_of(model, optimizer), tensors_of(reference, expected))
+
+
+def test_random_numbers_are_those_of_eager() -> None:
+    data, reference, model = batches(), model_of(), model_of()
+    expected, optimizer = Noisy(reference.parameters()), Noisy(model.parameters())
+    torch.manual_seed(3)
+    for inputs, target in data[:1]:
+        eager(reference, expected, [(inputs, target)])
+    step = cf.compile_step(model, loss_of, optimizer).prepare(*data[0])
+    torch.manual_seed(3)
+    step(*data[0])
+    changed = [not torch.equal(a, b) for a, b in zip(model.parameters(), model_of().parameters(), strict=True)]
+    assert all(changed)
+
+
+@pytest.mark.parametrize("name", ["rprop", "adagrad", "asgd", "adafactor", "counting"])
+def test_unusual_state_is_saved_and_resumed(name: str, tmp_path: Any) -> None:
+    make = OF_TORCH.get(name) or WRITTEN[name][0]
+    data, reference = batches(), model_of()
+    expected = make(reference)
+    eager(reference, expected, data)
+    model = model_of()
+    step = cf.compile_step(model, loss_of, make(model))
+    for inputs, target in data[:4]:
+        step(inputs, target)
+    step.save(tmp_path / "saved")
+    other = model_of(seed=1)
+    resumed = cf.compile_step(other, loss_of, make(other))
+    resumed.load(tmp_path / "saved")
+    for inputs, target in data[4:]:
+        resumed(inputs, target)
+    assert_same(tensors_of(other, resumed.optimizer), tensors_of(reference, expected))
+
+
+def test_a_tensor_rate_is_saved_and_resumed(tmp_path: Any) -> None:
+    model = model_of()
+    optimizer = torch.optim.SGD(model.parameters(), lr=torch.tensor(0.25))
+    step = cf.compile_step(model, loss_of, optimizer)
+    step(*batches()[0])
+    step.save(tmp_path / "saved")
+    rate = optimizer.param_groups[0]["lr"]
+    rate.fill_(0.5)
+    step.load(tmp_path / "saved")
+    assert optimizer.param_groups[0]["lr"] is rate and rate.item() == 0.25
+
+
+class KeepsTensors(Lion):
+    def __init__(self, params: Any) -> None:
+        super().__init__(params)
+        self.total = torch.zeros(())
+
+
+class Wraps(Lion):
+    def __init__(self, params: Any) -> None:
+        super().__init__(params)
+        self.inner = torch.optim.SGD(params, lr=0.1)
+
+
+class KeepsLists(Optimizer):
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.1})
+
+    def step(self, closure: Any = None) -> None:
+        for p in self.param_groups[0]["params"]:
+            self.state[p].setdefault("history", []).append(p.grad)
+
+
+class Branches(Optimizer):
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for p in self.param_groups[0]["params"]:
+            if p.grad.sum() > 0:
+                p.sub_(p.grad)
+
+
+class CountsFromTensors(Optimizer):
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for p in self.param_groups[0]["params"]:
+            self.state[p]["norm"] = self.state[p].get("norm", 0.0) + p.grad.norm().item()
+            p.sub_(p.grad)
+
+
+class Remembers(Lion):
+    def __init__(self, params: Any) -> None:
+        super().__init__(params)
+        self.seen: list[int] = []
+
+    def step(self, closure: Any = None) -> None:
+        self.seen.append(len(self.seen))
+        super().step(closure)
+
+
+REFUSED: dict[str, tuple[Callable[[nn.Module], Optimizer], str]] = {
+    "differentiable": (
+        lambda m: torch.optim.SGD(m.parameters(), lr=0.1, differentiable=True),
+        "differentiable=True in parameter group 0",
+    ),
+    "closure": (lambda m: torch.optim.LBFGS(m.parameters()), "LBFGS calls the loss from within its step"),
+    "tensors": (lambda m: KeepsTensors(m.parameters()), "KeepsTensors keeps tensors in its attribute total"),
+    "wraps": (lambda m: Wraps(list(m.parameters())), "Wraps wraps another optimizer, in its attribute inner"),
+    "lists": (lambda m: KeepsLists(m.parameters()), "KeepsLists keeps a list in its state, under 'history'"),
+    "branches": (lambda m: Branches(m.parameters()), "control flow depends on tensor values in the step of Branches"),
+    "counts": (lambda m: CountsFromTensors(m.parameters()), "is a Python number that the optimizer computes from"),
+    "remembers": (lambda m: Remembers(m.parameters()), "the step of Remembers changes optimizer.seen"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_captured_is_refused_and_nothing_is_changed(name: str) -> None:
+    make, found = REFUSED[name]
+    model = model_of()
+    optimizer = make(model)
+    with pytest.raises(CrossfadeError) as caught:
+        cf.compile_step(model, loss_of, optimizer)(*batches()[0])
+    assert found in caught.value.found and caught.value.remedy
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), model_of().parameters(), strict=True))
+    assert not optimizer.state
+
+
+class Rooted(Optimizer):
+    """Element by element, but by a number that depends on how large the tensor is."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for p in self.param_groups[0]["params"]:
+            p.sub_(p.grad, alpha=self.param_groups[0]["lr"] / math.sqrt(p.numel()))
+
+
+PARTS: dict[str, tuple[Callable[[nn.Module], Optimizer], str]] = {
+    "lion": (lambda m: Lion(m.parameters()), ""),
+    "counting": (lambda m: Counting(m.parameters()), ""),
+    "subclass": (lambda m: Shrinking(m.parameters()), ""),
+    "slow": (lambda m: Slow(m.parameters()), ""),
+    "rprop": (OF_TORCH["rprop"], ""),
+    "asgd": (OF_TORCH["asgd"], ""),
+    "radam": (OF_TORCH["radam"], ""),
+    "lamb": (lambda m: Lamb(m.parameters()), "of more than one element"),
+    "noisy": (lambda m: Noisy(m.parameters()), "of random numbers"),
+    "rooted": (lambda m: Rooted(m.parameters()), "with a part's shape as if it were the whole's"),
+    "adafactor": (OF_TORCH["adafactor"], "has another shape"),
+}
+
+
+@pytest.mark.parametrize("name", PARTS)
+def test_only_what_works_element_by_element_may_update_parts(name: str) -> None:
+    make, reason = PARTS[name]
+    model = model_of()
+    weight = model[0].weight
+    found = reason_against_parts(make(model), parameter_names(model), weight, ((6, 5), (3, 5)))
+    assert reason in found if reason else not found
