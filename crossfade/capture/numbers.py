@@ -28,7 +28,7 @@ Place = tuple[str, Any, Any]
 """Where a number is: ("group", index, (key, element or None)), ("state", parameter, key), ("attribute", "", name)."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Number:
     """A number of an optimizer, by the name of the program's input."""
 
@@ -202,8 +202,11 @@ def own_attributes(optimizer: Optimizer) -> dict[str, Any]:
 
 @functools.cache
 def _common_attributes() -> frozenset[str]:
-    """What every optimizer of torch has; `step` and `_opt_called` are put there by schedulers."""
-    return frozenset({*vars(torch.optim.SGD([torch.zeros(0)])), "step", "_opt_called"})
+    """What every optimizer of torch has, or those with kernels; the last two are put there by schedulers."""
+    of_kernels = {"_need_device_dtype_check_for_fused", "_step_supports_amp_scaling"}
+    of_warnings = {"_warned_capturable_if_run_uncaptured"}
+    common = vars(torch.optim.SGD([torch.zeros(0)]))
+    return frozenset({*common, *of_kernels, *of_warnings, "step", "_opt_called"})
 
 
 def options_key(optimizer: Optimizer, learned: Learned | None = None) -> tuple[Any, ...]:

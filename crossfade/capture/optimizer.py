@@ -17,7 +17,7 @@ from torch import Tensor, fx
 from torch.optim import Optimizer
 
 from crossfade.capture.numbers import Learned, Number, StepNumbers, SymbolicNumbers, numbers_of
-from crossfade.capture.optimizer_state import initial_state, lacking_state
+from crossfade.capture.optimizer_state import counters_in, initial_state, lacking_state
 from crossfade.capture.shadow import check_shadowed, check_unchanged, give_groups, put_number, shadow_of, take_step
 from crossfade.capture.tracing import is_about_data, to_fake, trace
 from crossfade.errors import CaptureError, OptimizerError
@@ -144,6 +144,10 @@ class _TracedStep:
 
     def __init__(self, tracer: _Tracer, symbolic: SymbolicNumbers, capturable: bool) -> None:
         self.tracer, self.symbolic, self.capturable = tracer, symbolic, capturable
+        self.counters = {
+            name: counters_in(tracer.optimizer, tracer.parameters[name], state) if capturable else set()
+            for name, state in tracer.state.items()
+        }
         self.left: dict[Number, Any] = {}
         self.changing: set[str] = set()
 
@@ -198,10 +202,9 @@ class _TracedStep:
         present = tracer.optimizer.state.get(tracer.parameters[name], {})
         known = {**tracer.initial.get(name, {}), **present}
         others = {key: value for key, value in known.items() if not isinstance(value, Tensor) and key not in state}
-        if not self.capturable:
-            return {**others, **state}
-        # single numbers in double precision, as in the code that this one stands in for
-        return {**others, **{key: _precise(value) for key, value in state.items()}}
+        # counters in double precision, as in the code that this one stands in for
+        precise = {key: value.double() for key, value in state.items() if key in self.counters[name]}
+        return {**others, **state, **precise}
 
     def _numbers_left(self, shadow: Optimizer, entries: Mapping[str, Mapping[str, Any]]) -> dict[Number, Any]:
         """Every number that is an input, or was put into a state that was empty, as the step has left it."""
@@ -250,10 +253,6 @@ class _TracedStep:
                 remedy="keep what changes its shape under another key, or out of the state",
             )
         return value if value.dtype == like.dtype else value.to(like.dtype)
-
-
-def _precise(value: Tensor) -> Tensor:
-    return value.double() if not value.dim() and value.is_floating_point() else value
 
 
 def state_of_number(number: Number, names: Mapping[Tensor, str]) -> str:

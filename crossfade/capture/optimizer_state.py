@@ -115,6 +115,17 @@ def has_state(optimizer: Optimizer, parameter: Tensor) -> bool:
     return any(value is not None for value in optimizer.state.get(parameter, {}).values())
 
 
+def counters_in(optimizer: Optimizer, parameter: Tensor, state: Mapping[str, Tensor]) -> set[str]:
+    """The entries of a parameter's state that are one floating-point number whatever the parameter's shape is."""
+    single = {key for key, value in state.items() if not value.dim() and value.is_floating_point()}
+    if parameter.dim() or not single:
+        return single
+    groups = enumerate(optimizer.param_groups)
+    index = next(index for index, group in groups if any(parameter is member for member in group["params"]))
+    first = _run(optimizer, index, torch.zeros(1, dtype=parameter.dtype, device=parameter.device), None).first
+    return {key for key in single if isinstance(value := first.get(key), Tensor) and not value.dim()}
+
+
 def _is_dampened(optimizer: Optimizer, group: Mapping[str, Any]) -> bool:
     return type(optimizer) is SGD and bool(group["momentum"]) and bool(group["dampening"])
 

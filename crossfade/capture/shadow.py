@@ -7,6 +7,8 @@ import contextlib
 import copy
 import functools
 import inspect
+import math
+import types
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -124,30 +126,56 @@ def put_number(shadow: Optimizer, number: Number, value: Any, state: dict[str, A
 def take_step(shadow: Optimizer) -> None:
     """Run the optimizer's own step, of its class: schedulers put another into the instance.
 
-    `min` and `max` of its module's code are taken as values of the graph where they compare symbolic numbers.
+    What its module's code calls on symbolic numbers that Python would ask for their values (`min`, `max`, `math.sqrt`)
+    becomes a value of the graph.
     """
     steps = [inspect.unwrap(vars(kind)["step"]) for kind in type(shadow).__mro__ if "step" in vars(kind)]
     namespaces = {id(step.__globals__): step.__globals__ for step in steps}
     with torch.no_grad(), contextlib.ExitStack() as stack:
         for namespace in namespaces.values():
-            stack.enter_context(_symbolic_extremes(namespace))
+            stack.enter_context(_symbolic_functions(namespace))
         type(shadow).step(shadow)
 
 
 @contextlib.contextmanager
-def _symbolic_extremes(namespace: dict[str, Any]) -> Iterator[None]:
+def _symbolic_functions(namespace: dict[str, Any]) -> Iterator[None]:
     own = {"min": functools.partial(_extreme, "min"), "max": functools.partial(_extreme, "max")}
     added = {name: function for name, function in own.items() if name not in namespace}
-    namespace.update(added)
+    replaced: dict[str, Any] = {name: _SYMBOLIC_MATH for name, value in namespace.items() if value is math}
+    for function, symbolic in _OF_MATH.items():
+        replaced |= {name: symbolic for name, value in namespace.items() if value is getattr(math, function)}
+    before = {name: namespace[name] for name in replaced}
+    namespace.update({**added, **replaced})
     try:
         yield
     finally:
+        namespace.update(before)
         for name in added:
             del namespace[name]
 
 
+def _is_symbolic(value: Any) -> bool:
+    return isinstance(value, torch.SymFloat | torch.SymInt)
+
+
+def _sqrt(value: Any) -> Any:
+    return value**0.5 if _is_symbolic(value) else math.sqrt(value)
+
+
+def _exp(value: Any) -> Any:
+    return math.e**value if _is_symbolic(value) else math.exp(value)
+
+
+def _pow(base: Any, exponent: Any) -> Any:
+    return base**exponent if _is_symbolic(base) or _is_symbolic(exponent) else math.pow(base, exponent)
+
+
+_OF_MATH = {"sqrt": _sqrt, "exp": _exp, "pow": _pow}
+_SYMBOLIC_MATH = types.SimpleNamespace(**{**vars(math), **_OF_MATH})
+
+
 def _extreme(name: str, *values: Any, **options: Any) -> Any:
-    symbolic = any(isinstance(value, torch.SymFloat | torch.SymInt) for value in values)
+    symbolic = any(_is_symbolic(value) for value in values)
     if not symbolic or len(values) < 2 or options:
         return getattr(builtins, name)(*values, **options)
     return functools.reduce(torch.sym_min if name == "min" else torch.sym_max, values)

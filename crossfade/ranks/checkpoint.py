@@ -124,7 +124,7 @@ def _check(state: Mapping[str, Any]) -> None:
 
 
 def checksums(model: nn.Module, optimizer: Optimizer) -> list[str]:
-    """A line for every tensor that all ranks hold alike: parameters, buffers and optimizer state that are no DTensors.
+    """A line for what all ranks hold alike: parameters, buffers, optimizer state that is a number or no DTensor.
 
     >>> layer = nn.Linear(1, 1, bias=False)
     >>> _ = nn.init.ones_(layer.weight)
@@ -136,7 +136,13 @@ def checksums(model: nn.Module, optimizer: Optimizer) -> list[str]:
         entries = optimizer.state.get(parameter, {})
         tensors |= {f"{name}:{key}": value for key, value in entries.items() if isinstance(value, Tensor)}
     whole = {name: tensor for name, tensor in tensors.items() if not is_distributed(tensor)}
-    return [f"{name} with checksum {checksum(tensor):08x}" for name, tensor in whole.items()]
+    sums = [f"{name} with checksum {checksum(tensor):08x}" for name, tensor in whole.items()]
+    return sums + [
+        f"{name}:{key} = {value}"
+        for name, parameter in model.named_parameters()
+        for key, value in optimizer.state.get(parameter, {}).items()
+        if isinstance(value, int | float)
+    ]
 
 
 def checksum(tensor: Tensor) -> int:

@@ -224,6 +224,35 @@ class SkipsFirst(Optimizer):
                 state["last"].copy_(p.grad)
 
 
+class WrittenRAdam(Optimizer):
+    """As found in many repositories: a Python count, math.sqrt, and a branch on how many steps were taken."""
+
+    def __init__(self, params: Any, lr: float = 0.01, betas: tuple[float, float] = (0.9, 0.99)) -> None:
+        super().__init__(params, {"lr": lr, "betas": betas})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            beta1, beta2 = group["betas"]
+            for p in group["params"]:
+                state = self.state[p]
+                if len(state) == 0:
+                    state["step"] = 0
+                    state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(p), torch.zeros_like(p)
+                state["step"] += 1
+                state["exp_avg"].mul_(beta1).add_(p.grad, alpha=1 - beta1)
+                state["exp_avg_sq"].mul_(beta2).addcmul_(p.grad, p.grad, value=1 - beta2)
+                power = beta2 ** state["step"]
+                longest = 2 / (1 - beta2) - 1
+                length = longest - 2 * state["step"] * power / (1 - power)
+                size = group["lr"] / (1 - math.pow(beta1, state["step"]))
+                if length >= 5:
+                    size *= math.sqrt((1 - power) * (length - 4) / (longest - 4) * (length - 2) / length)
+                    p.addcdiv_(state["exp_avg"], state["exp_avg_sq"].sqrt().add_(1e-8), value=-size)
+                else:
+                    p.add_(state["exp_avg"], alpha=-size)
+
+
 class Lamb(Optimizer):
     """A step as long as the weight is."""
 
@@ -257,6 +286,7 @@ WRITTEN: dict[str, tuple[Callable[[nn.Module], Optimizer], int | None]] = {
     "slow": (lambda m: Slow(m.parameters()), 1),
     "skips-first": (lambda m: SkipsFirst(m.parameters()), 2),
     "lamb": (lambda m: Lamb(m.parameters()), 1),
+    "written-radam": (lambda m: WrittenRAdam(m.parameters()), None),
 }
 
 
@@ -264,6 +294,11 @@ WRITTEN: dict[str, tuple[Callable[[nn.Module], Optimizer], int | None]] = {
 def test_optimizers_that_users_write_train_as_in_eager(name: str) -> None:
     make, captures = WRITTEN[name]
     compare(make, captures=captures)
+
+
+def test_a_branch_on_a_count_captures_once_for_each_side() -> None:
+    step = compare(lambda m: WrittenRAdam(m.parameters()), captures=None, steps=12)
+    assert step.captures == 2
 
 
 def groups_of(model: nn.Sequential) -> list[dict[str, Any]]:
