@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from crossfade.capture.numbers import Learned
 from crossfade.capture.optimizer import trace_optimizer
 from crossfade.capture.optimizer_state import ELEMENTWISE
-from crossfade.errors import OptimizerError
+from crossfade.errors import CaptureError, OptimizerError
 from crossfade.graph.effects import is_random
 from crossfade.graph.private import FakeTensorMode, symbolic_shapes
 from crossfade.graph.program import Input, InputKind, Output, OutputKind, Program, source_line
@@ -97,15 +97,26 @@ def reason_against_parts(
     begins: Collection[str] = (),
 ) -> str:
     """Why a part of a parameter cannot be updated by itself; nothing if it can."""
-    traced = []
-    for shape in shapes:
+    for key, value in optimizer.state.get(parameter, {}).items():
+        if isinstance(value, Tensor) and value.dim() and value.shape != parameter.shape:
+            return f"its state {key} has another shape, {tuple(value.shape)}"
+
+    def traced(shape: tuple[int, ...]) -> Program:
         known = Learned(changing=set(learned.changing)) if learned is not None else Learned()
         program = _with_gradient(names[parameter], shape, parameter)
         own = frozenset(begins) & {names[parameter]}
         program = trace_optimizer(program, optimizer, names, learned=known, begins=own).program
         program.graph.eliminate_dead_code()
-        traced.append(program)
-    return _reason_in(traced[1], shapes[1]) or _reason_in(traced[0], shapes[0]) or _difference(*traced)
+        return program
+
+    whole = traced(shapes[0])
+    if reason := _reason_in(whole, shapes[0]):
+        return reason
+    try:
+        part = traced(shapes[1])
+    except CaptureError as error:
+        return f"its step cannot be traced on a part alone ({error.found})"
+    return _reason_in(part, shapes[1]) or _difference(whole, part)
 
 
 def _with_gradient(name: str, shape: tuple[int, ...], like: Tensor) -> Program:

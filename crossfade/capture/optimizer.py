@@ -30,6 +30,9 @@ GRAD_NORM = "grad_norm"
 """Name of the output that carries the gradient norm before clipping."""
 
 
+_OF_KERNELS = ("foreach", "fused", "capturable")
+
+
 def parameter_names(model: torch.nn.Module) -> dict[Tensor, str]:
     """The name of each of a model's parameters; a tied one has its first name only."""
     return {parameter: name for name, parameter in model.named_parameters()}
@@ -54,6 +57,17 @@ def check_optimizer(optimizer: Optimizer, names: Mapping[Tensor, str]) -> None:
                     f"a parameter of shape {tuple(parameter.shape)} in group {index} is not the model's",
                     remedy="build the optimizer from model.parameters()",
                 )
+
+
+def optimizer_said(optimizer: Optimizer) -> str:
+    """An optimizer's name for reports, with the options that choose kernels, which a compiled step does for itself.
+
+    >>> optimizer_said(torch.optim.SGD([torch.zeros(1)], foreach=True))
+    'SGD (foreach=True: kernels are chosen by the step instead)'
+    """
+    asked = [key for key in _OF_KERNELS if any(group.get(key) for group in optimizer.param_groups)]
+    said = ", ".join(f"{key}=True" for key in asked)
+    return type(optimizer).__name__ + (f" ({said}: kernels are chosen by the step instead)" if said else "")
 
 
 @dataclass(frozen=True)

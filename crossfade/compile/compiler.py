@@ -14,7 +14,7 @@ import torch
 from crossfade.capture.baked_in import BakedIn, ambient
 from crossfade.capture.divide_batch import batch_key
 from crossfade.capture.numbers import options_key
-from crossfade.capture.optimizer import check_optimizer, parameter_names
+from crossfade.capture.optimizer import check_optimizer, optimizer_said, parameter_names
 from crossfade.capture.optimizer_state import first_states, lacking_state
 from crossfade.capture.training import check_model
 from crossfade.compile.agreement import agree, agree_on_batch, hold_together, telling
@@ -178,7 +178,7 @@ class StepCompiler:
             "data parallel": place.mode,
             "planned for": place.machine.name if place.machine else "no machine in particular",
             "batch": f"{layout.size} samples ({layout.given}), {layout.accumulate} x {layout.micro_batch_size} a rank",
-            "optimizer": type(self.job.optimizer).__name__,
+            "optimizer": optimizer_said(self.job.optimizer),
             "semantics": options.semantics,
             "torch": torch.__version__,
             "capture": f"{ran.seconds(*_CAPTURE):.1f} s",

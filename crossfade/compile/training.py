@@ -56,8 +56,9 @@ def compile_step(
         model: any module; it is trained in place and stays usable for evaluation and checkpoints.
         loss_fn: called as `loss_fn(model(inputs), *rest)` for `step(inputs, *rest)`; `inputs` may be a tensor, or a
             tuple or dict of arguments. With None the model is called on the whole batch and returns the loss itself.
-        optimizer: SGD, Adam or AdamW over the model's parameters. Change its learning rates freely, e.g. by a
-            scheduler.
+        optimizer: any optimizer over the model's parameters, torch's or your own: its own `step()` is traced. Change
+            its learning rates, betas, weight decay and other floats freely, e.g. by a scheduler. One that needs whole
+            parameters (Muon, Adafactor) works where every rank holds them.
         mesh: a `DeviceMesh` with an axis `dp` (or only one), a mapping like `{"dp": 4}`, or None for one device. Axes
             `dp_replicate` and `dp_shard` split the batch over both, and what is sharded over the second only.
         data_parallel: `"replicate"`: every rank holds all parameters. `"zero1"`: each rank holds and updates the
@@ -94,9 +95,9 @@ def compile_step(
         passes: communication passes to use instead of `crossfade.compile.pipeline.communication()`.
         phases: the compiler itself, changed by name: `crossfade.compile.training_phases.TRAINING` without a phase, with
             another one, or with other passes. `print(step.pipeline)` shows what ran.
-        check_every: every so many steps ranks compare samples of their batches (with `batch="global"`), learning rates,
-            and a sample of a parameter, another one each time, by numbers that travel with the loss. 0 compares only
-            before the first step.
+        check_every: every so many steps ranks compare samples of their batches (with `batch="global"`), learning rates
+            and the optimizer's other numbers, and a sample of a parameter, another one each time, by numbers that
+            travel with the loss. 0 compares only before the first step.
         timeout: seconds after which a collective, or the check that all ranks run the same program, fails.
         strict: what is expected of the compiled step, as `Expect` or a text like `"exposed<=5ms bucketed:gradients"`;
             True for `no-remedies rules`. The first step raises what falls short, on every rank, before it trains.
