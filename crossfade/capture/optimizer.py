@@ -1,73 +1,49 @@
 """Capture of the optimizer's step, appended to a program that computes gradients.
 
 The optimizer's own code is traced, on fake parameters and state, so that every option it has means what it means in
-eager torch. The learning rate of each parameter group is an input of the program; all other options are baked in.
+eager torch. The numbers that it computes with are inputs of the program; other options are baked in.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Collection, Hashable, Mapping
+from collections import defaultdict
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch.optim import SGD, Adam, AdamW, Optimizer
+from torch.optim import Optimizer
 
-from crossfade.capture.tracing import to_fake, trace
-from crossfade.errors import ModelError, OptimizerError
+from crossfade.capture.numbers import Learned, Number, StepNumbers, SymbolicNumbers, numbers_of
+from crossfade.capture.optimizer_state import counters_in, initial_state, lacking_state
+from crossfade.capture.shadow import check_shadowed, check_unchanged, give_groups, put_number, shadow_of, take_step
+from crossfade.capture.tracing import is_about_data, to_fake, trace
+from crossfade.errors import CaptureError, ModelError, OptimizerError
 from crossfade.graph import collectives
-from crossfade.graph.private import FakeTensor, has_hooks, has_step_hooks, symbolic_float
-from crossfade.graph.program import Input, InputKind, Output, OutputKind, Program
+from crossfade.graph.private import FakeTensor, as_if_compiling, has_hooks, has_step_hooks
+from crossfade.graph.program import Input, InputKind, Output, OutputKind, Program, attribute
 from crossfade.graph.splice import inline
 
 GRAD_NORM = "grad_norm"
 """Name of the output that carries the gradient norm before clipping."""
 
 
-def _sgd_state(group: Mapping[str, Any], parameter: Tensor, present: Mapping[str, Any]) -> dict[str, Tensor]:
-    if not group["momentum"]:
-        return {}
-    if group["dampening"] and present.get("momentum_buffer") is None:
-        raise OptimizerError(
-            f"SGD has dampening={group['dampening']} and no momentum buffers yet",
-            expected="dampening=0, or buffers from an earlier step (the first step is not dampened)",
-            remedy="take the first step with optimizer.step(), then compile; or use dampening=0",
-        )
-    return {"momentum_buffer": torch.zeros_like(parameter, memory_format=torch.preserve_format)}
-
-
-def _adam_state(group: Mapping[str, Any], parameter: Tensor, present: Mapping[str, Any]) -> dict[str, Tensor]:
-    moments = ["exp_avg", "exp_avg_sq"] + (["max_exp_avg_sq"] if group["amsgrad"] else [])
-    zeros = {name: torch.zeros_like(parameter, memory_format=torch.preserve_format) for name in moments}
-    return {"step": torch.tensor(0.0, dtype=torch.get_default_dtype()), **zeros}
-
-
 class NoOptimizer(Optimizer):
-    """Stands in a step that ends with gradients: it knows all of a model's parameters, and changes none.
+    """Stands in a step that ends with gradients: it knows all of a model's parameters, keeps no state, changes nothing.
 
     >>> NoOptimizer(torch.nn.Linear(2, 1)).step()
-    Traceback (most recent call last):
-    NotImplementedError: gradients are for an optimizer of your own
     """
 
     def __init__(self, model: torch.nn.Module) -> None:
         super().__init__(list(model.parameters()), {"lr": 0.0})
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """There is nothing that it could do."""
-        raise NotImplementedError("gradients are for an optimizer of your own")
+        """Leave everything as it is."""
 
 
-_INITIAL_STATE: dict[type[Optimizer], Callable[..., dict[str, Tensor]]] = {
-    NoOptimizer: lambda group, parameter, present: {},
-    SGD: _sgd_state,
-    Adam: _adam_state,
-    AdamW: _adam_state,
-}
-"""What each supported optimizer would create at its first step: the state must exist before it can be an input."""
-
-_REFUSED_OPTIONS = ("fused", "capturable", "differentiable")
+_OF_KERNELS = ("foreach", "fused", "capturable")
 
 
 def parameter_names(model: torch.nn.Module) -> dict[Tensor, str]:
@@ -76,30 +52,20 @@ def parameter_names(model: torch.nn.Module) -> dict[Tensor, str]:
 
 
 def check_optimizer(optimizer: Optimizer, names: Mapping[Tensor, str]) -> None:
-    """Refuse what cannot be captured: other optimizers, options that change its kind, foreign parameters."""
+    """Refuse what cannot be captured: what runs outside of its step, `differentiable`, foreign parameters."""
     if isinstance(optimizer, NoOptimizer):
         return
     _check_hooks(names)
-    if type(optimizer) not in _INITIAL_STATE:
-        raise OptimizerError(
-            f"the optimizer {type(optimizer).__name__} cannot be captured",
-            expected=f"one of {', '.join(kind.__name__ for kind in _INITIAL_STATE)}",
-            remedy="use one of those, or keep this optimizer and compile the rest (crossfade.compile_gradients)",
-        )
+    check_shadowed(optimizer)
     if has_step_hooks(optimizer):
         raise OptimizerError(
             "the optimizer has hooks around its step", remedy="remove them, and call them between steps"
         )
     for index, group in enumerate(optimizer.param_groups):
-        for option in _REFUSED_OPTIONS:
-            if group.get(option):
-                raise OptimizerError(
-                    f"{option}=True in parameter group {index}",
-                    remedy=f"leave {option} out: the captured step does not need it",
-                )
-        if isinstance(group["lr"], Tensor):
+        if group.get("differentiable"):
             raise OptimizerError(
-                f"the learning rate of group {index} is a tensor", remedy="pass a float; it stays an input of the step"
+                f"differentiable=True in parameter group {index}",
+                remedy="leave differentiable out: a compiled step is not differentiated through",
             )
         for parameter in group["params"]:
             if parameter not in names:
@@ -120,85 +86,219 @@ def _check_hooks(names: Mapping[Tensor, str]) -> None:
         )
 
 
-def initial_state(
-    optimizer: Optimizer,
-    names: Mapping[Tensor, str],
-    stepped: Collection[str],
-    parts: Mapping[str, Tensor] | None = None,
-) -> dict[str, dict[str, Tensor]]:
-    """The state that the optimizer would create at its first step, for each of the parameters `stepped`.
+def optimizer_said(optimizer: Optimizer) -> str:
+    """An optimizer's name for reports, with the options that choose kernels, which a compiled step does for itself.
 
-    `parts` has tensors like those that the optimizer works on, for parameters of which a rank updates only a part.
+    >>> optimizer_said(torch.optim.SGD([torch.zeros(1)], foreach=True))
+    'SGD (foreach=True: kernels are chosen by the step instead)'
     """
-    create, parts = _INITIAL_STATE[type(optimizer)], parts or {}
-    return {
-        names[parameter]: create(group, parts.get(names[parameter], parameter), optimizer.state.get(parameter, {}))
-        for group in optimizer.param_groups
-        for parameter in group["params"]
-        if names[parameter] in stepped
-    }
+    asked = [key for key in _OF_KERNELS if any(group.get(key) for group in optimizer.param_groups)]
+    said = ", ".join(f"{key}=True" for key in asked)
+    return type(optimizer).__name__ + (f" ({said}: kernels are chosen by the step instead)" if said else "")
 
 
-def options_key(optimizer: Optimizer) -> Hashable:
-    """Everything about the groups that is baked into a captured step: a change of it needs a new capture."""
-    return tuple(
-        tuple((key, str(value)) for key, value in group.items() if key not in ("params", "lr", "initial_lr"))
-        + tuple(id(parameter) for parameter in group["params"])
-        for group in optimizer.param_groups
-    )
+@dataclass(frozen=True)
+class OptimizerStep:
+    """A program with the optimizer's step, and the numbers that it takes."""
+
+    program: Program
+    numbers: StepNumbers
 
 
-def append_optimizer(
+def append_optimizer(program: Program, optimizer: Optimizer, names: Mapping[Tensor, str], **options: Any) -> Program:
+    """The program that `trace_optimizer` makes."""
+    return trace_optimizer(program, optimizer, names, **options).program
+
+
+def trace_optimizer(
     program: Program,
     optimizer: Optimizer,
     names: Mapping[Tensor, str],
     *,
     clip_grad_norm: float | None = None,
     split_over: Mapping[str, str] | None = None,
-) -> Program:
+    learned: Learned | None = None,
+    begins: Collection[str] = (),
+) -> OptimizerStep:
     """Add the optimizer's step to a program with gradient outputs; gradients become updates of parameters and state.
 
     Parameters are updated in the order in which their gradients become ready, so that early updates run while late
     gradients still travel. `foreach` optimizers are captured as one update per parameter, for the same reason: the
     numbers are the same. Where the program returns a shard of a parameter, that is what is updated. `split_over`
     gives the parameters whose gradients are split, with the group: their norm is then that of all ranks' parts.
+    `begins` are parameters of which this is the first step, which does something else than later ones.
+    What the code asked about numbers, and which of them it changes, is added to `learned`.
     """
-    program = program.copy()
-    ready = _gradients_in_order(program)
-    operands = _operands(program, ready)
-    state = _fake_state(program, optimizer, names, operands)
-    rates = [
-        symbolic_float(program.fake_mode.shape_env, f"lr{i}", float(g["lr"]))
-        for i, g in enumerate(optimizer.param_groups)
-    ]
-    shadow: Optimizer = type(optimizer)([torch.zeros(1)], lr=1.0)  # type: ignore[call-arg]
+    tracer = _Tracer(program.copy(), optimizer, names, clip_grad_norm, split_over or {}, frozenset(begins))
+    learned = Learned() if learned is None else learned
+    try:
+        return tracer.appended(learned, capturable=False)
+    except CaptureError as error:
+        if not is_about_data(error) or not any("capturable" in group for group in optimizer.param_groups):
+            raise
+    with as_if_compiling():  # torch has such code run on accelerators only, unless it is compiled
+        return tracer.appended(learned, capturable=True)
 
-    def update(
-        parameter_values: list[Tensor], gradients: list[Tensor], states: list[dict[str, Tensor]], *lr: Any
-    ) -> Any:
-        by_name = dict(zip(ready, parameter_values, strict=True))
-        _point_at(
-            shadow,
-            optimizer,
-            names,
-            by_name,
-            dict(zip(ready, gradients, strict=True)),
-            dict(zip(ready, states, strict=True)),
-            lr,
+
+@dataclass
+class _Tracer:
+    """The optimizer's step, traced onto the gradients of a program; as often as it takes to know all its numbers."""
+
+    program: Program
+    optimizer: Optimizer
+    names: Mapping[Tensor, str]
+    clip_grad_norm: float | None
+    split_over: Mapping[str, str]
+    begins: frozenset[str]
+    attempts: int = 0
+
+    def __post_init__(self) -> None:
+        self.ready = _gradients_in_order(self.program)
+        self.operands = _operands(self.program, self.ready)
+        self.initial, self.state = _initial_and_fake(self.program, self.optimizer, self.names, self.operands)
+        self.parameters = {name: parameter for parameter, name in self.names.items()}
+
+    def appended(self, learned: Learned, *, capturable: bool) -> OptimizerStep:
+        """The program with the step; what it was traced with is tried again where the step changes more numbers."""
+        while True:
+            later = {name: self.initial.get(name, {}) for name in self.ready if name not in self.begins}
+            numbers = numbers_of(self.optimizer, self.names, later, learned.changing)
+            self.attempts += 1
+            symbolic = SymbolicNumbers(self.program.fake_mode.shape_env, numbers, self.attempts)
+            step = _TracedStep(self, symbolic, capturable)
+            body = step.trace()
+            if step.changing <= learned.changing:
+                break
+            learned.changing |= step.changing
+        learned.branches.update({branch.text: branch for branch in symbolic.branches()})
+        updates = symbolic.updates(step.left)
+        clipped = self.clip_grad_norm is not None
+        _take_over_constants(self.program, body)
+        program, used = _append(
+            self.program, body.graph, self.ready, self.operands, self.state, list(numbers), clipped=clipped
         )
-        norm = _clip({n: by_name[n] for n in names.values() if n in by_name}, clip_grad_norm, split_over or {})
-        shadow.step()
-        return [*parameter_values, *(value for state in states for value in state.values()), *norm]
+        return OptimizerStep(program, StepNumbers({name: numbers[name] for name in used}, updates))
 
-    fakes = (
-        [operands[n].meta["val"] for n in ready],
-        [ready[n].meta["val"] for n in ready],
-        [state[n] for n in ready],
-        *rates,
-    )
-    with torch.no_grad():
-        body = trace(program.fake_mode, update, fakes, f"the step of {type(optimizer).__name__}")
-    return _append(program, body.graph, ready, operands, state, len(rates), clipped=clip_grad_norm is not None)
+
+class _TracedStep:
+    """One trace: a function of parameters, gradients, state and numbers, and what it left in the numbers' places."""
+
+    def __init__(self, tracer: _Tracer, symbolic: SymbolicNumbers, capturable: bool) -> None:
+        self.tracer, self.symbolic, self.capturable = tracer, symbolic, capturable
+        self.counters = {
+            name: counters_in(tracer.optimizer, tracer.parameters[name], state) if capturable else set()
+            for name, state in tracer.state.items()
+        }
+        self.left: dict[Number, Any] = {}
+        self.changing: set[str] = set()
+
+    def trace(self) -> fx.GraphModule:
+        """The step as a graph."""
+        tracer = self.tracer
+        fakes = (
+            [tracer.operands[n].meta["val"] for n in tracer.ready],
+            [tracer.ready[n].meta["val"] for n in tracer.ready],
+            [tracer.state[n] for n in tracer.ready],
+            *self.symbolic.symbols.values(),
+        )
+        what = f"the step of {type(tracer.optimizer).__name__}"
+        with torch.no_grad():
+            return trace(tracer.program.fake_mode, self._update, fakes, what)
+
+    def _update(
+        self, values: list[Tensor], gradients: list[Tensor], states: list[dict[str, Tensor]], *given: Any
+    ) -> list[Tensor]:
+        tracer, optimizer = self.tracer, self.tracer.optimizer
+        by_name = dict(zip(tracer.ready, values, strict=True))
+        entries = {name: self._entries(name, state) for name, state in zip(tracer.ready, states, strict=True)}
+        shadow = shadow_of(optimizer)
+        shadow.state = defaultdict(dict, {by_name[name]: held for name, held in entries.items()})
+        members = [{tracer.names[parameter] for parameter in group["params"]} for group in optimizer.param_groups]
+        chosen = [[by_name[name] for name in by_name if name in group] for group in members]
+        give_groups(shadow, optimizer, chosen, capturable=self.capturable)
+        numbers = self.symbolic.numbers.values()
+        for number, value in zip(numbers, given, strict=True):
+            put_number(shadow, number, value, entries.get(state_of_number(number, tracer.names), {}))
+        for name, gradient in zip(tracer.ready, gradients, strict=True):
+            by_name[name].grad = gradient
+        ordered = {name: by_name[name] for name in tracer.names.values() if name in by_name}
+        norm = _clip(ordered, tracer.clip_grad_norm, tracer.split_over)
+        take_step(shadow)
+        self.changing = check_unchanged(shadow, optimizer, self.symbolic.numbers)
+        for name in tracer.ready:
+            self._check_entries(name, shadow.state[by_name[name]])
+        self.left = self._numbers_left(shadow, {name: shadow.state[by_name[name]] for name in tracer.ready})
+        new = [
+            self._kept(name, key, like, shadow.state[by_name[name]][key])
+            for name, state in zip(tracer.ready, states, strict=True)
+            for key, like in state.items()
+        ]
+        return [*values, *new, *norm]
+
+    def _entries(self, name: str, state: Mapping[str, Tensor]) -> dict[str, Any]:
+        """What the code finds in a parameter's state: nothing before its first step, if that makes a difference."""
+        tracer = self.tracer
+        if name in tracer.begins:
+            return {}
+        present = tracer.optimizer.state.get(tracer.parameters[name], {})
+        known = {**tracer.initial.get(name, {}), **present}
+        others = {key: value for key, value in known.items() if not isinstance(value, Tensor) and key not in state}
+        # counters in double precision, as in the code that this one stands in for
+        precise = {key: value.double() for key, value in state.items() if key in self.counters[name]}
+        return {**others, **state, **precise}
+
+    def _numbers_left(self, shadow: Optimizer, entries: Mapping[str, Mapping[str, Any]]) -> dict[Number, Any]:
+        """Every number that is an input, or was put into a state that was empty, as the step has left it."""
+        tracer, found = self.tracer, {}
+        for number in self.symbolic.numbers.values():
+            kind, where, key = number.place
+            if kind == "state":
+                found[number] = entries[tracer.names[where]][key]
+            elif kind == "attribute":
+                found[number] = vars(shadow)[key]
+            else:
+                value = shadow.param_groups[where][key[0]]
+                found[number] = value if key[1] is None else value[key[1]]
+        for name in tracer.begins & tracer.ready.keys():
+            parameter = tracer.parameters[name]
+            for key, value in entries[name].items():
+                if isinstance(value, int | float | torch.SymInt | torch.SymFloat) and not isinstance(value, bool):
+                    place = ("state", parameter, key)
+                    found[Number(state_name(name, key), tracer.optimizer, place)] = value
+        return found
+
+    def _check_entries(self, name: str, left: Mapping[str, Any]) -> None:
+        """Refuse entries that come later than the first step, or that change and are neither tensors nor numbers."""
+        tracer, kind = self.tracer, type(self.tracer.optimizer).__name__
+        present = {**tracer.initial.get(name, {}), **tracer.optimizer.state.get(tracer.parameters[name], {})}
+        for key, value in left.items():
+            is_number = isinstance(value, int | float | torch.SymInt | torch.SymFloat) and not isinstance(value, bool)
+            if key in tracer.state[name] or (is_number and (name in tracer.begins or key in present)):
+                continue
+            if name not in tracer.begins and not isinstance(value, Tensor) and key in present and value == present[key]:
+                continue
+            if value is None:
+                continue
+            raise OptimizerError(
+                f"{kind} puts {key!r} into the state of {name} in a later step than its first, or changes it there",
+                expected="a state of tensors and numbers that is complete after the first step",
+                remedy="create every entry at the first step",
+            )
+
+    def _kept(self, name: str, key: str, like: Tensor, value: Any) -> Tensor:
+        """An entry's new value, in the entry's own precision."""
+        if not isinstance(value, Tensor) or value.shape != like.shape or value.is_complex() != like.is_complex():
+            raise OptimizerError(
+                f"{type(self.tracer.optimizer).__name__} replaces {key!r} in the state of {name} by something else",
+                expected=f"a tensor of shape {tuple(like.shape)} again",
+                remedy="keep what changes its shape under another key, or out of the state",
+            )
+        return value if value.dtype == like.dtype else value.to(like.dtype)
+
+
+def state_of_number(number: Number, names: Mapping[Tensor, str]) -> str:
+    """The parameter in whose state a number is; nothing of others."""
+    return names[number.place[1]] if number.place[0] == "state" else ""
 
 
 def state_name(parameter: str, key: str) -> str:
@@ -219,13 +319,15 @@ def _operands(program: Program, ready: Mapping[str, Any]) -> dict[str, fx.Node]:
     return {name: shards.get(name, inputs[name]) for name in ready}
 
 
-def _fake_state(
+def _initial_and_fake(
     program: Program, optimizer: Optimizer, names: Mapping[Tensor, str], operands: Mapping[str, fx.Node]
-) -> dict[str, dict[str, Tensor]]:
+) -> tuple[dict[str, dict[str, Any]], dict[str, dict[str, Tensor]]]:
+    """The state that the first step would make where there is none, and fake twins of all tensors in the state."""
     parameters = {name: parameter for parameter, name in names.items()}
-    initial = initial_state(optimizer, names, operands, {n: operands[n].meta["val"] for n in operands})
+    parts = {n: operands[n].meta["val"] for n in operands}
+    initial = initial_state(optimizer, names, lacking_state(optimizer, names, operands), parts)
     present = {n: optimizer.state.get(parameters[n], {}) for n in operands}
-    real = {n: {**initial[n], **{k: v for k, v in present[n].items() if v is not None}} for n in operands}
+    real = {n: {**initial.get(n, {}), **{k: v for k, v in present[n].items() if v is not None}} for n in operands}
 
     def fake(name: str, entry: Tensor) -> Tensor:
         if isinstance(entry, FakeTensor):
@@ -235,31 +337,10 @@ def _fake_state(
             return to_fake(program.fake_mode, entry)
         return operand.new_empty(operand.shape, dtype=entry.dtype)  # of the part that is updated
 
-    return {
+    return initial, {
         n: {key: fake(n, value) for key, value in entries.items() if isinstance(value, Tensor)}
         for n, entries in real.items()
     }
-
-
-def _point_at(
-    shadow: Optimizer,
-    optimizer: Optimizer,
-    names: Mapping[Tensor, str],
-    parameters: Mapping[str, Tensor],
-    gradients: Mapping[str, Tensor],
-    states: Mapping[str, dict[str, Tensor]],
-    rates: tuple[Any, ...],
-) -> None:
-    """Make `shadow` the user's optimizer over traced tensors."""
-    shadow.state.clear()
-    shadow.param_groups.clear()
-    for group, rate in zip(optimizer.param_groups, rates, strict=True):
-        members = {names[parameter] for parameter in group["params"]}
-        chosen = [name for name in parameters if name in members]
-        shadow.param_groups.append({**group, "foreach": False, "lr": rate, "params": [parameters[n] for n in chosen]})
-    for name, parameter in parameters.items():
-        parameter.grad = gradients[name]
-        shadow.state[parameter] = states[name]
 
 
 def _clip(parameters: Mapping[str, Tensor], limit: float | None, split_over: Mapping[str, str]) -> list[Tensor]:
@@ -299,27 +380,41 @@ def _square_of_norm(gradient: Tensor, wide: torch.dtype) -> Tensor:
     return torch.linalg.vector_norm(gradient, dtype=own).to(wide).square()
 
 
+def _take_over_constants(program: Program, body: fx.GraphModule) -> None:
+    """Give a program the tensors that traced code made from Python's numbers."""
+    constants = dict(program.constants)
+    for node in body.graph.find_nodes(op="get_attr"):
+        name = f"of_optimizer{node.target}"
+        constants[name] = attribute(body, str(node.target))
+        node.target = name
+    program.constants = constants
+
+
 def _append(
     program: Program,
     body: fx.Graph,
     ready: Mapping[str, fx.Node],
     operands: Mapping[str, fx.Node],
     state: Mapping[str, dict[str, Tensor]],
-    groups: int,
+    numbers: Sequence[str],
     *,
     clipped: bool,
-) -> Program:
+) -> tuple[Program, list[str]]:
+    """A program with a traced step, and the names of the numbers that it uses."""
     entries = [(name, key) for name in ready for key in state[name]]
     new_inputs = [Input(InputKind.OPTIMIZER_STATE, state_name(name, key)) for name, key in entries]
-    new_inputs += [Input(InputKind.SCALAR, f"lr.{index}") for index in range(groups)]
     body_inputs = list(body.find_nodes(op="placeholder"))
     count = len(ready)
     parameters = dict(zip(body_inputs[:count], [operands[n] for n in ready], strict=True))
     gradients = dict(zip(body_inputs[count : 2 * count], ready.values(), strict=True))
-    added = {
-        old: program.add_input(item, old.meta["val"])
-        for item, old in zip(new_inputs, body_inputs[2 * count :], strict=True)
-    }
+    given = dict(zip(numbers, body_inputs[2 * count + len(entries) :], strict=True))
+    used = [name for name, node in given.items() if node.users]
+    new_inputs += [Input(InputKind.SCALAR, name) for name in used]
+    for name in numbers:
+        if name not in used:
+            body.erase_node(given[name])
+    new_nodes = [*body_inputs[2 * count : 2 * count + len(entries)], *(given[name] for name in used)]
+    added = {old: program.add_input(item, old.meta["val"]) for item, old in zip(new_inputs, new_nodes, strict=True)}
     results = inline(program, body, {**parameters, **gradients, **added}, before=program.output_node)
     taken = (OutputKind.GRADIENT, OutputKind.SHARD)
     kept = [(out, value) for out, value in program.named_results() if out.kind not in taken]
@@ -329,4 +424,4 @@ def _append(
         kept.append((Output(OutputKind.OUTPUT, GRAD_NORM), results[-1]))
     program.set_results([value for _, value in kept], tuple(out for out, _ in kept))
     program.facts |= {"optimizer"}
-    return program
+    return program, used

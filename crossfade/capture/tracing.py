@@ -14,6 +14,8 @@ from crossfade.graph.private import FakeTensorMode, dispatch_functionalize, symb
 from crossfade.graph.program import complete_metadata
 from crossfade.tracebacks import without_torchs_account
 
+_ABOUT_DATA = "control flow depends on tensor values"
+
 
 def new_fake_mode() -> FakeTensorMode:
     """Fake tensors with static shapes, whose `.item()` is a graph value rather than an error."""
@@ -57,7 +59,7 @@ def _capture_error(error: Exception, what: str) -> CaptureError:
     depends_on_data = any(word in f"{type(error).__name__} {error}" for word in ("DataDependent", "data-dependent"))
     if depends_on_data:
         return CaptureError(
-            f"control flow depends on tensor values in {what}{where}",
+            f"{_ABOUT_DATA} in {what}{where}",
             expected="one graph that is right for every batch",
             remedy="compute both sides and choose with torch.where, or move the decision out of the step",
         )
@@ -66,6 +68,11 @@ def _capture_error(error: Exception, what: str) -> CaptureError:
         remedy="see that it runs on such a batch without crossfade; and on fake tensors: no numpy, no data access, no "
         "tensors on other devices",
     )
+
+
+def is_about_data(error: CaptureError) -> bool:
+    """Whether tracing failed since code asked for a tensor's value."""
+    return error.found.startswith(_ABOUT_DATA)
 
 
 def users_line(frames: Sequence[traceback.FrameSummary]) -> str:

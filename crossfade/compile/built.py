@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from crossfade.capture.divide_batch import BatchLayout
+from crossfade.capture.numbers import StepNumbers
 from crossfade.compile.captured import CaptureMark
 from crossfade.compile.phases import PhaseRecords
 from crossfade.graph.launches import Launch
@@ -34,3 +35,5 @@ class Built:
     """How it was compiled."""
     mark: CaptureMark
     """By what the program that tracing made is known again."""
+    numbers: StepNumbers = field(default_factory=StepNumbers)
+    """The optimizer's numbers that the program takes, and those that the step changes."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import warnings
-from collections.abc import Collection, Hashable, Iterator
+from collections.abc import Collection, Hashable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -13,7 +13,9 @@ import torch
 
 from crossfade.capture.baked_in import BakedIn, ambient
 from crossfade.capture.divide_batch import batch_key
-from crossfade.capture.optimizer import check_optimizer, initial_state, options_key, parameter_names
+from crossfade.capture.numbers import options_key
+from crossfade.capture.optimizer import check_optimizer, optimizer_said, parameter_names
+from crossfade.capture.optimizer_state import first_states, lacking_state
 from crossfade.capture.training import check_model
 from crossfade.compile.agreement import agree, agree_on_batch, hold_together, telling
 from crossfade.compile.built import Built
@@ -28,7 +30,7 @@ from crossfade.graph.events import events_of
 from crossfade.graph.memory import live_by_name
 from crossfade.graph.program import OutputKind, Program
 from crossfade.ranks.checkpoint import checksum, checksums, random_state
-from crossfade.ranks.compared import cost_of_comparing
+from crossfade.ranks.compared import cost_of_comparing, numbers_in_groups
 from crossfade.ranks.members import Members
 from crossfade.report.report import PassVerdict, Report
 from crossfade.report.strict import Judged, Shortfall, shortfalls
@@ -57,7 +59,9 @@ class StepCompiler:
 
     def key(self, batch: tuple[Any, ...]) -> StepKey:
         """What a captured program depends on."""
-        return StepKey(batch_key(batch), self.job.baked_in.number(), options_key(self.job.optimizer), ambient())
+        job = self.job
+        options = options_key(job.optimizer, job.learned), job.begins()
+        return StepKey(batch_key(batch), job.baked_in.number(), options, ambient())
 
     def changed(self) -> str:
         """What has changed since a program was captured last; from now on it counts as captured."""
@@ -115,6 +119,7 @@ class StepCompiler:
         return built
 
     def _build(self, batch: tuple[Any, ...], captured: Captured | None) -> Built:
+        self._learn_how_it_begins()
         step = StepCompilation(job=self.job, batch=batch, captured=captured)
         try:
             ran = (self.job.options.phases or TRAINING).run(step)
@@ -130,7 +135,16 @@ class StepCompiler:
         stepped = {out.name for out in plain.outputs if out.kind is OutputKind.UPDATE}
         exchanges, short = events_of(plain).launches, self._shortfalls(step, plain, report)
         keys = self.state_keys(stepped)
-        return Built(step.made(), layout, report, keys, step.compared or [], exchanges, short, ran, made.mark())
+        return Built(
+            step.made(), layout, report, keys, step.compared or [], exchanges, short, ran, made.mark(), step.numbers
+        )
+
+    def _learn_how_it_begins(self) -> None:
+        """Find out whether the optimizer's first step is like later ones, if there is a first step to take."""
+        job, names = self.job, parameter_names(self.job.model)
+        lacking = lacking_state(job.optimizer, names, job.trained())
+        states = first_states(job.optimizer, names, lacking, _without_memory(names)).values()
+        job.learned.starts_from_gradients |= any(first.from_gradient for first in states)
 
     def _report(self, step: StepCompilation, plain: Program, ran: PhaseRecords) -> Report:
         compared = cost_of_comparing(step.compared or [], step.batch)
@@ -155,21 +169,26 @@ class StepCompiler:
         return f"random generator in state {state}: call torch.manual_seed alike on every rank"
 
     def _rates(self) -> list[str]:
-        return [f"lr.{index} = {group['lr']}" for index, group in enumerate(self.job.optimizer.param_groups)]
+        return [f"{name} = {value}" for name, value in numbers_in_groups(self.job.optimizer).items()]
 
-    def initial_state(self, stepped: Collection[str]) -> dict[str, dict[str, torch.Tensor]]:
+    def initial_state(self, stepped: Collection[str]) -> dict[str, dict[str, Any]]:
         """What the optimizer would create at its first step for some parameters."""
-        shards = self.job.place.shards
+        job, shards = self.job, self.job.place.shards
         parts = shards.like_parts() if shards is not None else {}
-        return initial_state(self.job.optimizer, parameter_names(self.job.model), stepped, parts)
+        values = shards.own_part if shards is not None else None
+        states = first_states(job.optimizer, parameter_names(job.model), stepped, parts, values)
+        job.learned.not_begun.update(name for name, first in states.items() if first.from_gradient)
+        return {name: dict(first.entries) for name, first in states.items()}
 
     def state_keys(self, stepped: Collection[str] | None = None) -> dict[str, list[str]]:
         """The entries of the optimizer's state for some parameters, by default all that are trained."""
-        names = parameter_names(self.job.model)
-        without_memory = {name: torch.empty(p.shape, dtype=p.dtype, device="meta") for p, name in names.items()}
+        optimizer, names = self.job.optimizer, parameter_names(self.job.model)
         chosen = self.job.trained() if stepped is None else stepped
-        states = initial_state(self.job.optimizer, names, chosen, without_memory)
-        return {name: list(state) for name, state in states.items()}
+        lacking = lacking_state(optimizer, names, chosen)
+        states = first_states(optimizer, names, lacking, _without_memory(names))
+        made = {name: list(first.entries) for name, first in states.items()}
+        there = {name: list(optimizer.state[p]) for p, name in names.items() if name in chosen and name not in made}
+        return made | there
 
     def _facts(self, step: StepCompilation, ran: PhaseRecords) -> dict[str, str]:
         options, place, layout = self.job.options, self.job.place, step.layout
@@ -188,11 +207,16 @@ class StepCompiler:
             "data parallel": place.mode,
             "planned for": place.machine.name if place.machine else "no machine in particular",
             "batch": f"{layout.size} samples ({layout.given}), {layout.accumulate} x {layout.micro_batch_size} a rank",
-            "optimizer": type(self.job.optimizer).__name__,
+            "optimizer": optimizer_said(self.job.optimizer),
             "semantics": options.semantics,
             "torch": torch.__version__,
             "capture": f"{ran.seconds(*_CAPTURE):.1f} s",
         }
+
+
+def _without_memory(names: Mapping[torch.Tensor, str]) -> dict[str, torch.Tensor]:
+    """For each parameter, by name, a tensor like it that has no numbers."""
+    return {name: torch.empty(p.shape, dtype=p.dtype, device="meta") for p, name in names.items()}
 
 
 @contextlib.contextmanager

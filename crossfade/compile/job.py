@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import nn
@@ -12,11 +12,14 @@ from torch.optim import Optimizer
 from crossfade.capture.baked_in import BakedIn
 from crossfade.capture.constants import check_constants
 from crossfade.capture.divide_batch import BatchLayout
+from crossfade.capture.elementwise import Shapes, check_elementwise
+from crossfade.capture.numbers import Learned
 from crossfade.capture.optimizer import parameter_names
+from crossfade.capture.optimizer_state import has_state
 from crossfade.capture.training import LossFunction, capture_forward_backward, resized
 from crossfade.compile.options import Options
 from crossfade.compile.place import Place
-from crossfade.graph.program import Program
+from crossfade.graph.program import Program, rows_per_rank
 from crossfade.shard.batch_dims import mark_batch_dims, needs_batch_dims
 from crossfade.shard.loss_parts import LossParts, find_loss_parts
 
@@ -31,11 +34,21 @@ class Job:
     options: Options
     place: Place
     baked_in: BakedIn
+    learned: Learned = field(default_factory=Learned)
+    """What captures have shown about the optimizer."""
 
     def trained(self) -> list[str]:
         """The names of the parameters that the optimizer trains."""
         names = parameter_names(self.model)
         return [names[p] for group in self.optimizer.param_groups for p in group["params"] if p.requires_grad]
+
+    def begins(self) -> frozenset[str]:
+        """The parameters whose next step is their first, where that does something else than later ones."""
+        if not self.learned.starts_from_gradients:
+            return frozenset()
+        trained = {self.model.get_parameter(name): name for name in self.trained()}
+        unmade = {name for parameter, name in trained.items() if not has_state(self.optimizer, parameter)}
+        return frozenset(unmade | self.learned.not_begun)
 
     def split_over(self) -> dict[str, str]:
         """The parameters of which this rank has a part, with the axis that the parts are spread over."""
@@ -46,6 +59,21 @@ class Job:
             return {}
         names = parameter_names(self.model)
         return {name: place.axes.split.name for parameter, name in names.items() if parameter.dim()}
+
+    def check_split(self) -> None:
+        """Refuse an optimizer that needs whole parameters where this rank has parts."""
+        place, names, split = self.place, parameter_names(self.model), self.split_over()
+        shapes: dict[str, Shapes] = {}
+        for parameter, name in names.items():
+            shape = tuple(parameter.shape)
+            if name not in split:
+                continue
+            if place.tensor is not None and place.tensor.parts is not None:
+                shapes[name] = tuple(place.tensor.parts.whole_shape(name, parameter.shape)), shape
+            elif place.shards is not None and place.shards.ranks > 1:
+                shapes[name] = shape, (rows_per_rank(shape[0], place.shards.ranks), *shape[1:])
+        where = f"data_parallel={place.mode!r}" if place.tensor is None else "tensor_parallel"
+        check_elementwise(self.optimizer, names, shapes, learned=self.learned, begins=self.begins(), where=where)
 
     def layout(self, batch: tuple[Any, ...]) -> BatchLayout:
         """How a batch is divided."""

@@ -17,6 +17,7 @@ from torch import Tensor, fx, nn
 from torch.optim import Optimizer
 
 from crossfade.capture.divide_batch import as_batch
+from crossfade.capture.numbers import Number
 from crossfade.compile.built import Built
 from crossfade.compile.captured import Captured
 from crossfade.compile.compiler import StepCompiler, StepKey
@@ -43,7 +44,7 @@ CAPTURES_KEPT = 32
 """Programs kept for batches of other shapes or settings; the oldest goes first."""
 
 _WHY_SO_MANY = (
-    "each shape of batch, number in the batch, and optimizer option other than the learning rate has its own; "
+    "each shape of batch, number in the batch, and optimizer option that is no number has its own; "
     "pad batches to few shapes, pass changing numbers as tensors"
 )
 
@@ -193,6 +194,9 @@ class Step:
             self._create_state(ready.state_keys)
             ready.bound.look_up()
         results = self._run(executable, ready.bound.values(values))
+        ready.built.numbers.advance()
+        if self._compiler is not None:
+            self._compiler.job.learned.not_begun.difference_update(ready.built.state_keys)
         mark_optimizer_stepped(self.optimizer)
         self.steps += 1
         named = list(zip(ready.built.program.outputs, results, strict=True))
@@ -264,6 +268,8 @@ class Step:
         """Go on from what `state_dict` returned here or, loaded by `torch.distributed.checkpoint`, elsewhere."""
         self._create_all_state()
         self.steps = checkpoint.restore(self.model, self.optimizer, state, parts=self._parts)
+        if self.steps and self._compiler is not None:
+            self._compiler.job.learned.not_begun.clear()  # what was loaded has taken its first step
 
     @users_frames
     def save(self, folder: str | Path) -> None:
@@ -353,7 +359,8 @@ class Step:
         executable = Executable(built.program, self._place.groups)
         keys = [(name, self.model.get_parameter(name), entries) for name, entries in built.state_keys.items()]
         names = [item.name for item in built.program.inputs if item.kind is InputKind.INPUT]
-        ready = self._keep(batch, _Ready(built, executable, self._bound(built.program), names, keys))
+        bound = self._bound(built.program, built.numbers.inputs)
+        ready = self._keep(batch, _Ready(built, executable, bound, names, keys))
         self.captures += 1
         if self.captures in (5, 20, 100):
             log.warning("captured %d programs so far: %s", self.captures, _WHY_SO_MANY)
@@ -397,21 +404,18 @@ class Step:
         keys = self._compiler.state_keys() if self._compiler is not None else {}
         self._create_state([(name, self.model.get_parameter(name), entries) for name, entries in keys.items()])
 
-    def _bound(self, program: Program) -> Bound:
+    def _bound(self, program: Program, numbers: Mapping[str, Number]) -> Bound:
         """How to find each input's value: users may load checkpoints or change rates between steps."""
         lasting: dict[int, Callable[[], BoundValue]] = {}
         fresh: dict[int, Callable[[dict[str, Any]], Any]] = {}
         for place, (item, node) in enumerate(program.named_inputs()):
             if item.kind in (InputKind.INPUT, InputKind.ALIKE):
                 fresh[place] = partial(_taken_out, item.name)
-            elif item.kind is InputKind.SCALAR and not item.name.startswith("rank"):
-                fresh[place] = partial(self._rate, int(item.name.rsplit(".", 1)[1]))
+            elif item.kind is InputKind.SCALAR and item.name in numbers:
+                fresh[place] = partial(_number, numbers[item.name])
             else:
                 lasting[place] = self._finder(item.kind, item.name, node)
         return Bound(lasting, fresh)
-
-    def _rate(self, group: int, batch: dict[str, Any]) -> float:
-        return float(self.optimizer.param_groups[group]["lr"])
 
     def _finder(self, kind: InputKind, name: str, node: fx.Node) -> Callable[[], BoundValue]:
         match kind:
@@ -482,6 +486,10 @@ def _but_for_change(key: Hashable) -> Hashable:
 def _workspace_key(name: str, node: fx.Node) -> Hashable:
     like = node.meta["val"]
     return name, like.shape, like.dtype, like.device
+
+
+def _number(number: Number, batch: dict[str, Any]) -> Any:
+    return number.read()
 
 
 def _taken_out(name: str, batch: dict[str, Any]) -> Any:

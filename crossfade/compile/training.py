@@ -65,8 +65,9 @@ def compile_step(
             begins with it. What is named goes to the model then, and also where there are no `inputs`:
             `step(**batch)`. A dict of tensors returned beside the loss, `return loss, {"accuracy": accuracy}`, is
             found in `step.outputs` after each step: of this rank's part of the batch.
-        optimizer: SGD, Adam or AdamW over the model's parameters. Change its learning rates freely, e.g. by a
-            scheduler.
+        optimizer: any optimizer over the model's parameters, torch's or your own: its own `step()` is traced. Change
+            its learning rates, betas, weight decay and other floats freely, e.g. by a scheduler. One that needs whole
+            parameters (Muon, Adafactor) works where every rank holds them.
         mesh: a `DeviceMesh` with an axis `dp` (or only one), a mapping like `{"dp": 4}`, or None for one device. Axes
             `dp_replicate` and `dp_shard` split the batch over both, and what is sharded over the second only.
         data_parallel: `"replicate"`: every rank holds all parameters. `"zero1"`: each rank holds and updates the
@@ -103,9 +104,9 @@ def compile_step(
         passes: communication passes to use instead of `crossfade.compile.pipeline.communication()`.
         phases: the compiler itself, changed by name: `crossfade.compile.training_phases.TRAINING` without a phase, with
             another one, or with other passes. `print(step.pipeline)` shows what ran.
-        check_every: every so many steps ranks compare samples of their batches (with `batch="global"`), learning rates,
-            and a sample of a parameter, another one each time, by numbers that travel with the loss. 0 compares only
-            before the first step.
+        check_every: every so many steps ranks compare samples of their batches (with `batch="global"`), learning rates
+            and the optimizer's other numbers, and a sample of a parameter, another one each time, by numbers that
+            travel with the loss. 0 compares only before the first step.
         timeout: seconds after which a collective, or the check that all ranks run the same program, fails.
         strict: what is expected of the compiled step, as `Expect` or a text like `"exposed<=5ms bucketed:gradients"`;
             True for `no-remedies rules`. The first step raises what falls short, on every rank, before it trains.

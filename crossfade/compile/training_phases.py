@@ -7,12 +7,13 @@ what the first one decided.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from crossfade.capture.accumulate import accumulate as repeat_on_micro_batches
 from crossfade.capture.divide_batch import BatchLayout
-from crossfade.capture.optimizer import append_optimizer, parameter_names
+from crossfade.capture.numbers import StepNumbers
+from crossfade.capture.optimizer import parameter_names, trace_optimizer
 from crossfade.communicate.exchange_factors import ExchangeFactors
 from crossfade.compile.agreement import meeting
 from crossfade.compile.captured import Captured
@@ -60,6 +61,8 @@ class StepCompilation(Compilation):
     """How the batch is divided among ranks and micro-batches."""
     loss_parts: LossParts | None = None
     """How the losses of the parts make up that of the whole batch."""
+    numbers: StepNumbers = field(default_factory=StepNumbers)
+    """The numbers that the optimizer's step takes."""
     compared: list[RankComparison] | None = None
     """What ranks compare at every step."""
     plain: Program | None = None
@@ -167,13 +170,17 @@ def compare_ranks(step: StepCompilation) -> None:
 def optimizer(step: StepCompilation) -> None:
     """The optimizer's own `step()`, traced onto the gradients; what was updated by rows is gathered again."""
     job, place = step.job, step.job.place
-    step.program = append_optimizer(
+    job.check_split()
+    traced = trace_optimizer(
         step.made(),
         job.optimizer,
         parameter_names(job.model),
         clip_grad_norm=job.options.clip_grad_norm,
         split_over=job.split_over(),
+        learned=job.learned,
+        begins=job.begins(),
     )
+    step.program, step.numbers = traced.program, traced.numbers
     if place.axes is not None:
         step.run(updates_gathered(place.mode, place.axes, place.kept_whole))
     step.plain = step.made()

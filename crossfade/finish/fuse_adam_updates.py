@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from dataclasses import dataclass
 from typing import Any
 
@@ -92,10 +93,10 @@ class _Update:
     gradient: fx.Node
     mean: fx.Node
     square: fx.Node
-    beta1: float
-    beta2: float
+    beta1: Any
+    beta2: Any
     correction: Any
-    eps: float
+    eps: Any
     size: Any
     """What mean over denominator is multiplied with: minus the learning rate, corrected."""
     steps: tuple[fx.Node, ...]
@@ -145,14 +146,29 @@ def _read(last: fx.Node) -> _Update | None:
     weight, share, beta2, eps = mean["weight"], square["value"], decayed["other"], added["other"]
     if not (square["tensor1"] is square["tensor2"] is gradient) or added["alpha"] != 1:
         return None
-    if not all(isinstance(number, float) for number in (weight, share, beta2, eps)) or abs(1 - beta2 - share) > 1e-12:
+    if not all(is_number(number) for number in (weight, share, beta2, eps, correction, end["value"])):
         return None
-    if not (is_number(correction) and is_number(end["value"])):
+    beta1 = _rest(weight)
+    if beta1 is None or not _same(_rest(share), beta2):
         return None
     steps = (lerp, mul, addcmul, root, div, add, last)
     return _Update(
-        end["self"], gradient, mean["self"], decayed["self"], 1 - weight, beta2, correction, eps, end["value"], steps
+        end["self"], gradient, mean["self"], decayed["self"], beta1, beta2, correction, eps, end["value"], steps
     )
+
+
+def _rest(share: Any) -> Any:
+    """What a share is of when the rest is one minus it: a number, or an input of the program; None if not known."""
+    if not isinstance(share, fx.Node):
+        return 1 - share
+    whole = share.args[0] if share.target is operator.sub else None
+    return share.args[1] if isinstance(whole, int | float) and whole == 1 else None
+
+
+def _same(number: Any, other: Any) -> bool:
+    if isinstance(number, fx.Node) or isinstance(other, fx.Node):
+        return number is other
+    return number is not None and abs(number - other) <= 1e-12
 
 
 def _call(node: Any, *targets: Any) -> fx.Node | None:

@@ -62,8 +62,8 @@ def _without_data(*_: object) -> None:
 
 torch.library.define(
     ADAM,
-    "(Tensor(a!) parameter, Tensor gradient, Tensor(b!) mean, Tensor(c!) square, float beta1, float beta2,"
-    " Scalar correction, float eps, Scalar size) -> ()",
+    "(Tensor(a!) parameter, Tensor gradient, Tensor(b!) mean, Tensor(c!) square, Scalar beta1, Scalar beta2,"
+    " Scalar correction, Scalar eps, Scalar size) -> ()",
     tags=torch.Tag.pt2_compliant_tag,
 )
 torch.library.impl(ADAM, "cpu", adam_)

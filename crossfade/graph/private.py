@@ -11,7 +11,7 @@ import copy
 import functools
 import inspect
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -59,14 +59,48 @@ def symbolic_size(env: Any, name: str, hint: int) -> Any:
     return env.create_symintnode(symbol, hint=hint)
 
 
-def symbolic_float(env: Any, name: str, value: float) -> Any:
-    """A SymFloat that stays a graph input, for learning rates. Known on 2.11, 2.13."""
+def symbolic_number(env: Any, name: str, value: float) -> Any:
+    """A SymFloat, or for an int a SymInt, that stays a graph input: learning rates, counters. Known on 2.11, 2.13.
+
+    Code that branches on it is traced as for `value`; `branches_since` has what it asked.
+    """
     from torch._dynamo.source import ConstantSource
     from torch.fx.experimental.symbolic_shapes import DimDynamic
 
     source = ConstantSource(name)
     symbol = env.create_unspecified_symbol(value, source=source, dynamic_dim=DimDynamic.DYNAMIC)
-    return env.create_symfloatnode(symbol, hint=value, source=source)
+    make = env.create_symintnode if isinstance(value, int) else env.create_symfloatnode
+    return make(symbol, hint=value, source=source)
+
+
+def branches_since(env: Any, count: int) -> list[Any]:
+    """What code asked about symbolic numbers, as sympy expressions that were true, after the first `count` of them.
+
+    Known on 2.11, 2.13.
+    """
+    return [guard.expr for guard in env.guards[count:]]
+
+
+def number_expression(number: Any) -> Any:
+    """The sympy expression of a number, symbolic or not. Known on 2.11, 2.13."""
+    import sympy
+
+    return number.node.expr if isinstance(number, torch.SymInt | torch.SymFloat) else sympy.sympify(number)
+
+
+def python_function(expression: Any, symbols: Sequence[str]) -> Any:
+    """A sympy expression of torch's as a plain function of the values of its symbols. Known on 2.11, 2.13.
+
+    >>> import sympy
+    >>> python_function(sympy.Symbol("s") + 1, ["s"])(2)
+    3
+    """
+    import math
+
+    from torch.utils._sympy.printers import PythonPrinter
+
+    text = PythonPrinter().doprint(expression)
+    return eval(f"lambda {', '.join(symbols)}: {text}", {"math": math, "torch": torch})
 
 
 def bare_tensor(fake: FakeTensor) -> torch.Tensor:

@@ -45,7 +45,7 @@ def state_of(
             entries[name] = {key: _seen(parts, name, value, parameter) for key, value in own.items()}
     held = model.state_dict()
     held.update({name: _seen(parts, name, value, value) for name, value in held.items()})
-    groups = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
+    groups = [_plain_options(group) for group in optimizer.param_groups]
     state = {"model": held, "optimizer": entries, "groups": json.dumps(groups), "steps": steps}
     return state | ({"random": random_state(model)} if with_random else {})
 
@@ -75,10 +75,27 @@ def restore(
                 else:
                     live[key] = value
     for group, saved in zip(optimizer.param_groups, json.loads(state["groups"]), strict=True):
-        group.update({k: tuple(v) if isinstance(group.get(k), tuple) else v for k, v in saved.items()})
+        _put_options(group, saved)
     for device, generator in state.get("random", {}).items():
         _set_random_state(device, generator)
     return int(state["steps"])
+
+
+def _plain_options(group: Mapping[str, Any]) -> dict[str, Any]:
+    """The options of a parameter group that JSON can hold; tensors of one number as that."""
+    numbers = {k: v.item() if isinstance(v, Tensor) and v.numel() == 1 else v for k, v in group.items()}
+    kinds = (type(None), bool, int, float, str, list, tuple)
+    return {k: v for k, v in numbers.items() if k != "params" and isinstance(v, kinds)}
+
+
+def _put_options(group: dict[str, Any], saved: Mapping[str, Any]) -> None:
+    """Options as they were saved, in place where they are tensors, in tuples where they are tuples."""
+    for key, value in saved.items():
+        live = group.get(key)
+        if isinstance(live, Tensor) and isinstance(value, int | float):
+            live.fill_(value)
+        else:
+            group[key] = tuple(value) if isinstance(live, tuple) else value
 
 
 def _own(parts: SplitState | None, name: str, value: Any, live: Any) -> Any:
@@ -107,7 +124,7 @@ def _check(state: Mapping[str, Any]) -> None:
 
 
 def checksums(model: nn.Module, optimizer: Optimizer) -> list[str]:
-    """A line for every tensor that all ranks hold alike: parameters, buffers and optimizer state that are no DTensors.
+    """A line for what all ranks hold alike: parameters, buffers, optimizer state that is a number or no DTensor.
 
     >>> layer = nn.Linear(1, 1, bias=False)
     >>> _ = nn.init.ones_(layer.weight)
@@ -119,7 +136,13 @@ def checksums(model: nn.Module, optimizer: Optimizer) -> list[str]:
         entries = optimizer.state.get(parameter, {})
         tensors |= {f"{name}:{key}": value for key, value in entries.items() if isinstance(value, Tensor)}
     whole = {name: tensor for name, tensor in tensors.items() if not is_distributed(tensor)}
-    return [f"{name} with checksum {checksum(tensor):08x}" for name, tensor in whole.items()]
+    sums = [f"{name} with checksum {checksum(tensor):08x}" for name, tensor in whole.items()]
+    return sums + [
+        f"{name}:{key} = {value}"
+        for name, parameter in model.named_parameters()
+        for key, value in optimizer.state.get(parameter, {}).items()
+        if isinstance(value, int | float)
+    ]
 
 
 def checksum(tensor: Tensor) -> int:

@@ -82,17 +82,40 @@ def shared_numbers(names: Sequence[str]) -> RankInvariant:
     )
 
 
+def numbers_in_groups(optimizer: Optimizer) -> dict[str, float]:
+    """The numbers that parameter groups hold: learning rates, betas, weight decay; also those of tuples and tensors.
+
+    >>> import torch
+    >>> numbers_in_groups(torch.optim.SGD([torch.zeros(1)], lr=0.5))
+    {'lr.0': 0.5, 'momentum.0': 0, 'dampening.0': 0, 'weight_decay.0': 0}
+    """
+    found: dict[str, float] = {}
+    for index, group in enumerate(optimizer.param_groups):
+        for key, value in group.items():
+            if key == "params":
+                continue
+            several = isinstance(value, tuple | list)
+            for place, element in enumerate(value if several else [value]):
+                element = element.item() if isinstance(element, Tensor) and element.numel() == 1 else element
+                if isinstance(element, int | float) and not isinstance(element, bool):
+                    found[f"{key}[{place}].{index}" if several else f"{key}.{index}"] = element
+    return found
+
+
 def rates(optimizer: Optimizer) -> RankInvariant:
-    """Learning rates, and how many steps were taken."""
+    """Learning rates and the other numbers of parameter groups, and how many steps were taken."""
 
     def digest(batch: Batch, step: int) -> int:
-        return zlib.crc32(repr((step, [float(group["lr"]) for group in optimizer.param_groups])).encode())
+        return zlib.crc32(repr((step, numbers_in_groups(optimizer))).encode())
 
     def words(step: int) -> str:
-        return "lr " + ", ".join(f"{float(group['lr']):g}" for group in optimizer.param_groups) + f" in step {step};"
+        numbers = numbers_in_groups(optimizer)
+        rates = [f"{value:g}" for name, value in numbers.items() if name.startswith("lr.")]
+        others = [f"{name} {value:g}" for name, value in numbers.items() if value and not name.startswith("lr.")]
+        return f"lr {', '.join(rates)} in step {step}; {', '.join(others)}".rstrip()
 
     return RankInvariant(
-        "a learning rate",
+        "a learning rate, or another number of the optimizer,",
         digest,
         words,
         "the same rates, in the same step, on every rank",

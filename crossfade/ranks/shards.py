@@ -78,6 +78,14 @@ class Shards:
             if parameter.dim()
         }
 
+    def own_part(self, name: str) -> Tensor:
+        """This rank's padded rows of a parameter, also of one that is whole; of single numbers, these."""
+        registry, attribute = self._places[name]
+        parameter = registry[attribute].detach()
+        if self.has(name) or not parameter.dim():
+            return self._kept[name, ""].rows if self.has(name) else parameter
+        return self._keep(parameter).rows
+
     def parameter(self, name: str) -> Tensor:
         """This rank's padded rows of a parameter."""
         return self._kept[name, ""].rows
@@ -120,14 +128,14 @@ class Shards:
         entries[key] = kept.seen
         return kept.rows
 
-    def create_state(self, name: str, entries: Mapping[str, Tensor]) -> None:
+    def create_state(self, name: str, entries: Mapping[str, Any]) -> None:
         """Give the optimizer what its first step would have made of a parameter's part, where it has nothing yet."""
         state = self.optimizer.state[self.model.get_parameter(name)]
         for key, rows in entries.items():
             if state.get(key) is not None:
                 continue
             shape = self._shapes.get(name)
-            if shape is not None and rows.shape == self._part_shape(shape):
+            if shape is not None and isinstance(rows, Tensor) and rows.shape == self._part_shape(shape):
                 self._kept[name, key] = self._seen(rows, shape, plain_strides(shape))
                 state[key] = self._kept[name, key].seen
             else:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.optim import SGD, Adam, AdamW, Optimizer, RMSprop
+from torch.optim import SGD, Adam, AdamW, Optimizer
 
-from crossfade.capture.optimizer import append_optimizer, check_optimizer, initial_state, options_key, parameter_names
+from crossfade.capture.numbers import Learned, numbers_of, options_key
+from crossfade.capture.optimizer import append_optimizer, check_optimizer, parameter_names
+from crossfade.capture.optimizer_state import first_states, initial_state
 from crossfade.errors import OptimizerError
 from crossfade.graph import collectives
 from crossfade.graph.program import Program
@@ -32,12 +34,12 @@ def appended(model: nn.Linear, optimizer: Optimizer, **options: object) -> Progr
 
 
 def run(program: Program, model: nn.Linear, optimizer: Optimizer) -> dict[str, Tensor]:
-    """What the program returns, by name, given the model's parameters, an initial state and the learning rates."""
+    """What the program returns, by name, given the model's parameters, an initial state and the optimizer's numbers."""
     names = parameter_names(model)
     values = {name: parameter.detach().clone() for parameter, name in names.items()}
     for name, state in initial_state(optimizer, names, names.values()).items():
         values |= {f"{name}:{key}": value for key, value in state.items()}
-    values |= {f"lr.{index}": group["lr"] for index, group in enumerate(optimizer.param_groups)}
+    values |= {name: number.read() for name, number in numbers_of(optimizer, names, {}).items()}
     results = program.module()(*(values[item.name] for item in program.inputs))
     return dict(zip([out.name for out in program.outputs], results, strict=True))
 
@@ -77,6 +79,7 @@ def test_what_is_ready_first_is_updated_first() -> None:
         ("optimizer_state", "bias:momentum_buffer"),
         ("optimizer_state", "weight:momentum_buffer"),
         ("scalar", "lr.0"),
+        ("scalar", "momentum.0"),
     ]
     assert [f"{out.kind} {out.name}" for out in program.outputs] == [
         "update bias",
@@ -109,13 +112,18 @@ def test_the_norm_of_split_gradients_is_summed_over_their_group() -> None:
     )
 
 
-def test_a_new_rate_is_no_new_capture() -> None:
-    optimizer = SGD(model_of().parameters(), lr=0.1, momentum=0.9)
-    before = options_key(optimizer)
-    optimizer.param_groups[0]["lr"] = 0.2
-    assert options_key(optimizer) == before
-    optimizer.param_groups[0]["momentum"] = 0.5
-    assert options_key(optimizer) != before
+def test_a_new_number_is_no_new_capture_unless_code_asks_about_it() -> None:
+    model = model_of()
+    optimizer, learned = SGD(model.parameters(), lr=0.1, momentum=0.9), Learned()
+    appended(model, optimizer, learned=learned)
+    before = options_key(optimizer, learned)
+    assert list(learned.branches) == ["Ne(momentum.0, 0.0)"]
+    group = optimizer.param_groups[0]
+    for change, same in [({"lr": 0.2}, True), ({"momentum": 0.5}, True), ({"momentum": 0.0}, False)]:
+        group.update(change)
+        assert (options_key(optimizer, learned) == before) is same
+    group.update(momentum=0.5, nesterov=True)
+    assert options_key(optimizer, learned) != before
 
 
 def test_a_part_has_a_state_of_its_size() -> None:
@@ -132,9 +140,7 @@ def test_a_part_has_a_state_of_its_size() -> None:
 
 
 REFUSED = {
-    "the optimizer RMSprop cannot be captured": lambda model: RMSprop(model.parameters()),
     "differentiable=True in parameter group 0": lambda model: SGD(model.parameters(), lr=0.1, differentiable=True),
-    "the learning rate of group 0 is a tensor": lambda model: SGD(model.parameters(), lr=torch.tensor(0.1)),
     "a parameter of shape (5,) in group 0 is not the model's": lambda model: SGD([nn.Parameter(torch.ones(5))], lr=0.1),
 }
 
@@ -155,8 +161,10 @@ def test_hooks_around_the_step_are_refused() -> None:
         check_optimizer(optimizer, parameter_names(model))
 
 
-def test_a_first_dampened_step_is_refused() -> None:
+@pytest.mark.parametrize("dampening", [0.0, 0.5])
+def test_only_a_dampened_first_step_differs_from_later_ones(dampening: float) -> None:
     model = model_of()
-    optimizer = SGD(model.parameters(), lr=0.1, momentum=0.9, dampening=0.5)
-    with pytest.raises(OptimizerError, match=r"SGD has dampening=0\.5 and no momentum buffers yet"):
-        initial_state(optimizer, parameter_names(model), ["weight"])
+    optimizer = SGD(model.parameters(), lr=0.1, momentum=0.9, dampening=dampening)
+    first = first_states(optimizer, parameter_names(model), ["weight"])["weight"]
+    assert first.from_gradient is bool(dampening)
+    assert list(first.entries) == ["momentum_buffer"]

@@ -32,7 +32,8 @@ def names(text: str = PLAIN, members: Members | None = None, by_plan: bool = Fal
     return [invariant.name for comparison in found for invariant in comparison.invariants]
 
 
-ALWAYS = ["the program", "a batch", "a learning rate"]
+RATES = "a learning rate, or another number of the optimizer,"
+ALWAYS = ["the program", "a batch", RATES]
 COPIES, STREAM = "a parameter, or its optimizer state,", "the random generator's state"
 
 
@@ -42,14 +43,14 @@ COPIES, STREAM = "a parameter, or its optimizer state,", "the random generator's
         ({}, ALWAYS),
         ({"replicated": True}, [*ALWAYS, COPIES]),
         ({"replicated": True, "by_plan": True}, ALWAYS),
-        ({"whole_batch": False}, ["the program", "batch", "a learning rate"]),
+        ({"whole_batch": False}, ["the program", "batch", RATES]),
         ({"whole_batch": False, "by_plan": True}, ALWAYS),
         ({"text": DRAWS}, [*ALWAYS, STREAM]),
         ({"text": DRAWS, "one_stream": False}, ALWAYS),
         ({"numbers": ["batch[1]"]}, ALWAYS),
         (
             {"numbers": ["batch[1]"], "whole_batch": False},
-            ["the program", "batch", "a learning rate", "batch[1], a number that the loss depends on,"],
+            ["the program", "batch", RATES, "batch[1], a number that the loss depends on,"],
         ),
         ({"every": 0}, []),
         ({"members": Members((0, 1), 0, 1.0, alone=True)}, []),
