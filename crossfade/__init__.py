@@ -8,6 +8,7 @@ step.report.show()
 """
 
 from crossfade.check.compatible import check_compatible
+from crossfade.compile.gradients import Gradients, compile_gradients
 from crossfade.compile.phases import Phase, Phases
 from crossfade.compile.pipeline import Optimized, optimize
 from crossfade.compile.sharding import Sharded, shard
@@ -52,6 +53,7 @@ __all__ = [
     "CrossfadeError",
     "Expect",
     "Fused",
+    "Gradients",
     "Machine",
     "MachineError",
     "MemoryLimitError",
@@ -87,6 +89,7 @@ __all__ = [
     "Verdict",
     "VerifyError",
     "check_compatible",
+    "compile_gradients",
     "compile_step",
     "optimize",
     "run_passes",

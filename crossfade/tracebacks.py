@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import sys
 import traceback
 from collections.abc import Iterator
 from types import FrameType, TracebackType
@@ -108,6 +109,14 @@ def is_users(frame: FrameType) -> bool:
     if module is None or module.partition(".")[0] in _PACKAGES or file.startswith(_GENERATED):
         return False  # code without a module was written by torch or us
     return not file.startswith(_STANDARD_LIBRARY) or any(folder in file for folder in _INSTALLED)
+
+
+def users_level() -> int:
+    """The `stacklevel` by which a warning of our caller names the user's line."""
+    frame, level = sys._getframe(1), 1
+    while not is_users(frame) and frame.f_back is not None:
+        frame, level = frame.f_back, level + 1
+    return level
 
 
 def _split(first: TracebackType | None) -> tuple[list[TracebackType], bool]:

@@ -22,6 +22,7 @@ BELOW = {
     "compile": ("graph", "files", "cost", *STAGES),
     "demo": ("graph", "files", "cost", *STAGES, "compile"),
     "commands": ("graph", "files", "cost", *STAGES, "compile", "demo"),
+    "integrations": ("capture", "compile"),
     "__init__": ("graph", "files", "cost", *STAGES, "compile"),
     "passes": ("graph", "compile"),
     "__main__": ("commands",),

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from crossfade.errors import NotYetError
 from crossfade.graph.program import InputKind, OutputKind, Program
 from crossfade.graph.splice import inline, splice
 from crossfade.graph.strides import strides_for
@@ -41,6 +42,12 @@ def accumulate(program: Program, times: int, *, mean: bool = True) -> Program:
     """
     if times == 1:
         return program
+    if more := [out.name for out in program.outputs if out.kind is OutputKind.OUTPUT]:
+        raise NotYetError(
+            f"{', '.join(more)} beside the loss of {times} micro-batches",
+            expected="the loss alone, where it is put together from micro-batches",
+            remedy="leave accumulate out, or return the loss alone",
+        )
     whole = _with_larger_inputs(program, times)
     end, placeholders = whole.output_node, whole.placeholders
     carried = dict(zip([item.name for item in program.inputs], placeholders, strict=True))

@@ -12,7 +12,9 @@ from collections.abc import Iterator
 from functools import lru_cache
 from typing import Any, NamedTuple
 
-_NOT_LOOKED_INTO = frozenset({"torch", "numpy", "functorch", *sys.stdlib_module_names})
+_FRAMEWORKS = frozenset({"lightning", "lightning_fabric", "lightning_utilities", "pytorch_lightning", "torchmetrics"})
+"""Whose trainers hold loops, loggers and callbacks; what a model reads of them is for their integration to watch."""
+_NOT_LOOKED_INTO = frozenset({"torch", "numpy", "functorch", *_FRAMEWORKS, *sys.stdlib_module_names})
 _COMPUTED = frozenset(
     {"getattr", "vars", "__dict__", "eval", "exec", "globals", "locals", "attrgetter", "methodcaller"}
     | {"asdict", "astuple", "copy", "deepcopy", "replace", "fields", "__getattribute__"}
@@ -97,7 +99,7 @@ def _with_parts(code: types.CodeType) -> Iterator[types.CodeType]:
 
 @lru_cache(maxsize=8192)
 def _is_known(name: str) -> bool:
-    return name.partition(".")[0] in _NOT_LOOKED_INTO
+    return name.partition(".")[0] in _NOT_LOOKED_INTO or name.startswith("crossfade.integrations.")
 
 
 def is_looked_into(definition: Any) -> bool:

@@ -15,9 +15,9 @@ from torch import Tensor, fx
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from crossfade.capture.tracing import to_fake, trace
-from crossfade.errors import OptimizerError
+from crossfade.errors import ModelError, OptimizerError
 from crossfade.graph import collectives
-from crossfade.graph.private import FakeTensor, has_step_hooks, symbolic_float
+from crossfade.graph.private import FakeTensor, has_hooks, has_step_hooks, symbolic_float
 from crossfade.graph.program import Input, InputKind, Output, OutputKind, Program
 from crossfade.graph.splice import inline
 
@@ -43,7 +43,24 @@ def _adam_state(group: Mapping[str, Any], parameter: Tensor, present: Mapping[st
     return {"step": torch.tensor(0.0, dtype=torch.get_default_dtype()), **zeros}
 
 
+class NoOptimizer(Optimizer):
+    """Stands in a step that ends with gradients: it knows all of a model's parameters, and changes none.
+
+    >>> NoOptimizer(torch.nn.Linear(2, 1)).step()
+    Traceback (most recent call last):
+    NotImplementedError: gradients are for an optimizer of your own
+    """
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        super().__init__(list(model.parameters()), {"lr": 0.0})
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """There is nothing that it could do."""
+        raise NotImplementedError("gradients are for an optimizer of your own")
+
+
 _INITIAL_STATE: dict[type[Optimizer], Callable[..., dict[str, Tensor]]] = {
+    NoOptimizer: lambda group, parameter, present: {},
     SGD: _sgd_state,
     Adam: _adam_state,
     AdamW: _adam_state,
@@ -60,11 +77,14 @@ def parameter_names(model: torch.nn.Module) -> dict[Tensor, str]:
 
 def check_optimizer(optimizer: Optimizer, names: Mapping[Tensor, str]) -> None:
     """Refuse what cannot be captured: other optimizers, options that change its kind, foreign parameters."""
+    if isinstance(optimizer, NoOptimizer):
+        return
+    _check_hooks(names)
     if type(optimizer) not in _INITIAL_STATE:
         raise OptimizerError(
             f"the optimizer {type(optimizer).__name__} cannot be captured",
             expected=f"one of {', '.join(kind.__name__ for kind in _INITIAL_STATE)}",
-            remedy="use one of those, or keep this optimizer and compile only the forward and backward",
+            remedy="use one of those, or keep this optimizer and compile the rest (crossfade.compile_gradients)",
         )
     if has_step_hooks(optimizer):
         raise OptimizerError(
@@ -87,6 +107,17 @@ def check_optimizer(optimizer: Optimizer, names: Mapping[Tensor, str]) -> None:
                     f"a parameter of shape {tuple(parameter.shape)} in group {index} is not the model's",
                     remedy="build the optimizer from model.parameters()",
                 )
+
+
+def _check_hooks(names: Mapping[Tensor, str]) -> None:
+    """Refuse gradient hooks, which a step that keeps its gradients to itself would never call."""
+    hooked = next((name for parameter, name in names.items() if has_hooks(parameter)), None)
+    if hooked is not None:
+        raise ModelError(
+            f"parameter {hooked} has a gradient hook",
+            expected="none: gradients live inside the compiled step",
+            remedy="remove it, or compile up to the gradients only (crossfade.compile_gradients)",
+        )
 
 
 def initial_state(

@@ -17,11 +17,10 @@ from crossfade.capture.constants import NoWrites
 from crossfade.capture.divide_batch import BatchLayout, arguments_of, is_split
 from crossfade.capture.side_effects import as_it_was
 from crossfade.capture.tracing import new_fake_mode, to_fake, trace
-from crossfade.errors import CaptureError, ModelError
+from crossfade.errors import CaptureError, ModelError, NotYetError
 from crossfade.graph.private import (
     TorchDispatchMode,
     as_if_compiling,
-    has_hooks,
     rename_node,
     schema_of,
     swapped_state,
@@ -49,11 +48,6 @@ def check_model(model: nn.Module) -> None:
                 f"{name} is on the meta device, which holds no numbers",
                 remedy="materialise the model first: model.to_empty(device='cpu'), then initialise or load its weights",
             )
-    hooked = next((name for name, parameter in model.named_parameters() if has_hooks(parameter)), None)
-    if hooked is not None:
-        raise ModelError(
-            f"parameter {hooked} has a gradient hook", remedy="remove it: gradients live inside the compiled step"
-        )
     devices = {str(tensor.device) for _, tensor in tensors}
     if len(devices) > 1:
         raise ModelError(
@@ -90,6 +84,7 @@ def capture_forward_backward(
     mode = new_fake_mode()
     parameters, buffers = dict(model.named_parameters()), dict(model.named_buffers())
     leaves, spec = tree_flatten(batch)
+    shown: dict[str, Tensor] = {}
     with mode:
         tensors = [leaf for leaf in tree_flatten(resized(batch, batch_size, layout))[0] if isinstance(leaf, Tensor)]
 
@@ -101,10 +96,11 @@ def capture_forward_backward(
         with torch.enable_grad(), swapped_state(model, state), as_if_compiling():
             filled = tree_unflatten(_fill(leaves, batch_values), spec)
             with NoWrites(), AsLaidOut():
-                loss = loss_of(model, loss_fn, filled) if forward is None else forward(state, filled)
+                loss, more = loss_and_more(model, loss_fn, filled) if forward is None else (forward(state, filled), {})
+                shown.update({name: value.detach() for name, value in more.items()})
             with _NoDraws(), NoWrites():
                 gradients = torch.autograd.grad(loss, wanted, allow_unused=True) if wanted else ()
-        return [loss.detach(), *gradients, *(state[name] for name in buffers), *parameter_values]
+        return [loss.detach(), *gradients, *(state[name] for name in buffers), *parameter_values, *shown.values()]
 
     fakes = [to_fake(mode, p) for p in parameters.values()], [to_fake(mode, b) for b in buffers.values()], *tensors
     with as_it_was([model, loss_fn]), _plain_kernels(model, plain_norms):
@@ -119,6 +115,7 @@ def capture_forward_backward(
         Output(OutputKind.LOSS, "loss"),
         *(Output(OutputKind.GRADIENT, name) for name in trained),
         *(Output(OutputKind.UPDATE, name) for name in [*buffers, *parameters]),
+        *(Output(OutputKind.OUTPUT, name) for name in shown),
     )
     return _tidy(module, inputs, outputs)
 
@@ -152,9 +149,24 @@ def _plain_kernels(model: nn.Module, plain_norms: bool) -> Iterator[None]:
 
 
 def loss_of(model: Callable[..., Any], loss_fn: LossFunction | None, batch: tuple[Any, ...]) -> Tensor:
-    """The loss of a batch. With a loss function, the batch's first element is the model's inputs, the rest its own.
+    """The loss of a batch alone."""
+    loss, more = loss_and_more(model, loss_fn, batch)
+    if more:
+        raise NotYetError(
+            f"{', '.join(more)} beside the loss of a model that is split by a plan",
+            expected="the loss alone",
+            remedy="compute it from the model between steps (step.gathered())",
+        )
+    return loss
 
-    What is named is the loss function's; the model's where there is none, or nothing else.
+
+def loss_and_more(
+    model: Callable[..., Any], loss_fn: LossFunction | None, batch: tuple[Any, ...]
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """The loss of a batch, and what is returned with it, by name: `return loss, {"accuracy": accuracy}`.
+
+    With a loss function, the batch's first element is the model's inputs, the rest its own. What is named is the loss
+    function's; the model's where there is none, or nothing else.
     """
     given, named = arguments_of(batch)
     if loss_fn is None:
@@ -162,12 +174,14 @@ def loss_of(model: Callable[..., Any], loss_fn: LossFunction | None, batch: tupl
         twice = ", ".join(kwargs.keys() & named.keys())
         if twice:
             raise CaptureError(f"{twice} both in the batch's dict and by name", remedy="pass it in one of the two")
-        loss = _loss_in(model(*args, **kwargs, **named))
+        returned = model(*args, **kwargs, **named)
     elif not given:
-        loss = loss_fn(model(**named))
+        returned = loss_fn(model(**named))
     else:
         args, kwargs = _call_arguments(given[0])
-        loss = loss_fn(model(*args, **kwargs), *given[1:], **named)
+        returned = loss_fn(model(*args, **kwargs), *given[1:], **named)
+    returned, more = _apart(returned)
+    loss = _loss_in(returned) if loss_fn is None else returned
     if not isinstance(loss, Tensor) or loss.dim() or not loss.is_floating_point():
         shape = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
         raise CaptureError(
@@ -181,7 +195,19 @@ def loss_of(model: Callable[..., Any], loss_fn: LossFunction | None, batch: tupl
             "the loss does not depend on any trained parameter",
             remedy="check for detach(), no_grad or inference_mode in the model, and that parameters require gradients",
         )
-    return loss
+    return loss, more
+
+
+def _apart(returned: Any) -> tuple[Any, dict[str, Tensor]]:
+    """A loss and a dict of other tensors, where that is what a function returns.
+
+    >>> _apart((torch.tensor(0.5), {"right": torch.tensor(3)}))
+    (tensor(0.5000), {'right': tensor(3)})
+    """
+    match returned:
+        case (Tensor() as loss, dict() as more) if all(isinstance(value, Tensor) for value in more.values()):
+            return loss, {str(name): value for name, value in more.items()}
+    return returned, {}
 
 
 def _loss_in(output: Any) -> Any:

@@ -7,7 +7,7 @@ import logging
 import warnings
 from collections.abc import Collection, Hashable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -17,6 +17,7 @@ from crossfade.capture.optimizer import check_optimizer, initial_state, options_
 from crossfade.capture.training import check_model
 from crossfade.compile.agreement import agree, agree_on_batch, hold_together, telling
 from crossfade.compile.built import Built
+from crossfade.compile.captured import Captured
 from crossfade.compile.job import Job
 from crossfade.compile.phases import PhaseRecords
 from crossfade.compile.pipeline import copy_kernel
@@ -31,11 +32,21 @@ from crossfade.ranks.compared import cost_of_comparing
 from crossfade.ranks.members import Members
 from crossfade.report.report import PassVerdict, Report
 from crossfade.report.strict import Judged, Shortfall, shortfalls
+from crossfade.tracebacks import users_level
 
 log = logging.getLogger("crossfade")
 
 _CAPTURE = ("capture", "accumulate", "shard-data", "compare-ranks", "optimizer", "simplify")
 """The phases that make the plain program, whose time the report tells as that of the capture."""
+
+
+class StepKey(NamedTuple):
+    """What a captured program depends on."""
+
+    batch: Hashable
+    baked_in: int
+    options: Hashable
+    ambient: Hashable
 
 
 @dataclass(frozen=True)
@@ -44,21 +55,38 @@ class StepCompiler:
 
     job: Job
 
-    def key(self, batch: tuple[Any, ...]) -> Hashable:
+    def key(self, batch: tuple[Any, ...]) -> StepKey:
         """What a captured program depends on."""
-        return batch_key(batch), self.job.baked_in.number(), options_key(self.job.optimizer), ambient()
+        return StepKey(batch_key(batch), self.job.baked_in.number(), options_key(self.job.optimizer), ambient())
+
+    def changed(self) -> str:
+        """What has changed since a program was captured last; from now on it counts as captured."""
+        return self.job.baked_in.captured()
 
     @property
     def shares_random_numbers(self) -> bool:
         """Whether all ranks draw from one stream."""
         return self.job.place.axes is None or self.job.options.semantics == "global"
 
-    def build(self, batch: tuple[Any, ...]) -> Built:
+    def recapture(self, batch: tuple[Any, ...]) -> Captured | None:
+        """Trace again after a change, on this rank alone; None with a plan, whose ranks split the model together."""
+        if self.job.place.tensor is not None:
+            return None
+        with telling(self.job.place.members):
+            self._check()
+            return Captured(*self.job.capture(batch, self.job.layout(batch)), self.job.model)
+
+    def _check(self) -> None:
+        """Refuse what may have come since a program was compiled, such as hooks."""
+        check_model(self.job.model)
+        check_optimizer(self.job.optimizer, parameter_names(self.job.model))
+
+    def build(self, batch: tuple[Any, ...], captured: Captured | None = None) -> Built:
         """Capture and compile for one shape of batch, and agree on the result with the other ranks."""
         with _capturing(self.job.baked_in, self.job.place.everyone):
-            return self._build_together(batch)
+            return self._build_together(batch, captured)
 
-    def _build_together(self, batch: tuple[Any, ...]) -> Built:
+    def _build_together(self, batch: tuple[Any, ...], captured: Captured | None) -> Built:
         job, members, split = self.job, self.job.place.members, self.job.place.tensor
         beyond = split.beyond if split is not None else None
         with telling(members, beyond):
@@ -69,9 +97,8 @@ class StepCompiler:
                 with telling(beyond):
                     agree_on_batch(together, batch, by_plan=together is not members)
         with telling(members, beyond, split.members if split else None):
-            check_model(job.model)  # hooks may have been put on its parameters
-            check_optimizer(job.optimizer, parameter_names(job.model))
-            built = self._build(batch)
+            self._check()
+            built = self._build(batch, captured)
         with telling(members, beyond):
             if split is not None:
                 agree(split.members, built, [self._stream(built.program), *self._rates()])
@@ -87,23 +114,23 @@ class StepCompiler:
             hold_together(job.options.expect, built, job.place.everyone)
         return built
 
-    def _build(self, batch: tuple[Any, ...]) -> Built:
-        step = StepCompilation(job=self.job, batch=batch)
+    def _build(self, batch: tuple[Any, ...], captured: Captured | None) -> Built:
+        step = StepCompilation(job=self.job, batch=batch, captured=captured)
         try:
             ran = (self.job.options.phases or TRAINING).run(step)
         finally:
             parts = step.loss_parts
             warning = parts.warning(self.job.options.loss_is) if parts is not None else ""
             if warning and self.job.place.part_of_batch == 0:
-                warnings.warn(warning, stacklevel=7)  # the line that calls the step
-        step.need(("program", "layout", "plain"), "a step")
-        layout, plain = step.layout, step.plain
-        assert layout is not None and plain is not None
+                warnings.warn(warning, stacklevel=users_level())
+        step.need(("program", "layout", "plain", "captured"), "a step")
+        layout, plain, made = step.layout, step.plain, step.captured
+        assert layout is not None and plain is not None and made is not None
         report = self._report(step, plain, ran)
         stepped = {out.name for out in plain.outputs if out.kind is OutputKind.UPDATE}
         exchanges, short = events_of(plain).launches, self._shortfalls(step, plain, report)
         keys = self.state_keys(stepped)
-        return Built(step.made(), layout, report, keys, step.compared or [], exchanges, short, ran)
+        return Built(step.made(), layout, report, keys, step.compared or [], exchanges, short, ran, made.mark())
 
     def _report(self, step: StepCompilation, plain: Program, ran: PhaseRecords) -> Report:
         compared = cost_of_comparing(step.compared or [], step.batch)

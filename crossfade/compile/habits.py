@@ -37,9 +37,14 @@ _OPTIMIZER_WRAPPERS = {
 
 def check_arguments(model: Any, loss_fn: Any, optimizer: Any) -> None:
     """Refuse what is not a plain model, a loss function and an optimizer, with what to pass instead."""
+    check_model_and_loss(model, loss_fn)
+    _check_optimizer(optimizer)
+
+
+def check_model_and_loss(model: Any, loss_fn: Any) -> None:
+    """Refuse what is not a plain model and a loss function."""
     _check_model(model)
     _check_loss(loss_fn)
-    _check_optimizer(optimizer)
 
 
 def _check_model(model: Any) -> None:

@@ -18,7 +18,8 @@ from torch.optim import Optimizer
 
 from crossfade.capture.divide_batch import as_batch
 from crossfade.compile.built import Built
-from crossfade.compile.compiler import StepCompiler
+from crossfade.compile.captured import Captured
+from crossfade.compile.compiler import StepCompiler, StepKey
 from crossfade.compile.habits import already_stepped
 from crossfade.compile.phases import PhaseRecords
 from crossfade.compile.place import Place
@@ -324,17 +325,35 @@ class Step:
             return self._captured(batch) if found is None else found
 
     def _captured(self, batch: tuple[Any, ...]) -> _Ready:
-        start = time.perf_counter()
-        built = self._made_by().build(batch)
-        log.info("captured %s in %.1f s: %s", type(self.model).__name__, time.perf_counter() - start, built.report)
-        executable = Executable(built.program, self._place.groups)
+        """A program for a batch: the one there is, if only something changed that it does not depend on.
+
+        That is found out without the other ranks, who may see no change: the first rank alone saves, logs, evaluates.
+        """
+        key = self._made_by().key(batch)
+        alike = [ready for other, ready in self._ready.items() if _but_for_change(other) == _but_for_change(key)]
+        captured = self._made_by().recapture(batch) if alike else None
+        for ready in alike:
+            if captured is not None and ready.built.mark.is_of(captured):
+                change = self._made_by().changed()
+                log.info("nothing to compile: the program is the same although %s", change)
+                return self._keep(batch, ready)
+        return self._compiled(batch, captured)
+
+    def _keep(self, batch: tuple[Any, ...], ready: _Ready) -> _Ready:
         if len(self._ready) == CAPTURES_KEPT:
             self._ready.pop(next(iter(self._ready)))
             self._drop_workspaces()
+        self._ready[self._made_by().key(batch)] = ready  # as the model is now: a plan may have split its buffers
+        return ready
+
+    def _compiled(self, batch: tuple[Any, ...], captured: Captured | None) -> _Ready:
+        start = time.perf_counter()
+        built = self._made_by().build(batch, captured)
+        log.info("captured %s in %.1f s: %s", type(self.model).__name__, time.perf_counter() - start, built.report)
+        executable = Executable(built.program, self._place.groups)
         keys = [(name, self.model.get_parameter(name), entries) for name, entries in built.state_keys.items()]
         names = [item.name for item in built.program.inputs if item.kind is InputKind.INPUT]
-        ready = _Ready(built, executable, self._bound(built.program), names, keys)
-        self._ready[self._made_by().key(batch)] = ready  # as the model is now: a plan may have split its buffers
+        ready = self._keep(batch, _Ready(built, executable, self._bound(built.program), names, keys))
         self.captures += 1
         if self.captures in (5, 20, 100):
             log.warning("captured %d programs so far: %s", self.captures, _WHY_SO_MANY)
@@ -441,6 +460,10 @@ class Step:
             self._workspaces[key] = torch.empty(like.shape, dtype=like.dtype, device=like.device)
         return self._workspaces[key]
 
+    def kept_memory(self) -> list[Tensor]:
+        """The memory that programs keep from call to call, and write again in the next."""
+        return list(self._workspaces.values())
+
     def _drop_workspaces(self) -> None:
         """Free the workspaces that no kept program uses."""
         programs = [ready.built.program for ready in self._ready.values()]
@@ -448,6 +471,12 @@ class Step:
         used = {_workspace_key(item.name, node) for item, node in named if item.kind is InputKind.WORKSPACE}
         for key in [key for key in self._workspaces if key not in used]:
             del self._workspaces[key]
+
+
+def _but_for_change(key: Hashable) -> Hashable:
+    """What a program depends on beside what the model and the loss function read."""
+    assert isinstance(key, StepKey)
+    return key._replace(baked_in=0)
 
 
 def _workspace_key(name: str, node: fx.Node) -> Hashable:

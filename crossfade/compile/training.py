@@ -63,7 +63,8 @@ def compile_step(
             a tensor, or a tuple or dict of arguments. With None the model is called on the whole batch and returns the
             loss: a tensor, an output with a `loss` as Hugging Face models return, a dict with one, or a tuple that
             begins with it. What is named goes to the model then, and also where there are no `inputs`:
-            `step(**batch)`.
+            `step(**batch)`. A dict of tensors returned beside the loss, `return loss, {"accuracy": accuracy}`, is
+            found in `step.outputs` after each step: of this rank's part of the batch.
         optimizer: SGD, Adam or AdamW over the model's parameters. Change its learning rates freely, e.g. by a
             scheduler.
         mesh: a `DeviceMesh` with an axis `dp` (or only one), a mapping like `{"dp": 4}`, or None for one device. Axes

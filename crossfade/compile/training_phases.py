@@ -15,6 +15,7 @@ from crossfade.capture.divide_batch import BatchLayout
 from crossfade.capture.optimizer import append_optimizer, parameter_names
 from crossfade.communicate.exchange_factors import ExchangeFactors
 from crossfade.compile.agreement import meeting
+from crossfade.compile.captured import Captured
 from crossfade.compile.job import Job
 from crossfade.compile.kept_whole import parameters_to_keep_whole
 from crossfade.compile.overlap import measured_operators, plan_overlap, predicted
@@ -38,7 +39,7 @@ from crossfade.finish.group_small_operators import GroupSmallOperators
 from crossfade.finish.pack_in_place import PackInPlace
 from crossfade.finish.update_in_place import UpdateInPlace
 from crossfade.graph.passes import Pass, run_passes
-from crossfade.graph.program import Program
+from crossfade.graph.program import OutputKind, Program
 from crossfade.ranks.alike import RankComparison
 from crossfade.ranks.compared import comparisons
 from crossfade.shard.compare_ranks import CompareRanks
@@ -53,6 +54,8 @@ class StepCompilation(Compilation):
 
     job: Job
     batch: tuple[Any, ...]
+    captured: Captured | None = None
+    """What tracing has made, where that is known already."""
     layout: BatchLayout | None = None
     """How the batch is divided among ranks and micro-batches."""
     loss_parts: LossParts | None = None
@@ -104,7 +107,8 @@ def choose_whole(step: StepCompilation) -> None:
 def capture(step: StepCompilation) -> None:
     """Forward, loss and backward on one micro-batch of this rank."""
     step.layout = step.job.layout(step.batch)
-    step.program, step.loss_parts = step.job.capture(step.batch, step.layout)
+    captured = step.captured or Captured(*step.job.capture(step.batch, step.layout), step.job.model)
+    step.captured, step.program, step.loss_parts = captured, captured.program.copy(), captured.loss_parts
     step.program.groups = step.job.place.sizes
 
 
@@ -172,6 +176,13 @@ def optimizer(step: StepCompilation) -> None:
     )
     if place.axes is not None:
         step.run(updates_gathered(place.mode, place.axes, place.kept_whole))
+    step.plain = step.made()
+
+
+def keep_gradients(step: StepCompilation) -> None:
+    """The gradients themselves as results, for an optimizer outside of the step."""
+    results = [(out, value) for out, value in step.made().named_results() if out.kind is not OutputKind.SHARD]
+    step.made().set_results([value for _, value in results], tuple(out for out, _ in results))
     step.plain = step.made()
 
 
@@ -321,3 +332,8 @@ TRAINING = Phases(
     ]
 )
 """The compiler. `compile_step(..., phases=TRAINING.without_pass("simplify-nodes"))` changes it by name."""
+
+GRADIENTS = TRAINING.without("optimizer").before(
+    "simplify", Phase("gradients", keep_gradients, gives=("program", "plain"))
+)
+"""The compiler of `compile_gradients`: the same, without the optimizer."""

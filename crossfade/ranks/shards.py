@@ -82,6 +82,11 @@ class Shards:
         """This rank's padded rows of a parameter."""
         return self._kept[name, ""].rows
 
+    def gradient(self, name: str, rows: Tensor) -> Any:
+        """A gradient of which this rank has padded rows as a DTensor like its parameter."""
+        parameter: Any = self._kept[name, ""].seen
+        return self._seen(rows, parameter.shape, parameter.stride()).seen
+
     def check(self) -> None:
         """Refuse to go on if the model has other parameters than those that were split."""
         first = {name: parameter for parameter, name in self._names.items()} if self.will_split else {}

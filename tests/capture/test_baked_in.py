@@ -22,8 +22,6 @@ def model_of() -> nn.Sequential:
 
 AGAIN = {
     "a number": lambda model: setattr(model[1], "momentum", 0.5),
-    "a word that was none": lambda model: setattr(model[1], "mode", "fast"),
-    "a word where there was nothing": lambda model: setattr(model[0], "extra", "word"),
     "a switch": lambda model: model.eval(),
     "a parameter that is not trained": lambda model: model[0].bias.requires_grad_(False),
 }
@@ -43,6 +41,8 @@ def test_what_is_baked_in_is_captured_again(change: Any) -> None:
 
 
 SEEN = AGAIN | {
+    "a word that was none": lambda model: setattr(model[1], "mode", "fast"),
+    "a word where there was nothing": lambda model: setattr(model[0], "extra", "word"),
     "a dtype": lambda model: model.double(),
     "a parameter where there was none": lambda model: setattr(model[2], "scale", nn.Parameter(torch.ones(4))),
     "another parameter": lambda model: setattr(model[0], "weight", nn.Parameter(torch.ones(4, 3))),

@@ -1,0 +1,55 @@
+"""What tracing has made of a model: enough of it is kept to see whether tracing again made the same."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from crossfade.graph.passes import fingerprint
+from crossfade.graph.program import Program
+from crossfade.shard.loss_parts import LossParts
+
+
+@dataclass(frozen=True)
+class CaptureMark:
+    """By what a captured program is known again."""
+
+    text: str
+    constants: Mapping[str, Any]
+    loss_parts: LossParts
+    owners: tuple[weakref.ref[Any], ...]
+    """The model's modules and parameters, which a compiled step holds on to."""
+
+    def is_of(self, other: Captured) -> bool:
+        """Whether a program computes the same, with the same constants, for the modules and parameters of this one."""
+        mark = other.mark()
+        said = (self.text, self.loss_parts, self.owners, self.constants.keys())
+        if said != (mark.text, mark.loss_parts, mark.owners, mark.constants.keys()):
+            return False
+        return all(_same(value, mark.constants[name]) for name, value in self.constants.items())
+
+
+@dataclass(frozen=True)
+class Captured:
+    """A rank's forward, loss and backward as they were traced, and how the losses of the parts make up the whole."""
+
+    program: Program
+    loss_parts: LossParts
+    model: nn.Module
+
+    def mark(self) -> CaptureMark:
+        """By what it is known again, without its graph."""
+        owners = tuple(weakref.ref(owner) for owner in (*self.model.modules(), *self.model.parameters()))
+        return CaptureMark(fingerprint(self.program), self.program.constants, self.loss_parts, owners)
+
+
+def _same(value: Any, other: Any) -> bool:
+    """Whether two constants are equal. A fingerprint has the values of small ones only."""
+    if not isinstance(value, torch.Tensor) or not isinstance(other, torch.Tensor):
+        return value is other
+    return value is other or (value.dtype == other.dtype and torch.equal(value, other))

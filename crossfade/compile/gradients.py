@@ -1,0 +1,260 @@
+"""`compile_gradients`: forward, loss, backward and exchange as one graph, for an optimizer outside of it."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.optim import Optimizer
+
+from crossfade.capture.baked_in import BakedIn
+from crossfade.capture.divide_batch import BatchIs
+from crossfade.capture.optimizer import NoOptimizer, parameter_names
+from crossfade.capture.training import LossFunction, check_model
+from crossfade.compile.compiler import StepCompiler
+from crossfade.compile.habits import check_model_and_loss, inside_compiled
+from crossfade.compile.job import Job
+from crossfade.compile.options import Options
+from crossfade.compile.phases import PhaseRecords, Phases
+from crossfade.compile.pipeline import DataParallelMode, LossIs, Semantics
+from crossfade.compile.place import Place
+from crossfade.compile.step import Step
+from crossfade.compile.tensor_parallel import check_not_split
+from crossfade.compile.training_phases import GRADIENTS
+from crossfade.cost.machine import Machine
+from crossfade.errors import CrossfadeError, NotYetError, OptimizerError
+from crossfade.graph.passes import Pass
+from crossfade.graph.program import Program
+from crossfade.ranks.mesh import MeshLike
+from crossfade.report.expect import Expect
+from crossfade.report.report import Report
+from crossfade.tracebacks import users_frames
+
+
+@users_frames
+def compile_gradients(
+    model: nn.Module,
+    loss_fn: LossFunction | None = None,
+    mesh: MeshLike = None,
+    *,
+    data_parallel: DataParallelMode = "replicate",
+    optimizers: Sequence[Optimizer] = (),
+    batch: BatchIs = "global",
+    accumulate: int = 1,
+    semantics: Semantics = "global",
+    loss_is: LossIs = "auto",
+    machine: Machine | str | None = None,
+    memory_limit: int | None = None,
+    passes: Sequence[Pass] | None = None,
+    phases: Phases | None = None,
+    check_every: int = 1,
+    timeout: float = 60.0,
+    strict: Expect | Mapping[str, Any] | str | bool | None = None,
+) -> Gradients:
+    """Forward, loss, backward and gradient exchange as one graph; the optimizer stays as it is, outside.
+
+    For what `compile_step` cannot hold: LBFGS and other closures, gradient hooks, `GradScaler`, an optimizer that does
+    not trace, a framework that calls the optimizer itself. What is called returns the loss; its `backward()` puts the
+    gradients of the whole batch into `.grad` (adding to what is there), and the rest of the loop stays torch's. It is
+    slower than `compile_step`, whose updates hide communication and are fused.
+
+    Args:
+        model: any module; see `compile_step`.
+        loss_fn: as for `compile_step`.
+        mesh: as for `compile_step`.
+        data_parallel: `"replicate"`, or `"zero2"` and `"zero3"`: then parameters and their gradients are DTensors, and
+            optimizers are built after this call, or named in `optimizers`.
+        optimizers: those that were built before, where parameters are split: they are given the DTensors.
+        batch: as for `compile_step`, and so are all options that follow. With `accumulate`, one call divides its batch.
+
+    Returns:
+        A callable `gradients(*batch, **named) -> loss`.
+
+        >>> model = nn.Linear(2, 1)
+        >>> gradients = compile_gradients(model, nn.functional.mse_loss)
+        >>> optimizer = torch.optim.LBFGS(model.parameters(), line_search_fn="strong_wolfe")
+        >>> def closure():
+        ...     optimizer.zero_grad()
+        ...     loss = gradients(torch.ones(4, 2), torch.zeros(4, 1))
+        ...     loss.backward()
+        ...     return loss
+        >>> float(optimizer.step(closure)) > float(closure())
+        True
+    """
+    check_model_and_loss(model, loss_fn)
+    model = inside_compiled(model)
+    options = Options(
+        data_parallel=data_parallel,
+        batch=batch,
+        accumulate=accumulate,
+        semantics=semantics,
+        loss_is=loss_is,
+        machine=machine,
+        memory_limit=memory_limit,
+        passes=None if passes is None else tuple(passes),
+        phases=GRADIENTS if phases is None else phases,
+        check_every=check_every,
+        timeout=timeout,
+        expect=Expect.of(strict),
+    )
+    if data_parallel == "zero1":
+        raise NotYetError(
+            'compile_gradients with data_parallel="zero1"',
+            expected="whole gradients, or gradients in parts like their parameters",
+            remedy='pass "replicate" or "zero2"; ZeroRedundancyOptimizer of torch splits state by itself',
+        )
+    check_model(model)
+    check_not_split(model)
+    before, unused = parameter_names(model), NoOptimizer(model)
+    place = Place.open(model, loss_fn, unused, mesh, options)
+    _hand_over(optimizers, before, model)
+    job = Job(model, loss_fn, unused, options, place, BakedIn([model], loss_fn))
+    return Gradients(Step(model, unused, StepCompiler(job), place), place)
+
+
+class Gradients:
+    """Forward, loss, backward and exchange; made by `crossfade.compile_gradients`, which explains it."""
+
+    def __init__(self, step: Step, place: Place) -> None:
+        self.model = step.model
+        self._step, self._place = step, place
+
+    def __call__(self, *batch: Any, **named: Any) -> Tensor:
+        """The loss of one batch, whose `backward()` adds this batch's gradients to `.grad`.
+
+        They are computed here: without `backward()` they are lost. What is named goes where `Step` passes it.
+        """
+        loss = self._step(*batch, **named).detach()
+        found = self._step.outputs
+        trained = {name: p for name, p in self.model.named_parameters() if name in found and p.requires_grad}
+        own = _without_aliases([found[name] for name in trained], self._step.kept_memory())
+        self._step.outputs = {name: value for name, value in found.items() if name not in trained}
+        if not torch.is_grad_enabled() or not trained:
+            return loss
+        if (shards := self._place.shards) is not None:
+            own = [shards.gradient(n, g) if shards.has(n) else g for n, g in zip(trained, own, strict=True)]
+        delivered: Tensor = _Delivery.apply(loss, own, *trained.values())
+        return delivered
+
+    @property
+    def report(self) -> Report:
+        """What became of every collective of the program that ran last."""
+        return self._step.report
+
+    @property
+    def program(self) -> Program:
+        """The program that ran last."""
+        return self._step.program
+
+    @property
+    def pipeline(self) -> PhaseRecords:
+        """The phases that compiled it, and the passes that they ran."""
+        return self._step.pipeline
+
+    @property
+    def outputs(self) -> dict[str, Tensor]:
+        """What was returned beside the loss of the last batch, by name: of this rank's part."""
+        return self._step.outputs
+
+    @property
+    def captures(self) -> int:
+        """How many programs were captured so far."""
+        return self._step.captures
+
+    def prepare(self, *batch: Any, **named: Any) -> Gradients:
+        """Capture for batches like this one without running it."""
+        self._step.prepare(*batch, **named)
+        return self
+
+    @contextlib.contextmanager
+    def gathered(self) -> Iterator[nn.Module]:
+        """The model with its whole parameters, for evaluation or export; all ranks must enter. See `Step.gathered`."""
+        with self._step.gathered() as whole:
+            yield whole
+
+    def close(self) -> None:
+        """Give back process groups and memory. See `Step.close`."""
+        self._step.close()
+
+
+class _Delivery(torch.autograd.Function):
+    """A loss that is known already, with gradients that are known already."""
+
+    @staticmethod
+    def forward(ctx: Any, loss: Tensor, gradients: list[Tensor], *parameters: Tensor) -> Tensor:
+        """The loss, as if it had been computed from the parameters just now."""
+        ctx.gradients = gradients
+        return loss.view_as(loss)
+
+    @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, wanted: Tensor) -> tuple[Any, ...]:
+        """The gradients, each times what the loss was multiplied by (a GradScaler's scale)."""
+        gradients, ctx.gradients = ctx.gradients, None
+        if gradients is None:
+            raise CrossfadeError(
+                "a second backward() of one loss",
+                expected="one: its gradients were handed over at the first",
+                remedy="call the compiled gradients again, and add up in .grad what belongs together",
+            )
+        if wanted.device.type != "cpu" or wanted.item() != 1:  # asking a GPU would wait for it
+            gradients = [gradient * wanted.to(gradient.dtype) for gradient in gradients]
+        return None, None, *gradients
+
+
+def _without_aliases(gradients: Iterable[Tensor], kept: Iterable[Tensor]) -> list[Tensor]:
+    """Gradients that the next call does not overwrite, and of which none is another one's memory.
+
+    >>> bucket = torch.zeros(4)
+    >>> [gradient.data_ptr() == bucket.data_ptr() for gradient in _without_aliases([bucket[:2]], [bucket])]
+    [False]
+    """
+    lasting = {memory.untyped_storage().data_ptr() for memory in kept}
+    seen: set[tuple[Any, Any]] = set()
+    own = []
+    for gradient in gradients:
+        start = gradient.untyped_storage().data_ptr(), gradient.storage_offset()
+        own.append(gradient.clone() if start[0] in lasting or start in seen else gradient)
+        seen.add(start)
+    return own
+
+
+def _hand_over(optimizers: Sequence[Optimizer], before: Mapping[Tensor, str], model: nn.Module) -> None:
+    """Give optimizers the parameters that have taken the place of those before, and refuse any that was left out."""
+    now = dict(model.named_parameters())
+    replaced = {old: now[name] for old, name in before.items() if now[name] is not old}
+    if not replaced:
+        return
+    for optimizer in optimizers:
+        if any(parameter in replaced for parameter in optimizer.state):
+            raise OptimizerError(
+                f"{type(optimizer).__name__} has state of whole parameters",
+                expected="an optimizer that has not stepped yet, where parameters are split",
+                remedy="compile before its first step, then load its state (torch.distributed.checkpoint)",
+            )
+        for group in optimizer.param_groups:
+            group["params"] = [replaced.get(parameter, parameter) for parameter in group["params"]]
+    if _built_before(replaced) is not None:
+        gc.collect()  # it may be one that nobody uses any more
+    if (stale := _built_before(replaced)) is not None:
+        raise OptimizerError(
+            f"{type(stale).__name__} was built before its parameters were split, and would train nothing",
+            expected="optimizers of the parameters as they are now",
+            remedy="build it after compile_gradients, or pass optimizers=[it]",
+        )
+
+
+def _built_before(replaced: Mapping[Tensor, nn.Parameter]) -> Optimizer | None:
+    """An optimizer that holds parameters that are no longer the model's: torch would let it do nothing, silently."""
+    optimizers = (held for held in gc.get_objects() if issubclass(type(held), Optimizer))
+    return next((held for held in optimizers if not isinstance(held, NoOptimizer) and _holds(held, replaced)), None)
+
+
+def _holds(optimizer: Optimizer, parameters: Mapping[Tensor, nn.Parameter]) -> bool:
+    groups = vars(optimizer).get("param_groups", ())
+    return any(parameter in parameters for group in groups for parameter in group["params"])

@@ -1,0 +1,1 @@
+"""Crossfade in the loops of training frameworks, each behind an extra (`pip install crossfade[accelerate]`)."""

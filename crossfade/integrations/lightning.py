@@ -1,0 +1,199 @@
+"""PyTorch Lightning: a `Strategy` that trains with forward, backward and exchange as one graph.
+
+from crossfade.integrations.lightning import CrossfadeStrategy
+
+trainer = lightning.Trainer(devices=2, strategy=CrossfadeStrategy())
+trainer.fit(module, loader)
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch import LightningModule
+from lightning.pytorch.strategies import DDPStrategy
+from torch import Tensor, nn
+
+from crossfade.compile.gradients import Gradients, compile_gradients
+from crossfade.errors import CaptureError, CrossfadeError
+
+
+class CrossfadeStrategy(DDPStrategy):  # type: ignore[misc]
+    """Crossfade instead of DDP; everything else is Lightning's, as its arguments say.
+
+    `training_step` is captured once for each shape of batch: what it logs by `self.log` is logged at every step, but it
+    may read neither `batch_idx` nor the trainer.
+
+    Args:
+        crossfade: options of `crossfade.compile_gradients`, such as `{"machine": "calibrate"}`.
+        kwargs: those of `lightning.pytorch.strategies.DDPStrategy` that are not DDP's own.
+    """
+
+    def __init__(self, crossfade: dict[str, Any] | None = None, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self._options = {"batch": "local", **(crossfade or {})}
+        self._step: _TrainingStep | None = None
+        self._gradients: Gradients | None = None
+
+    @property
+    def gradients(self) -> Gradients:
+        """What trains: its report, program and pipeline."""
+        if self._gradients is None:
+            raise CrossfadeError("nothing trained yet", remedy="call trainer.fit first")
+        return self._gradients
+
+    def configure_ddp(self) -> None:
+        """Leave the module as it is, with the first rank's values on all ranks, as DDP does."""
+        module = self.lightning_module
+        assert module is not None
+        _check(module, self._options)
+        with torch.no_grad():
+            for tensor in (*module.parameters(), *module.buffers()):
+                dist.broadcast(tensor, 0)
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """The loss of one batch by the captured step, whose `backward()` Lightning calls."""
+        module = self.lightning_module
+        assert module is not None
+        if self._step is None or self._gradients is None or self._step.module is not module:
+            self._step = _TrainingStep(module)
+            ranks = dist.get_world_size()
+            self._gradients = compile_gradients(self._step, None, {"dp": ranks} if ranks > 1 else None, **self._options)
+        with self.precision_plugin.train_step_context():
+            loss = self._gradients(*_without_index(module, args, kwargs))
+        self._step.log(self._gradients.outputs)
+        return loss
+
+    def teardown(self) -> None:
+        """Give back what training held."""
+        if self._gradients is not None:
+            self._gradients.close()
+        super().teardown()
+
+
+class _TrainingStep(nn.Module):
+    """A module's training step as a model that returns its loss, and what it logs beside it."""
+
+    def __init__(self, module: LightningModule) -> None:
+        super().__init__()
+        self.module = module
+        self._log = _Log(module)
+
+    def forward(self, *batch: Any) -> Any:
+        """The loss and the tensors that were logged; for tracing."""
+        more: dict[str, Tensor] = {}
+
+        def log(name: str, value: Any, *args: Any, **kwargs: Any) -> None:
+            more.update(self._log.asked_for(name, value, args, kwargs))
+
+        def log_dict(values: dict[str, Any], *args: Any, **kwargs: Any) -> None:
+            for name, value in values.items():
+                log(name, value, *args, **kwargs)
+
+        with _traced(self.module, log, log_dict):
+            index = () if "batch_idx" not in _names(self.module) else (_Unknown("batch_idx"),)
+            returned = self.module.training_step(*batch, *index)
+        if returned is None:
+            raise CaptureError(
+                "training_step returned None", expected="a loss", remedy="leave such batches out of the loader"
+            )
+        return (returned["loss"] if isinstance(returned, dict) else returned), more
+
+    def watched(self) -> Any:
+        """What guards look at beside the names in the user's code: `hparams` is a property of Lightning's."""
+        return self.module._hparams
+
+    def log(self, values: dict[str, Tensor]) -> None:
+        """Log what the last step computed, as its code asked for."""
+        self._log.write(values)
+
+
+class _Log:
+    """What a training step has asked to be logged, and how: kept beside the module, which tracing leaves as it was."""
+
+    def __init__(self, module: LightningModule) -> None:
+        self._module = weakref.ref(module)
+        self._asked: dict[str, tuple[float | None, dict[str, Any]]] = {}
+
+    def asked_for(self, name: str, value: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Tensor]:
+        """Remember a call of `self.log`; what of it is computed at every step."""
+        if not isinstance(value, Tensor | int | float):
+            raise CaptureError(
+                f"self.log({name!r}, ...) of a {type(value).__name__} in training_step",
+                expected="tensors and numbers",
+                remedy="log metrics in on_train_batch_end, from what training_step logs",
+            )
+        named = [n for n in inspect.signature(LightningModule.log).parameters if n not in ("self", "name", "value")]
+        how = dict(zip(named, args, strict=False)) | kwargs
+        self._asked[name] = None if isinstance(value, Tensor) else value, how
+        return {name: value.detach()} if isinstance(value, Tensor) else {}
+
+    def write(self, values: dict[str, Tensor]) -> None:
+        """Log the values of one step."""
+        module = self._module()
+        assert module is not None
+        for name, (number, how) in self._asked.items():
+            if name in values or number is not None:
+                module.log(name, values.get(name, number), **how)
+
+
+class _Unknown:
+    """Something whose value would be baked into the captured step: any use of it is refused."""
+
+    def __init__(self, name: str) -> None:
+        object.__setattr__(self, "_name", name)
+
+    def _refuse(self, *_: Any, **__: Any) -> Any:
+        name = object.__getattribute__(self, "_name")
+        raise CaptureError(
+            f"training_step reads {name}, which is another at every step",
+            expected="a step that depends on its batch and the module",
+            remedy="put what depends on it into a buffer of the module, or into the batch (on_train_batch_start)",
+        )
+
+    __getattr__ = __index__ = __int__ = __float__ = __eq__ = __lt__ = __le__ = __gt__ = __ge__ = _refuse  # type: ignore[assignment]
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __mod__ = __floordiv__ = __truediv__ = _refuse
+    __hash__ = None  # type: ignore[assignment]
+
+
+@contextlib.contextmanager
+def _traced(module: LightningModule, log: Any, log_dict: Any) -> Iterator[None]:
+    """A module that logs elsewhere, and does not know its trainer."""
+    trainer = module._trainer
+    vars(module).update(log=log, log_dict=log_dict, _trainer=_Unknown("the trainer"))
+    try:
+        yield
+    finally:
+        del vars(module)["log"], vars(module)["log_dict"]
+        module._trainer = trainer
+
+
+def _names(module: LightningModule) -> list[str]:
+    return list(inspect.signature(module.training_step).parameters)
+
+
+def _without_index(module: LightningModule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
+    """The batch alone: Lightning passes its number too where `training_step` takes one."""
+    given = dict(zip(_names(module), args, strict=False)) | kwargs
+    return tuple(value for name, value in given.items() if name != "batch_idx")
+
+
+def _check(module: LightningModule, options: dict[str, Any]) -> None:
+    if not module.automatic_optimization:
+        raise CrossfadeError(
+            "a module with automatic_optimization=False",
+            expected="one whose backward and optimizer Lightning calls",
+            remedy="call cf.compile_gradients in training_step yourself, with the strategy ddp left out",
+        )
+    if options.get("data_parallel", "replicate") != "replicate":
+        raise CrossfadeError(
+            f"data_parallel={options['data_parallel']!r} in Lightning",
+            expected='"replicate": Lightning saves and evaluates whole modules',
+            remedy="use compile_step or compile_gradients in a loop of your own for zero2 and zero3",
+        )

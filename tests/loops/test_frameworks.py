@@ -1,0 +1,62 @@
+"""Trainer, Accelerate and Lightning as people use them: the same losses as by the framework's own DDP."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+for package in ("transformers", "accelerate", "lightning"):
+    pytest.importorskip(package)
+
+
+def on_two_ranks(framework: str, folder: Path, timeout: float = 280) -> Any:
+    """What both ranks found; they are killed with all their children when time is up."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command += ["-m", "tests.loops.framework_job", framework, str(folder)]
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    try:
+        said, _ = process.communicate(timeout=timeout)
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, 9)
+    assert process.returncode == 0, said[-4000:]
+    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
+
+
+@pytest.mark.ranks
+def test_trainer(tmp_path: Path) -> None:
+    for found in on_two_ranks("trainer", tmp_path):
+        plain, (ours, captures) = found["ddp"][0], found["crossfade"]
+        assert len(plain) == 6 and captures == 1
+        for was, now in zip(plain, ours, strict=True):
+            assert now == pytest.approx(was, rel=2e-3)  # in bfloat16 the order of sums shows
+        for was, now in zip(ours, found["resumed"][0], strict=True):
+            assert now == pytest.approx(was, rel=1e-4)
+        for was, now in zip(found["smoothed by ddp"][0], found["smoothed"][0], strict=True):
+            assert now[2] == pytest.approx(was[2], rel=2e-3)
+
+
+@pytest.mark.ranks
+def test_accelerate(tmp_path: Path) -> None:
+    for found in on_two_ranks("accelerate", tmp_path):
+        assert len(found["ddp"]) == 6 and found["ddp"][-1] == 1.0  # saved
+        assert found["crossfade"] == pytest.approx(found["ddp"], rel=1e-5)
+
+
+@pytest.mark.ranks
+def test_lightning(tmp_path: Path) -> None:
+    for found in on_two_ranks("lightning", tmp_path):
+        (plain, _), (ours, captures) = found["ddp"], found["crossfade"]
+        assert len(plain) == 9 and captures == 2  # another number in hparams is another program
+        for was, now in zip(plain, ours, strict=True):
+            assert now == pytest.approx(was, rel=1e-4)
+        assert "training_step reads batch_idx" in found["by index"]
