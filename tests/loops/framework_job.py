@@ -40,11 +40,12 @@ def trained_by(kind: type, folder: str, *, resume: bool = False, **more: Any) ->
     """What a Trainer logs: accumulation, clipping, a schedule, bf16, evaluation, and checkpoints to resume from."""
     from transformers import TrainingArguments
 
+    every_two = {"eval_strategy": "steps", "eval_steps": 2, "save_strategy": "steps", "save_steps": 2}
+    quiet = {"report_to": [], "disable_tqdm": True, "logging_steps": 1}
     arguments = TrainingArguments(
-        output_dir=folder, per_device_train_batch_size=2, gradient_accumulation_steps=2, max_steps=4,
-        learning_rate=1e-2, lr_scheduler_type="cosine", max_grad_norm=0.5, bf16=True, logging_steps=1, eval_strategy="steps",
-        eval_steps=2, save_strategy="steps", save_steps=2, use_cpu=True, ddp_backend="gloo", report_to=[], disable_tqdm=True,
-        **more,
+        output_dir=folder, per_device_train_batch_size=2, gradient_accumulation_steps=2, max_steps=4, bf16=True,
+        learning_rate=1e-2, lr_scheduler_type="cosine", max_grad_norm=0.5, use_cpu=True, ddp_backend="gloo",
+        **every_two, **quiet, **more,
     )  # fmt: skip
     data = texts(16)
     trainer = kind(model=language_model(), args=arguments, train_dataset=data, eval_dataset=data[:4])
