@@ -155,8 +155,8 @@ def already_stepped(loss: Tensor) -> Tensor:
 def _refuse_backward(*_: Any, **__: Any) -> None:
     raise CrossfadeError(
         "loss.backward() after a step that ran the backward and the optimizer already",
-        remedy="leave out loss.backward(), optimizer.step() and optimizer.zero_grad(), which the step has done; "
-        "clip gradients by compile_step(..., clip_grad_norm=1.0)",
+        remedy="leave out loss.backward(), optimizer.step() and optimizer.zero_grad(), and clip gradients by "
+        "compile_step(..., clip_grad_norm=1.0); or keep them, with compile_gradients in place of compile_step",
     )
 
 
