@@ -18,7 +18,15 @@ from torch.optim import Optimizer
 
 from crossfade.capture.numbers import Learned, Number, StepNumbers, SymbolicNumbers, numbers_of
 from crossfade.capture.optimizer_state import counters_in, initial_state, lacking_state
-from crossfade.capture.shadow import check_shadowed, check_unchanged, give_groups, put_number, shadow_of, take_step
+from crossfade.capture.shadow import (
+    check_shadowed,
+    check_unchanged,
+    give_groups,
+    is_any_number,
+    put_number,
+    shadow_of,
+    take_step,
+)
 from crossfade.capture.tracing import is_about_data, to_fake, trace
 from crossfade.errors import CaptureError, ModelError, OptimizerError
 from crossfade.graph import collectives
@@ -262,9 +270,13 @@ class _TracedStep:
         for name in tracer.begins & tracer.ready.keys():
             parameter = tracer.parameters[name]
             for key, value in entries[name].items():
-                if isinstance(value, int | float | torch.SymInt | torch.SymFloat) and not isinstance(value, bool):
+                if is_any_number(value):
                     place = ("state", parameter, key)
                     found[Number(state_name(name, key), tracer.optimizer, place)] = value
+        for index, (group, before) in enumerate(zip(shadow.param_groups, tracer.optimizer.param_groups, strict=True)):
+            new = {key: value for key, value in group.items() if before.get(key) is None and is_any_number(value)}
+            for key, value in new.items():  # put there by the step itself
+                found[Number(f"{key}.{index}", tracer.optimizer, ("group", index, (key, None)))] = value
         return found
 
     def _check_entries(self, name: str, left: Mapping[str, Any]) -> None:
@@ -272,7 +284,7 @@ class _TracedStep:
         tracer, kind = self.tracer, type(self.tracer.optimizer).__name__
         present = {**tracer.initial.get(name, {}), **tracer.optimizer.state.get(tracer.parameters[name], {})}
         for key, value in left.items():
-            is_number = isinstance(value, int | float | torch.SymInt | torch.SymFloat) and not isinstance(value, bool)
+            is_number = is_any_number(value)
             if key in tracer.state[name] or (is_number and (name in tracer.begins or key in present)):
                 continue
             if name not in tracer.begins and not isinstance(value, Tensor) and key in present and value == present[key]:

@@ -176,6 +176,9 @@ def _tried(optimizer: Optimizer, index: int, like: Tensor) -> FirstState:
         ran = run(some, gradient)
         again = run(some, gradient, ran.first)
         same = _alike(ran.left, again.left) and _alike({"": ran.parameter}, {"": again.parameter})
+        same = same and all(
+            isinstance(ran.left[key], Tensor) == isinstance(ran.first[key], Tensor) for key in ran.first
+        )
         if not same or not _alike(ran.first, run(some, other_gradient).first):
             zeros = {k: torch.zeros_like(v) if isinstance(v, Tensor) else v for k, v in ran.left.items()}
             return FirstState(zeros, from_gradient=True)

@@ -20,6 +20,7 @@ from crossfade.capture.numbers import Number, is_plain_number, own_attributes
 from crossfade.errors import OptimizerError
 from crossfade.graph.private import tree_flatten
 
+_ABSENT = object()
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device)
 
 
@@ -154,6 +155,11 @@ def _symbolic_functions(namespace: dict[str, Any]) -> Iterator[None]:
             del namespace[name]
 
 
+def is_any_number(value: Any) -> bool:
+    """Whether a value is a number, symbolic or not, and no bool."""
+    return isinstance(value, int | float | torch.SymInt | torch.SymFloat) and not isinstance(value, bool)
+
+
 def _is_symbolic(value: Any) -> bool:
     return isinstance(value, torch.SymFloat | torch.SymInt)
 
@@ -175,10 +181,20 @@ _SYMBOLIC_MATH = types.SimpleNamespace(**{**vars(math), **_OF_MATH})
 
 
 def _extreme(name: str, *values: Any, **options: Any) -> Any:
-    symbolic = any(_is_symbolic(value) for value in values)
-    if not symbolic or len(values) < 2 or options:
+    single = [value for value in values if isinstance(value, Tensor) and value.numel() == 1]
+    if not (single or any(_is_symbolic(value) for value in values)) or len(values) < 2 or options:
         return getattr(builtins, name)(*values, **options)
-    return functools.reduce(torch.sym_min if name == "min" else torch.sym_max, values)
+    numbers = [value for value in values if not isinstance(value, Tensor)]
+    if len(single) + len(numbers) < len(values):  # of many elements: Python would ask which is larger
+        return getattr(builtins, name)(*values, **options)
+    of_tensors, of_numbers = (torch.minimum, torch.sym_min) if name == "min" else (torch.maximum, torch.sym_max)
+    if not single:
+        return functools.reduce(of_numbers, numbers)
+    tensor = functools.reduce(of_tensors, single)
+    if not numbers:
+        return tensor
+    number = functools.reduce(of_numbers, numbers)
+    return tensor.clamp(max=number) if name == "min" else tensor.clamp(min=number)
 
 
 def check_shadowed(optimizer: Optimizer) -> None:
@@ -216,7 +232,7 @@ def check_unchanged(shadow: Optimizer, optimizer: Optimizer, numbers: Mapping[st
             changing |= _changed(f"{key}.{index}", after.get(key), before.get(key), numbers, optimizer)
     was = own_attributes(optimizer)
     for key, value in own_attributes(shadow).items():
-        changing |= _changed(f"optimizer.{key}", value, was.get(key), numbers, optimizer)
+        changing |= _changed(f"optimizer.{key}", value, was.get(key, _ABSENT), numbers, optimizer)
     if strangers := [key for key in shadow.state if not isinstance(key, Tensor)]:
         raise OptimizerError(
             f"{type(optimizer).__name__} keeps state under {strangers[0]!r}",
@@ -230,7 +246,7 @@ def _changed(name: str, after: Any, before: Any, numbers: Mapping[str, Number], 
     is_input = name in numbers or any(known.startswith(f"{name.rsplit('.', 1)[0]}[") for known in numbers)
     if after is before or is_input or (_is_plain(after) and _is_plain(before) and after == before):
         return set()
-    if is_plain_number(before) and isinstance(after, int | float | torch.SymInt | torch.SymFloat):
+    if (before is None or is_plain_number(before)) and is_any_number(after):
         return {name}
     if isinstance(before, Tensor) and after is before:
         return set()

@@ -31,6 +31,8 @@ MEANING = {
     "skips-first": "a first step unlike the others",
     "lamb": "LAMB, written by hand",
     "written-radam": "RAdam, written by hand",
+    "averaging": "averages with sums in its group",
+    "root-mean-square": "a number that becomes a tensor",
 }
 
 

@@ -253,6 +253,42 @@ class WrittenRAdam(Optimizer):
                     p.add_(state["exp_avg"], alpha=-size)
 
 
+class Averaging(Optimizer):
+    """Weights averaged on the way: sums in the group, one of which the step itself puts there."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr, "total": 0.0})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            group["total"] += group["lr"] ** 2
+            group["share"] = group["lr"] ** 2 / group["total"]
+            for p in group["params"]:
+                state = self.state[p]
+                if "z" not in state:
+                    state["z"] = p.clone()
+                p.lerp_(state["z"], group["share"])
+                state["z"].sub_(p.grad, alpha=group["lr"])
+
+
+class RootMeanSquare(Optimizer):
+    """A number in the state that becomes a tensor, and a maximum of both."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr, "least": 1e-3})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                state = self.state[p]
+                if len(state) == 0:
+                    state["rms"] = 0
+                state["rms"] = p.norm() / p.numel() ** 0.5
+                p.sub_(p.grad * max(group["least"], state["rms"]), alpha=group["lr"])
+
+
 class Lamb(Optimizer):
     """A step as long as the weight is."""
 
@@ -287,6 +323,8 @@ WRITTEN: dict[str, tuple[Callable[[nn.Module], Optimizer], int | None]] = {
     "skips-first": (lambda m: SkipsFirst(m.parameters()), 2),
     "lamb": (lambda m: Lamb(m.parameters()), 1),
     "written-radam": (lambda m: WrittenRAdam(m.parameters()), None),
+    "averaging": (lambda m: Averaging(m.parameters()), 2),
+    "root-mean-square": (lambda m: RootMeanSquare(m.parameters()), 2),
 }
 
 
@@ -508,6 +546,12 @@ class Remembers(Lion):
         super().step(closure)
 
 
+class PutsAttributes(Lion):
+    def step(self, closure: Any = None) -> None:
+        self.count = getattr(self, "count", 0) + 1
+        super().step(closure)
+
+
 REFUSED: dict[str, tuple[Callable[[nn.Module], Optimizer], str]] = {
     "differentiable": (
         lambda m: torch.optim.SGD(m.parameters(), lr=0.1, differentiable=True),
@@ -519,6 +563,7 @@ REFUSED: dict[str, tuple[Callable[[nn.Module], Optimizer], str]] = {
     "lists": (lambda m: KeepsLists(m.parameters()), "KeepsLists keeps a list in its state, under 'history'"),
     "branches": (lambda m: Branches(m.parameters()), "control flow depends on tensor values in the step of Branches"),
     "counts": (lambda m: CountsFromTensors(m.parameters()), "is a Python number that the optimizer computes from"),
+    "attributes": (lambda m: PutsAttributes(m.parameters()), "the step of PutsAttributes changes optimizer.count"),
     "remembers": (lambda m: Remembers(m.parameters()), "the step of Remembers changes optimizer.seen"),
 }
 
