@@ -52,7 +52,8 @@ class Draws(TorchDispatchMode):
         """Let the generators count; afterwards they are as they were. To be entered outside of tracing."""
         with torch.random.fork_rng([device] if device.type != "cpu" else [], device_type=device.type):
             for kind in {device, torch.device("cpu")}:
-                _generator(kind).manual_seed(_FIRST_POSITION)
+                if (generator := _generator(kind)) is not None:
+                    generator.manual_seed(_FIRST_POSITION)
             yield
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -63,12 +64,13 @@ class Draws(TorchDispatchMode):
 
     def _take_down(self, func: Any, result: Any, own: torch.Generator | None) -> None:
         device = next(value.device for value in tree_flatten(result)[0] if isinstance(value, Tensor))
-        generator = _generator(device) if own is None else own
-        place = str(device), generator.initial_seed()
-        first = self._at.setdefault(place, len(self.log)) if own is None else len(self.log)
-        self.log.append(Draw(_name(func), first if first < len(self.log) else None))
-        if own is None:
-            generator.manual_seed(_FIRST_POSITION + 1 + first)
+        number, generator = len(self.log), _generator(device) if own is None else None
+        if generator is None:  # the user's own, whose state is not put back by any checkpoint
+            self.log.append(Draw(_name(func), None))
+            return
+        first = self._at.setdefault((str(device), generator.initial_seed()), number)
+        self.log.append(Draw(_name(func), None if first == number else first))
+        generator.manual_seed(_FIRST_POSITION + 1 + first)
 
 
 def reuse_draws(program: Program, log: list[Draw]) -> None:
@@ -76,9 +78,15 @@ def reuse_draws(program: Program, log: list[Draw]) -> None:
 
     What was drawn is alive until then: a mask is kept for the backward even if the activations around it are not.
     """
+    if all(draw.repeats is None for draw in log):
+        return
     nodes = [node for node in program.graph.nodes if node.op == "call_function" and _may_draw(node.target)]
     if [_name(node.target) for node in nodes] != [draw.operator for draw in log]:
-        raise AssertionError(f"the graph draws {nodes}, but {log} were traced")
+        raise CaptureError(
+            f"{len(log)} random draws were traced, but the graph has {len(nodes)}",
+            expected="a node for each draw, so that parts that run again get the numbers of the first run",
+            remedy="leave the activation checkpointing out",
+        )
     for node, draw in zip(nodes, log, strict=True):
         if draw.repeats is not None and is_random(node):
             _reuse(program, node, nodes[draw.repeats])
@@ -136,9 +144,11 @@ def _name(target: Any) -> str:
     return schema_of(target).name.removesuffix("_functional").removesuffix("_")
 
 
-def _generator(device: torch.device) -> torch.Generator:
-    """What draws numbers on a device, unless another is given."""
-    if device.type == "cpu":
-        return torch.default_generator
+def _generator(device: torch.device) -> torch.Generator | None:
+    """What draws numbers on a device, unless another is given; None where there is none by default."""
+    if device.type in ("cpu", "meta"):
+        return torch.default_generator if device.type == "cpu" else None
     module = torch.get_device_module(device)
-    return module.default_generators[module.current_device() if device.index is None else device.index]
+    generators = getattr(module, "default_generators", ())
+    index = module.current_device() if device.index is None else device.index
+    return generators[index] if index < len(generators) else None

@@ -1,7 +1,8 @@
 """Real architectures trained as their library means them to be: padded batches, ignored labels, dropout, attention of
 either kind; by `compile_step` on any number of ranks, and by eager torch in one process.
 
-    found = compare("bert", "sdpa", train(Training("bert", "sdpa"), ranks=1))
+    training = Training("bert", "sdpa")
+    difference(train_compiled(training, ranks=1), train_eager(training))
 """
 
 from __future__ import annotations
@@ -32,20 +33,28 @@ class Training:
     attention: str
     checkpointed: str = ""
     """Whether activations are computed again: "" not, or "reentrant" or "non-reentrant"."""
+    adapted: bool = False
+    """Whether low-rank adapters (LoRA) are trained, on a frozen base."""
+    use_cache: bool | None = None
+    """Whether the model also returns keys and values; None for the library's default."""
     dropout: float = 0.1
     """What dropout of attention is where the library's default is none."""
 
     def __str__(self) -> str:
-        return ", ".join(filter(None, (self.name, self.attention, self.checkpointed)))
+        cache = "" if self.use_cache is None else f"use_cache={self.use_cache}"
+        return ", ".join(
+            filter(None, (self.name, self.attention, self.checkpointed, "adapted" if self.adapted else "", cache))
+        )
 
 
 @dataclass(frozen=True)
 class Trained:
-    """Losses of the steps, the parameters after them, and the next random number."""
+    """Losses of the steps, the parameters after them, the next random number, and what was warned of on this rank."""
 
     losses: list[float]
     parameters: dict[str, Tensor]
     next_number: float
+    warned: str = ""
 
 
 def trainings() -> Iterator[Training]:
@@ -70,12 +79,27 @@ def model_of(training: Training) -> nn.Module:
             if getattr(part, field, None) == 0.0:
                 setattr(part, field, training.dropout)
     config._attn_implementation = training.attention
+    if training.use_cache is not None:
+        config.use_cache = training.use_cache
     torch.manual_seed(0)
     model = getattr(transformers, architecture.model)(config).train()
     if training.checkpointed:
         reentrant = training.checkpointed == "reentrant"
         model.gradient_checkpointing_enable({"use_reentrant": reentrant})
-    return model
+    return adapted(model) if training.adapted else model
+
+
+def adapted(base: nn.Module) -> nn.Module:
+    """A frozen model with adapters on its attention's projections; with dropout, and none of their weights zero."""
+    import peft
+
+    projections = [name for name in ("q_proj", "v_proj", "c_attn") if any(name in key for key in base.state_dict())]
+    model = peft.get_peft_model(base, peft.LoraConfig(r=4, lora_dropout=0.1, target_modules=projections))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_(std=0.05)
+    return model.train()
 
 
 def batch_of(name: str, step: int) -> dict[str, Any]:
@@ -108,9 +132,9 @@ def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(trained, lr=1e-2, eps=1e-4)
 
 
-def train_eager(training: Training, model: nn.Module | None = None) -> Trained:
+def train_eager(training: Training) -> Trained:
     """In one process, by eager torch."""
-    model = model_of(training) if model is None else model
+    model = model_of(training)
     optimizer = optimizer_of(model)
     torch.manual_seed(1)
     losses = []
@@ -123,22 +147,23 @@ def train_eager(training: Training, model: nn.Module | None = None) -> Trained:
     return _trained(model, losses)
 
 
-def train_compiled(training: Training, ranks: int, model: nn.Module | None = None, **options: Any) -> Trained:
+def train_compiled(training: Training, ranks: int, options: dict[str, Any] | None = None) -> Trained:
     """By `compile_step`, on so many ranks."""
-    model = model_of(training) if model is None else model
+    model = model_of(training)
     optimizer = optimizer_of(model)
     torch.manual_seed(1)
-    with warnings.catch_warnings():
-        warnings.filterwarnings("error", "losses of parts")
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
         mesh = {"dp": ranks} if ranks > 1 else None
-        step = cf.compile_step(model, loss_of, optimizer, mesh, timeout=300.0, **options)
+        step = cf.compile_step(model, loss_of, optimizer, mesh, timeout=300.0, **(options or {}))
         losses = [step(batch_of(training.name, index)).item() for index in range(STEPS)]
-    return _trained(model, losses)
+    unproved = [str(warning.message) for warning in said if "losses of parts" in str(warning.message)]
+    return _trained(model, losses, "".join(unproved[:1]))
 
 
-def _trained(model: nn.Module, losses: list[float]) -> Trained:
+def _trained(model: nn.Module, losses: list[float], warned: str = "") -> Trained:
     whole = {name: getattr(p, "full_tensor", lambda p=p: p)().detach() for name, p in model.named_parameters()}
-    return Trained(losses, whole, float(torch.rand(())))
+    return Trained(losses, whole, float(torch.rand(())), warned)
 
 
 def difference(found: Trained, expected: Trained) -> float:
