@@ -15,14 +15,13 @@ from torch import Tensor, nn
 from crossfade.capture.as_laid_out import AsLaidOut
 from crossfade.capture.constants import NoWrites
 from crossfade.capture.divide_batch import BatchLayout, arguments_of, is_split
+from crossfade.capture.draws import Draws, reuse_draws
 from crossfade.capture.side_effects import as_it_was
 from crossfade.capture.tracing import new_fake_mode, to_fake, trace
 from crossfade.errors import CaptureError, ModelError, NotYetError
 from crossfade.graph.private import (
-    TorchDispatchMode,
     as_if_compiling,
     rename_node,
-    schema_of,
     swapped_state,
     tree_flatten,
     tree_map_only,
@@ -81,7 +80,7 @@ def capture_forward_backward(
         >>> [f"{output.kind} {output.name}" for output in program.outputs]
         ['loss loss', 'gradient weight', 'gradient bias']
     """
-    mode = new_fake_mode()
+    mode, draws = new_fake_mode(), Draws()
     parameters, buffers = dict(model.named_parameters()), dict(model.named_buffers())
     leaves, spec = tree_flatten(batch)
     shown: dict[str, Tensor] = {}
@@ -93,17 +92,18 @@ def capture_forward_backward(
         state = dict(zip([*parameters, *buffers], [*fresh, *buffer_values], strict=True))
         wanted = [state[name] for name in trained]
         # Until after the backward, which may run parts again.
-        with torch.enable_grad(), swapped_state(model, state), as_if_compiling():
+        with torch.enable_grad(), swapped_state(model, state), as_if_compiling(), draws:
             filled = tree_unflatten(_fill(leaves, batch_values), spec)
             with NoWrites(), AsLaidOut():
                 loss, more = loss_and_more(model, loss_fn, filled) if forward is None else (forward(state, filled), {})
                 shown.update({name: value.detach() for name, value in more.items()})
-            with _NoDraws(), NoWrites():
-                gradients = torch.autograd.grad(loss, wanted, allow_unused=True) if wanted else ()
+            with NoWrites(), AsLaidOut():
+                gradients = _gradients(loss, wanted)
         return [loss.detach(), *gradients, *(state[name] for name in buffers), *parameter_values, *shown.values()]
 
     fakes = [to_fake(mode, p) for p in parameters.values()], [to_fake(mode, b) for b in buffers.values()], *tensors
-    with as_it_was([model, loss_fn]), _plain_kernels(model, plain_norms):
+    device = next(iter(parameters.values())).device
+    with as_it_was([model, loss_fn]), _plain_kernels(model, plain_norms), draws.counted(device):
         module = trace(mode, forward_backward, fakes, f"the forward and backward of {type(model).__name__}")
     names = [name for name, leaf in zip(layout.names, leaves, strict=True) if isinstance(leaf, Tensor)]
     inputs = (
@@ -117,20 +117,33 @@ def capture_forward_backward(
         *(Output(OutputKind.UPDATE, name) for name in [*buffers, *parameters]),
         *(Output(OutputKind.OUTPUT, name) for name in shown),
     )
-    return _tidy(module, inputs, outputs)
+    program = _tidy(module, inputs, outputs)
+    reuse_draws(program, draws.log)
+    return program
 
 
-class _NoDraws(TorchDispatchMode):
-    """Refuses random numbers drawn in the backward: a checkpointed forward that runs again would draw others."""
+def _gradients(loss: Tensor, wanted: list[Tensor]) -> list[Tensor | None]:
+    """The gradients of a loss. Functions written in Python may run a backward inside of theirs, as reentrant
+    checkpoints do, which leaves gradients in `.grad` and is not run at all where gradients are asked for by name."""
+    if not wanted:
+        return []
+    if not _has_python_functions(loss):
+        return list(torch.autograd.grad(loss, wanted, allow_unused=True))
+    loss.backward()
+    return [tensor.grad for tensor in wanted]
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if torch.Tag.nondeterministic_seeded in func.tags and "attention" not in schema_of(func).name:
-            raise CaptureError(
-                f"the backward draws {func} again, as activation checkpointing does",
-                expected="the numbers that the forward drew",
-                remedy="leave dropout out of checkpointed parts, or leave the checkpointing out",
-            )
-        return func(*args, **(kwargs or {}))
+
+def _has_python_functions(loss: Tensor) -> bool:
+    seen, stack = set(), [loss.grad_fn]
+    while stack:
+        node = stack.pop()
+        if node is None or node in seen:
+            continue
+        if isinstance(node, torch.autograd.function.BackwardCFunction):
+            return True
+        seen.add(node)
+        stack.extend(source for source, _ in node.next_functions)
+    return False
 
 
 @contextlib.contextmanager

@@ -22,6 +22,7 @@ from crossfade.graph.operators import arguments, remembered
 from crossfade.graph.order import with_ancestors
 from crossfade.graph.program import InputKind, OutputKind, Program, source_line
 from crossfade.shard.batch_dims import growing_dims
+from crossfade.shard.grouped_rows import counts_groups, ends_of_groups
 
 _aten = torch.ops.aten
 
@@ -49,7 +50,7 @@ _LINEAR = frozenset({
     "neg", "sum", "mean", "clone", "detach", "alias", "_to_copy", "expand", "cat", "stack", "select", "slice", "index",
     "gather", "index_select", "view", "_unsafe_view", "reshape", "squeeze", "unsqueeze", "permute", "transpose", "t",
     "unbind", "split", "split_with_sizes", "chunk", "getitem", "wait_tensor", "all_reduce", "all_gather_into_tensor",
-    "lift_fresh", "lift_fresh_copy", "constant_pad_nd", "masked_fill", "where", "copy", "flatten",
+    "lift_fresh", "lift_fresh_copy", "constant_pad_nd", "masked_fill", "where", "copy", "flatten", "cumsum",
 })
 """Operators that do to a total what they do to its parts. What they fill in must be zero, or totals alike."""
 
@@ -281,7 +282,8 @@ class _Walk:
         power, name, given = self._power_of_inputs(node), _name(node.target), arguments(node)
         if name == "mean" or given.get("reduction") == _MEAN:
             return Share(Holds.TOTAL, power + 1)
-        if name in ("sum", "count_nonzero") or given.get("reduction") == _SUM or node.target in _PRODUCTS:
+        adds = name in ("sum", "count_nonzero") or given.get("reduction") == _SUM or node.target in _PRODUCTS
+        if adds or counts_groups(node, set(self.forward)):
             return Share(Holds.TOTAL, power)
         raise _Unproved(node, "reduces the samples of one part")
 
@@ -312,8 +314,9 @@ class _Walk:
 
     def _make_whole(self, node: fx.Node) -> None:
         """Have the totals that a node uses counted over the whole batch; refuse it if that cannot be."""
+        own = ends_of_groups(node)
         for source in node.all_input_nodes:
-            if self.shares[source].holds is Holds.TOTAL:
+            if self.shares[source].holds is Holds.TOTAL and source is not own:
                 if not self._can_be_whole(source):
                     raise _Unproved(node, "uses a total over the samples of one part")
                 self._count(source)

@@ -44,7 +44,7 @@ class Architecture:
 
     def build(self) -> torch.nn.Module:
         """The model in eval mode, float32, with the same weights at every call; no weight is zero or one."""
-        transformers = _transformers()
+        transformers = library()
         config = getattr(transformers, self.configuration)(**self.options, use_cache=False)
         config._attn_implementation = self.attention
         config._experts_implementation = "batched_mm"
@@ -73,7 +73,7 @@ class Architecture:
 
 
 @functools.cache
-def _transformers() -> Any:
+def library() -> Any:
     """The library, kept from asking the network for anything."""
     os.environ["HF_HUB_OFFLINE"] = "1"
     import transformers

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 import crossfade as cf
 from tests.ranks.cases import whole
@@ -67,6 +68,26 @@ class Encoder(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         y = self.layer(x.transpose(0, 1)).transpose(0, 1)
         return (y * x).square().mean()
+
+
+class Checkpointed(nn.Module):
+    """Parts with dropout, and attention with dropout, that are run again in the backward."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__()
+        self.layers, self.options = nn.ModuleList(nn.Linear(8, 8) for _ in range(3)), options
+
+    def part(self, layer: nn.Module, x: Tensor) -> Tensor:
+        y = F.dropout(layer(x), 0.3).unflatten(-1, (2, 4)).transpose(1, 2)
+        return x + F.scaled_dot_product_attention(y, y, y, dropout_p=0.4).transpose(1, 2).flatten(2)
+
+    def outer(self, x: Tensor) -> Tensor:
+        return checkpoint(self.part, self.layers[2], swapped(drop(swapped(x))), use_reentrant=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.layers[0](x)
+        y = checkpoint(self.part, self.layers[1], y, **self.options)
+        return (checkpoint(self.outer, y, use_reentrant=False) * x).square().mean()
 
 
 class TwoViews(nn.Module):
@@ -193,6 +214,9 @@ SEQUENCES: dict[str, Callable[[], nn.Module]] = {
     "MultiheadAttention, batch second, weights": lambda: Attention(batch_first=False, need_weights=True),
     "encoder, batch second": Encoder,
     "two views": TwoViews,
+    "checkpoints": lambda: Checkpointed(use_reentrant=False),
+    "checkpoints, reentrant": lambda: Checkpointed(use_reentrant=True),
+    "checkpoints, other numbers": lambda: Checkpointed(use_reentrant=False, preserve_rng_state=False),
     "LSTM": lambda: Recurrent(nn.LSTM, batch_first=True),
     "LSTM, batch second": lambda: Recurrent(nn.LSTM, batch_first=False),
     "GRU": lambda: Recurrent(nn.GRU, batch_first=True),

@@ -14,6 +14,7 @@ from tests.ranks.draw_cases import MODELS, REFUSED, train_compiled, train_eager,
 OFTEN = [
     "dropout after a transpose",
     "two views",
+    "checkpoints",
     "multinomial of columns",
     "model in channels last, batch norm",
     "samples last",
@@ -24,6 +25,7 @@ OFTEN = [
     "noise after a norm",
     "gumbel_softmax",
     "torch.rand of the batch",
+    "checkpoints, reentrant",
     "MultiheadAttention, batch second, weights",
     "conv and transpose",
     "batch norm behind batch norm",
@@ -56,7 +58,7 @@ def test_two_ranks_draw_as_one_device(ranks: Any, part: str) -> None:
         assert {name: differ(found[name], train_eager(name)) for name in names} == dict.fromkeys(names, "")
 
 
-SOME = OFTEN[:4]
+SOME = OFTEN[:5]
 OPTIONS: dict[str, tuple[int, dict[str, Any]]] = {
     "four ranks": (4, {}),
     "accumulated": (2, {"accumulate": 2}),
