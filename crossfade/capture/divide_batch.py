@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -31,6 +31,13 @@ class BatchLayout:
         ('batch[0]', "batch[1]['mask']")
         >>> layout.micro_batch_size, layout.micro_batch_size_of_all_ranks
         (2, 4)
+
+    A whole batch that does not divide is computed whole on every rank, as the last one of an epoch may be: that is
+    exact whatever the model does with its samples. A rank's own that does not divide is one micro-batch.
+
+        >>> layout = BatchLayout.of((torch.zeros(7, 3),), ranks=2, accumulate=2, given="global")
+        >>> layout.ranks, layout.accumulate, layout.undivided
+        (1, 1, '7 samples do not divide by 4 (2 data-parallel ranks times 2 micro-batches)')
     """
 
     spec: Any
@@ -39,6 +46,8 @@ class BatchLayout:
     ranks: int
     accumulate: int
     given: BatchIs
+    undivided: str = ""
+    """Why every rank computes all that it is given at once, where the batch does not divide."""
 
     @classmethod
     def of(cls, batch: tuple[Any, ...], *, ranks: int, accumulate: int, given: BatchIs) -> BatchLayout:
@@ -51,13 +60,17 @@ class BatchLayout:
         parts = layout._parts
         if parts > 1:
             _check_common_size(sizes)
-        if layout.size % parts:
-            raise BatchError(
-                f"a batch of {layout.size} samples",
-                expected=f"a multiple of {parts} ({layout._parts_in_words()})",
-                remedy=f"pass {layout.size - layout.size % parts or parts} samples, e.g. drop_last=True in the loader",
-            )
-        return layout
+            if not layout.size:
+                raise BatchError("a batch of 0 samples", expected="at least one", remedy="skip the step on all ranks")
+        if layout.size % parts == 0:
+            return layout
+        why = f"{layout.size} samples do not divide by {parts} ({layout._parts_in_words()})"
+        return replace(layout, ranks=1 if given == "global" else ranks, accumulate=1, undivided=why)
+
+    @property
+    def whole(self) -> bool:
+        """Whether every rank computes the whole batch."""
+        return bool(self.undivided) and self.given == "global"
 
     @property
     def micro_batch_size(self) -> int:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from crossfade.capture.baked_in import BakedIn, ambient
-from crossfade.capture.divide_batch import batch_key
+from crossfade.capture.divide_batch import BatchLayout, batch_key
 from crossfade.capture.optimizer import check_optimizer, initial_state, options_key, parameter_names
 from crossfade.capture.training import check_model
 from crossfade.compile.agreement import agree, agree_on_batch, hold_together, telling
@@ -99,6 +99,8 @@ class StepCompiler:
         step.need(("program", "layout", "plain"), "a step")
         layout, plain = step.layout, step.plain
         assert layout is not None and plain is not None
+        if layout.undivided and self.job.place.part_of_batch == 0:
+            log.info("every rank computes all of this batch at once: %s", layout.undivided)
         report = self._report(step, plain, ran)
         stepped = {out.name for out in plain.outputs if out.kind is OutputKind.UPDATE}
         exchanges, short = events_of(plain).launches, self._shortfalls(step, plain, report)
@@ -160,12 +162,19 @@ class StepCompiler:
             "mesh": f"{sizes} over {axes[-1].backend}" if axes and axes[-1] else "one device",
             "data parallel": place.mode,
             "planned for": place.machine.name if place.machine else "no machine in particular",
-            "batch": f"{layout.size} samples ({layout.given}), {layout.accumulate} x {layout.micro_batch_size} a rank",
+            "batch": _batch_in_words(layout),
             "optimizer": type(self.job.optimizer).__name__,
             "semantics": options.semantics,
             "torch": torch.__version__,
             "capture": f"{ran.seconds(*_CAPTURE):.1f} s",
         }
+
+
+def _batch_in_words(layout: BatchLayout) -> str:
+    each = f"{layout.accumulate} x {layout.micro_batch_size} a rank"
+    if layout.undivided:
+        each = f"all {layout.size} at once on every rank: {layout.undivided}"
+    return f"{layout.size} samples ({layout.given}), {each}"
 
 
 @contextlib.contextmanager

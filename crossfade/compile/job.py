@@ -61,6 +61,8 @@ class Job:
         trained, size = self.trained(), layout.micro_batch_size
         program = self._captured(batch, layout, size, trained)
         check_constants(program.constants, self.model, self.baked_in.path_of)
+        if layout.whole:
+            return program, LossParts(None)
         times = layout.ranks if layout.ranks > 1 else layout.accumulate
         if times == 1 or self.options.semantics == "per-rank":
             return program, LossParts(None)
@@ -68,7 +70,7 @@ class Job:
         larger = self._captured(batch, layout, size * times, trained if needed else ())
         if needed:
             mark_batch_dims(program, larger)
-        several = self.options.accumulate > 1
+        several = layout.accumulate > 1
         return program, find_loss_parts(program, larger, times, trained, micro_batches=several)
 
     def _captured(self, batch: tuple[Any, ...], layout: BatchLayout, size: int, trained: Sequence[str]) -> Program:
