@@ -13,7 +13,7 @@ from crossfade.errors import BatchError
 from crossfade.graph.private import tree_flatten, tree_flatten_with_path, tree_keystr
 from crossfade.graph.strides import plain_strides, strides_for
 
-BatchIs = Literal["global", "local"]
+BatchIs = Literal["global", "local", "uneven"]
 
 
 @dataclass(frozen=True)
@@ -21,7 +21,8 @@ class BatchLayout:
     """The structure of one batch and how it is divided. Tensors with a dim are split along dim 0, others passed on.
 
     With `given="global"` every rank is given the whole batch and takes its part; with `"local"`, as under a
-    distributed sampler, each rank is given its own. Micro-batch `j` of a rank is its part of micro-batch `j` of the
+    distributed sampler, each rank is given its own; so with `"uneven"`, whose parts may differ in size, as long as they
+    do not. Micro-batch `j` of a rank is its part of micro-batch `j` of the
     whole batch, so that accumulation means the same on any number of ranks.
 
         >>> import torch
@@ -101,7 +102,7 @@ class BatchLayout:
 
     def _own_rows(self, tensor: Tensor, rank: int) -> Tensor:
         """A view of this rank's rows of every micro-batch."""
-        if self.given == "local" or self.ranks == 1:
+        if self.given != "global" or self.ranks == 1:
             return tensor.unsqueeze(0)
         return tensor.unflatten(0, (self.accumulate, self.ranks, self.micro_batch_size))[:, rank]
 

@@ -6,7 +6,7 @@ import contextlib
 import logging
 import warnings
 from collections.abc import Collection, Hashable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from crossfade.capture.baked_in import BakedIn, ambient
 from crossfade.capture.divide_batch import BatchLayout, batch_key
 from crossfade.capture.optimizer import check_optimizer, initial_state, options_key, parameter_names
 from crossfade.capture.training import check_model
-from crossfade.compile.agreement import agree, agree_on_batch, hold_together, telling
+from crossfade.compile.agreement import agree, agree_on_batch, agree_on_sizes, hold_together, telling
 from crossfade.compile.built import Built
 from crossfade.compile.job import Job
 from crossfade.compile.phases import PhaseRecords
@@ -25,9 +25,11 @@ from crossfade.errors import RankFailedError
 from crossfade.graph.effects import is_random
 from crossfade.graph.events import events_of
 from crossfade.graph.memory import live_by_name
+from crossfade.graph.private import group_named
 from crossfade.graph.program import OutputKind, Program
 from crossfade.ranks.checkpoint import checksum, checksums, random_state
 from crossfade.ranks.compared import cost_of_comparing
+from crossfade.ranks.join_batches import joined
 from crossfade.ranks.members import Members
 from crossfade.report.report import PassVerdict, Report
 from crossfade.report.strict import Judged, Shortfall, shortfalls
@@ -46,7 +48,24 @@ class StepCompiler:
 
     def key(self, batch: tuple[Any, ...]) -> Hashable:
         """What a captured program depends on."""
-        return batch_key(batch), self.job.baked_in.number(), options_key(self.job.optimizer), ambient()
+        return (
+            self.job.options.batch,
+            batch_key(batch),
+            self.job.baked_in.number(),
+            options_key(self.job.optimizer),
+            ambient(),
+        )
+
+    def given(self, batch: tuple[Any, ...]) -> tuple[StepCompiler, tuple[Any, ...]]:
+        """What compiles a batch, and the batch: all ranks' samples where these bring different numbers of them."""
+        place, options = self.job.place, self.job.options
+        if options.batch != "uneven" or place.axes is None or place.members is None:
+            return self, batch
+        with place.members.together("compare the numbers of samples that ranks bring"):
+            whole = joined(batch, group_named(place.groups[place.axes.whole.name]), place.device)
+        if whole is batch:
+            return self, batch
+        return replace(self, job=replace(self.job, options=replace(options, batch="global"))), whole
 
     @property
     def shares_random_numbers(self) -> bool:
@@ -68,6 +87,9 @@ class StepCompiler:
             if together is not None:
                 with telling(beyond):
                     agree_on_batch(together, batch, by_plan=together is not members)
+        if members is not None and job.options.batch != "global":
+            with telling(beyond):
+                agree_on_sizes(members, batch)
         with telling(members, beyond, split.members if split else None):
             check_model(job.model)  # hooks may have been put on its parameters
             check_optimizer(job.optimizer, parameter_names(job.model))

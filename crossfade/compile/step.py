@@ -108,7 +108,7 @@ class Step:
         """Capture the step for batches like this one without running it; nothing of the user's is changed, except that
         with `keep_whole="auto"` the first capture splits parameters."""
         with self._turn:
-            self._last = self._prepared(batch)
+            self._last, _ = self._prepared(batch)
         return self
 
     def close(self) -> None:
@@ -133,8 +133,8 @@ class Step:
     def __call__(self, *batch: Any) -> Tensor:
         """Train on one batch and return its loss."""
         with self._turn:
-            ready = self._last = self._prepared(batch)
-            values = self._taken(ready, batch)
+            ready, batch = self._prepared(batch)
+            self._last, values = ready, self._taken(ready, batch)
             del batch
             return self._train(ready, ready.executable, values)
 
@@ -144,8 +144,8 @@ class Step:
         The first step makes optimizer state and the memory of buckets: profile a later one, on every rank.
         """
         with self._turn:
-            ready = self._last = self._prepared(batch)
-            values = self._taken(ready, batch)
+            ready, batch = self._prepared(batch)
+            self._last, values = ready, self._taken(ready, batch)
             del batch
             stopwatch = Stopwatch(ready.executable)
             self._train(ready, stopwatch, values)
@@ -279,20 +279,25 @@ class Step:
         assert self._compiler is not None, "a step that compile_step did not make"
         return self._compiler
 
-    def _prepared(self, batch: tuple[Any, ...]) -> _Ready:
+    def _prepared(self, batch: tuple[Any, ...]) -> tuple[_Ready, tuple[Any, ...]]:
+        """A program for a batch, and the batch: all samples of all ranks where these bring different numbers."""
         self._check_open()
         if self._place.shards is not None:
             self._place.shards.check()
-        found = self._ready.get(self._made_by().key(batch))
+        try:
+            compiler, batch = self._made_by().given(batch)
+        except RankFailedError as error:
+            raise self._given_up(error) from error.__cause__
+        found = self._ready.get(compiler.key(batch))
         if found is not None:
-            return found
+            return found, batch
         with CAPTURING:  # and asked again: what tracing in another thread patches looks like a change
-            found = self._ready.get(self._made_by().key(batch))
-            return self._captured(batch) if found is None else found
+            found = self._ready.get(compiler.key(batch))
+            return self._captured(compiler, batch) if found is None else found, batch
 
-    def _captured(self, batch: tuple[Any, ...]) -> _Ready:
+    def _captured(self, compiler: StepCompiler, batch: tuple[Any, ...]) -> _Ready:
         start = time.perf_counter()
-        built = self._made_by().build(batch)
+        built = compiler.build(batch)
         log.info("captured %s in %.1f s: %s", type(self.model).__name__, time.perf_counter() - start, built.report)
         executable = Executable(built.program, self._place.groups)
         if len(self._ready) == CAPTURES_KEPT:
@@ -301,7 +306,7 @@ class Step:
         keys = [(name, self.model.get_parameter(name), entries) for name, entries in built.state_keys.items()]
         names = [item.name for item in built.program.inputs if item.kind is InputKind.INPUT]
         ready = _Ready(built, executable, self._bound(built.program), names, keys)
-        self._ready[self._made_by().key(batch)] = ready  # as the model is now: a plan may have split its buffers
+        self._ready[compiler.key(batch)] = ready  # as the model is now: a plan may have split its buffers
         self.captures += 1
         if self.captures in (5, 20, 100):
             log.warning("captured %d programs so far: %s", self.captures, _WHY_SO_MANY)

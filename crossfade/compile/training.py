@@ -74,7 +74,10 @@ def compile_step(
             its parameters and optimizer state become this rank's parts of them at the first step. `step.gathered()`,
             `step.save` and `step.state_dict()` give the whole again, and DTensors.
         batch: `"global"` if every rank passes the whole batch (each computes its part), `"local"` if each passes its
-            own part, as under a distributed sampler.
+            own part, as under a distributed sampler, all of the same size. `"uneven"`: each passes its own part, of any
+            number of samples or none; ranks tell each other the numbers at every step, and where these differ they
+            gather the samples of all. A batch that does not divide by ranks and micro-batches is computed whole on
+            every rank.
         accumulate: number of micro-batches whose gradients are averaged before they are exchanged.
         clip_grad_norm: scale gradients down to this total norm; the norm itself is in `step.outputs["grad_norm"]`.
         semantics: `"global"`: the step computes what one device would on the whole batch; batch statistics span all

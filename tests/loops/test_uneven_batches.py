@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -59,8 +61,10 @@ def epoch(sizes: list[int]) -> list[tuple[Tensor, Tensor]]:
     return batches
 
 
-def train(name: str, sizes: list[int], mesh: Any, options: dict[str, Any]) -> tuple[list[float], dict[str, Tensor]]:
-    """Losses and state of a loop over two epochs; without a mesh by eager torch."""
+def train(
+    name: str, sizes: list[int], mesh: Any, options: dict[str, Any], part: Callable[..., Any] = tuple
+) -> tuple[list[float], dict[str, Tensor]]:
+    """Losses and state of a loop over two epochs; by eager torch unless there is a mesh, or options."""
     torch.manual_seed(0)
     between, loss_fn = MODELS[name]
     model = Words(between())
@@ -71,7 +75,7 @@ def train(name: str, sizes: list[int], mesh: Any, options: dict[str, Any]) -> tu
         step = cf.compile_step(model, loss_fn, optimizer, mesh, timeout=60.0, **options)
     for tokens, labels in 2 * epoch(sizes):
         if step is not None:
-            losses.append(float(step(tokens, labels)))
+            losses.append(float(step(*part((tokens, labels)))))
             continue
         optimizer.zero_grad()
         loss = loss_fn(model(tokens), labels)
@@ -109,6 +113,62 @@ def test_the_last_batch_of_an_epoch_counts_with_all_its_samples(
     ranks: Any, name: str, sizes: list[int], options: dict[str, Any]
 ) -> None:
     assert_as_one_process(name, sizes, ranks(2).run(on_ranks, name, sizes, options))
+
+
+def own_parts(name: str, sizes: list[int], options: dict[str, Any]) -> Any:
+    return train(name, sizes, {"dp": 2}, {"batch": "uneven", **options}, part=uneven_part)
+
+
+def uneven_part(batch: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
+    """The first rank's part is larger by two samples, or all; as large as the other's in batches of six."""
+    size = batch[0].shape[0]
+    first = size // 2 if size == 6 else min(size, size // 2 + 2)
+    return tuple(tensor[first:] if dist.get_rank() else tensor[:first] for tensor in batch)
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [("a mean of tokens", {"data_parallel": "zero2"}), ("dropout", {}), ("batch statistics", {"accumulate": 2})],
+    ids=str,
+)
+def test_ranks_may_bring_different_numbers_of_samples(ranks: Any, name: str, options: dict[str, Any]) -> None:
+    sizes = [5, 2, 7] if "accumulate" in options else [6, 5, 8, 2]  # whole, or in equal parts after all
+    assert_as_one_process(name, sizes, ranks(2).run(own_parts, name, sizes, options))
+
+
+def refused(what: str) -> str:
+    rank = dist.get_rank()
+    batches = {
+        "local": (torch.ones(2 + rank, 3), torch.ones(2 + rank, 1)),
+        "lengths": (torch.ones(2, 3 + rank), torch.ones(2, 1)),
+        "rows": (torch.ones(2, 3), torch.ones(2 + rank, 1)),
+        "nothing": (torch.ones(0, 3), torch.ones(0, 1)),
+    }
+    model = nn.Linear(3, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    given = "local" if what == "local" else "uneven"
+    step = cf.compile_step(model, F.mse_loss, optimizer, {"dp": 2}, batch=given, timeout=20.0)
+    try:
+        step(*batches[what])
+    except cf.CrossfadeError as error:
+        return str(error)
+    return ""
+
+
+REFUSED = {
+    "local": 'different sizes of batches, .*rank 1 has `batch.0.: .3, 3.`.* Remedy: pass batch="uneven"',
+    "lengths": "parts of the batch that differ in more than their number of samples",
+    "rows": "part 1 of the batch, whose tensors have different numbers of rows",
+    "nothing": "a batch of 0 samples",
+}
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("what", REFUSED)
+def test_parts_that_cannot_be_put_together_are_refused_on_every_rank(ranks: Any, what: str) -> None:
+    for said in ranks(2).run(refused, what):
+        assert re.search(REFUSED[what], said), said
 
 
 @pytest.mark.parametrize("name", MODELS)
