@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -120,7 +120,7 @@ def is_split(leaf: Any) -> bool:
     return isinstance(leaf, Tensor) and leaf.dim() > 0
 
 
-def batch_key(batch: tuple[Any, ...]) -> Hashable:
+def batch_key(batch: tuple[Any, ...]) -> tuple[str, tuple[Hashable, ...]]:
     """What a captured step depends on: the structure, dtypes, shapes and layouts of tensors, and all other values."""
     leaves, spec = tree_flatten(batch)
     return str(spec), tuple(_described(leaf) if isinstance(leaf, Tensor) else _checked(leaf) for leaf in leaves)
@@ -148,9 +148,19 @@ def _how_to_pass(leaf: Any) -> str:
     )
 
 
-def _described(leaf: Tensor) -> Hashable:
+class Described(NamedTuple):
+    """What a captured step depends on of a tensor."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+    strides: tuple[int, ...] | None
+    """None for those of a new tensor."""
+
+
+def _described(leaf: Tensor) -> Described:
     plain = leaf.stride() == plain_strides(leaf.shape)
-    return tuple(leaf.shape), leaf.dtype, leaf.device, None if plain else strides_for(leaf, leaf.shape[0])
+    return Described(tuple(leaf.shape), leaf.dtype, leaf.device, None if plain else strides_for(leaf, leaf.shape[0]))
 
 
 def _check_common_size(sizes: dict[str, int]) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from crossfade.capture.divide_batch import BatchLayout
+from crossfade.capture.symbolic_sizes import FittingSizes
 from crossfade.compile.phases import PhaseRecords
 from crossfade.graph.launches import Launch
 from crossfade.graph.program import Program
@@ -31,3 +32,5 @@ class Built:
     """What is short of what `strict=` expects, as this rank sees it."""
     phases: PhaseRecords
     """How it was compiled."""
+    fitting: FittingSizes | None = None
+    """Which sizes it is right for, where these are symbols."""

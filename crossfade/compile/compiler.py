@@ -12,16 +12,23 @@ from typing import Any
 import torch
 
 from crossfade.capture.baked_in import BakedIn, ambient
-from crossfade.capture.divide_batch import BatchLayout, batch_key
+from crossfade.capture.divide_batch import BatchLayout, Described, batch_key
 from crossfade.capture.optimizer import check_optimizer, initial_state, options_key, parameter_names
+from crossfade.capture.symbolic_sizes import (
+    FittingSizes,
+    SymbolicCapture,
+    is_plain,
+    micro_batch_shapes,
+)
 from crossfade.capture.training import check_model
 from crossfade.compile.agreement import agree, agree_on_batch, agree_on_sizes, hold_together, telling
 from crossfade.compile.built import Built
+from crossfade.compile.dynamic import Dynamic
 from crossfade.compile.job import Job
 from crossfade.compile.phases import PhaseRecords
 from crossfade.compile.pipeline import copy_kernel
 from crossfade.compile.training_phases import TRAINING, StepCompilation
-from crossfade.errors import RankFailedError
+from crossfade.errors import BatchError, RankFailedError
 from crossfade.graph.effects import is_random
 from crossfade.graph.events import events_of
 from crossfade.graph.memory import live_by_name
@@ -56,6 +63,19 @@ class StepCompiler:
             ambient(),
         )
 
+    def kind(self, batch: tuple[Any, ...]) -> Hashable:
+        """What a program of symbolic sizes depends on beside these; None for a batch that needs one of its own."""
+        if not is_plain(batch):
+            return None
+        structure, leaves = batch_key(batch)
+        try:
+            undivided = bool(self.job.layout(batch).undivided)
+        except BatchError:  # refused when it is captured, which other ranks are told of
+            return None
+        open_sizes = tuple((len(leaf[0]), *leaf[1:]) if isinstance(leaf, Described) else leaf for leaf in leaves)
+        others = self.job.baked_in.number(), options_key(self.job.optimizer), ambient()
+        return self.job.options.batch, undivided, structure, open_sizes, *others
+
     def given(self, batch: tuple[Any, ...]) -> tuple[StepCompiler, tuple[Any, ...]]:
         """What compiles a batch, and the batch: all ranks' samples where these bring different numbers of them."""
         place, options = self.job.place, self.job.options
@@ -72,12 +92,12 @@ class StepCompiler:
         """Whether all ranks draw from one stream."""
         return self.job.place.axes is None or self.job.options.semantics == "global"
 
-    def build(self, batch: tuple[Any, ...]) -> Built:
-        """Capture and compile for one shape of batch, and agree on the result with the other ranks."""
+    def build(self, batch: tuple[Any, ...], dynamic: Dynamic) -> Built:
+        """Capture and compile for one shape of batch, or for several, and agree on the result with the other ranks."""
         with _capturing(self.job.baked_in, self.job.place.everyone):
-            return self._build_together(batch)
+            return self._build_together(batch, dynamic)
 
-    def _build_together(self, batch: tuple[Any, ...]) -> Built:
+    def _build_together(self, batch: tuple[Any, ...], dynamic: Dynamic) -> Built:
         job, members, split = self.job, self.job.place.members, self.job.place.tensor
         beyond = split.beyond if split is not None else None
         with telling(members, beyond):
@@ -93,7 +113,7 @@ class StepCompiler:
         with telling(members, beyond, split.members if split else None):
             check_model(job.model)  # hooks may have been put on its parameters
             check_optimizer(job.optimizer, parameter_names(job.model))
-            built = self._build(batch)
+            built = self._build_dynamic(batch, dynamic)
         with telling(members, beyond):
             if split is not None:
                 agree(split.members, built, [self._stream(built.program), *self._rates()])
@@ -109,8 +129,29 @@ class StepCompiler:
             hold_together(job.options.expect, built, job.place.everyone)
         return built
 
-    def _build(self, batch: tuple[Any, ...]) -> Built:
-        step = StepCompilation(job=self.job, batch=batch)
+    def _build_dynamic(self, batch: tuple[Any, ...], dynamic: Dynamic) -> Built:
+        """A program of symbolic sizes if it is time for one; one for this batch alone, and a word why, otherwise."""
+        if (kind := self.kind(batch)) is None:
+            return self._build(batch)
+        layout = self.job.layout(batch)
+        in_parts = layout.ranks * layout.accumulate > 1
+        sizes = dynamic.sizes_for(kind, micro_batch_shapes(batch, layout), samples=in_parts)
+        if sizes is None:
+            return self._build(batch)
+        try:
+            built = self._build(batch, SymbolicCapture(sizes))
+            assert built.fitting is not None
+            why_not = built.fitting.why_not(micro_batch_shapes(batch, built.layout))
+        except Exception as error:  # whatever it is about the sizes: without symbols it must work, or raises again
+            why_not = f"{type(error).__name__}: {error}"
+        if not why_not:
+            return built
+        log.warning("every size of such batches is captured by itself: %s", why_not)
+        dynamic.failed(kind)
+        return self._build(batch)
+
+    def _build(self, batch: tuple[Any, ...], symbolic: SymbolicCapture | None = None) -> Built:
+        step = StepCompilation(job=self.job, batch=batch, symbolic=symbolic)
         try:
             ran = (self.job.options.phases or TRAINING).run(step)
         finally:
@@ -127,7 +168,16 @@ class StepCompiler:
         stepped = {out.name for out in plain.outputs if out.kind is OutputKind.UPDATE}
         exchanges, short = events_of(plain).launches, self._shortfalls(step, plain, report)
         keys = self.state_keys(stepped)
-        return Built(step.made(), layout, report, keys, step.compared or [], exchanges, short, ran)
+        fitting = self._fitting(step, layout) if symbolic is not None else None
+        return Built(step.made(), layout, report, keys, step.compared or [], exchanges, short, ran, fitting)
+
+    def _fitting(self, step: StepCompilation, layout: BatchLayout) -> FittingSizes:
+        assert step.symbolic is not None
+        for fixed in step.symbolic.fixed:
+            log.info("the model asks for %s; batches of other sizes there are captured again", fixed)
+        parts = layout.ranks if layout.ranks > 1 else layout.accumulate
+        at_once = 1 if self.job.options.semantics == "per-rank" else parts
+        return FittingSizes.of(step.symbolic.sizes, step.made().fake_mode, at_once, step.symbolic.lines)
 
     def _report(self, step: StepCompilation, plain: Program, ran: PhaseRecords) -> Report:
         compared = cost_of_comparing(step.compared or [], step.batch)

@@ -7,7 +7,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,8 +16,10 @@ import torch
 from torch import Tensor, fx, nn
 from torch.optim import Optimizer
 
+from crossfade.capture.symbolic_sizes import micro_batch_shapes
 from crossfade.compile.built import Built
 from crossfade.compile.compiler import StepCompiler
+from crossfade.compile.dynamic import Dynamic
 from crossfade.compile.phases import PhaseRecords
 from crossfade.compile.place import Place
 from crossfade.cost.timeline import Timeline
@@ -37,6 +39,8 @@ log = logging.getLogger("crossfade")
 
 CAPTURES_KEPT = 32
 """Programs kept for batches of other shapes or settings; the oldest goes first."""
+SIZES_KEPT = 1024
+"""Sizes of batches of which is known which program of symbolic sizes fits."""
 
 _WHY_SO_MANY = (
     "each shape of batch, number in the batch, and optimizer option other than the learning rate has its own; "
@@ -51,6 +55,8 @@ class _Ready:
     bound: Bound
     batch_names: list[str]
     state_keys: list[tuple[str, nn.Parameter, Collection[str]]]
+    kind: Hashable
+    """Of which batches; those of other sizes may fit."""
 
 
 class Step:
@@ -75,6 +81,8 @@ class Step:
         self._closed, self._turn = False, threading.RLock()
         self._calls = 0
         self._ready: dict[Hashable, _Ready] = {}
+        self._other_sizes: dict[Hashable, _Ready] = {}
+        self._dynamic = Dynamic.of(compiler.job.options, self._place) if compiler is not None else Dynamic(False)
         self._workspaces: dict[Hashable, Tensor] = {}
         self._last: _Ready | None = None
         self.steps = 0
@@ -125,6 +133,7 @@ class Step:
         with self._turn:
             self._closed = True
             self._ready.clear()
+            self._other_sizes.clear()
             self._workspaces.clear()
             self._last = None
             if self._place.lease is not None:
@@ -288,24 +297,46 @@ class Step:
             compiler, batch = self._made_by().given(batch)
         except RankFailedError as error:
             raise self._given_up(error) from error.__cause__
-        found = self._ready.get(compiler.key(batch))
+        found = self._found(compiler.key(batch))
         if found is not None:
             return found, batch
         with CAPTURING:  # and asked again: what tracing in another thread patches looks like a change
-            found = self._ready.get(compiler.key(batch))
+            found = self._found(compiler.key(batch)) or self._fitting(compiler, batch)
             return self._captured(compiler, batch) if found is None else found, batch
+
+    def _found(self, key: Hashable) -> _Ready | None:
+        return self._ready.get(key) or self._other_sizes.get(key)
+
+    def _fitting(self, compiler: StepCompiler, batch: tuple[Any, ...]) -> _Ready | None:
+        """A program of symbolic sizes that is right for a batch of a size that did not come before."""
+        programs = [ready for ready in self._ready.values() if ready.built.fitting is not None]
+        kind = compiler.kind(batch) if programs else None
+        for ready in programs:
+            if kind is None or ready.kind != kind or ready.built.fitting is None:
+                continue
+            layout = compiler.job.layout(batch)
+            if why_not := ready.built.fitting.why_not(micro_batch_shapes(batch, layout)):
+                log.info("capturing again: %s", why_not)
+                continue
+            if len(self._other_sizes) == SIZES_KEPT:
+                self._other_sizes.pop(next(iter(self._other_sizes)))
+            found = replace(ready, built=replace(ready.built, layout=layout))
+            self._other_sizes[compiler.key(batch)] = found
+            return found
+        return None
 
     def _captured(self, compiler: StepCompiler, batch: tuple[Any, ...]) -> _Ready:
         start = time.perf_counter()
-        built = compiler.build(batch)
+        built = compiler.build(batch, self._dynamic)
         log.info("captured %s in %.1f s: %s", type(self.model).__name__, time.perf_counter() - start, built.report)
         executable = Executable(built.program, self._place.groups)
         if len(self._ready) == CAPTURES_KEPT:
             self._ready.pop(next(iter(self._ready)))
+            self._other_sizes.clear()  # they may share what was dropped; those of others are found again
             self._drop_workspaces()
         keys = [(name, self.model.get_parameter(name), entries) for name, entries in built.state_keys.items()]
         names = [item.name for item in built.program.inputs if item.kind is InputKind.INPUT]
-        ready = _Ready(built, executable, self._bound(built.program), names, keys)
+        ready = _Ready(built, executable, self._bound(built.program), names, keys, compiler.kind(batch))
         self._ready[compiler.key(batch)] = ready  # as the model is now: a plan may have split its buffers
         self.captures += 1
         if self.captures in (5, 20, 100):

@@ -47,6 +47,7 @@ def compile_step(
     passes: Sequence[Pass] | None = None,
     phases: Phases | None = None,
     check_every: int = 1,
+    dynamic: bool | None = None,
     timeout: float = 60.0,
     strict: Expect | Mapping[str, Any] | str | bool | None = None,
 ) -> Step:
@@ -100,6 +101,9 @@ def compile_step(
         check_every: every so many steps ranks compare samples of their batches (with `batch="global"`), learning rates,
             and a sample of a parameter, another one each time, by numbers that travel with the loss. 0 compares only
             before the first step.
+        dynamic: whether sizes of the batch are symbols, so that one program runs on many: None makes a size a symbol at
+            the second batch that differs in it, True makes all symbols at once, False captures every size by itself.
+            Where the model asks for a certain size, the log says in which line, and others are captured again.
         timeout: seconds after which a collective, or the check that all ranks run the same program, fails.
         strict: what is expected of the compiled step, as `Expect` or a text like `"exposed<=5ms bucketed:gradients"`;
             True for `no-remedies rules`. The first step raises what falls short, on every rank, before it trains.
@@ -128,6 +132,7 @@ def compile_step(
         passes=None if passes is None else tuple(passes),
         phases=phases,
         check_every=check_every,
+        dynamic=dynamic,
         timeout=timeout,
         expect=expect,
     )

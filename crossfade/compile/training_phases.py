@@ -13,6 +13,7 @@ from typing import Any, Literal
 from crossfade.capture.accumulate import accumulate as repeat_on_micro_batches
 from crossfade.capture.divide_batch import BatchLayout
 from crossfade.capture.optimizer import append_optimizer, parameter_names
+from crossfade.capture.symbolic_sizes import SymbolicCapture
 from crossfade.communicate.exchange_factors import ExchangeFactors
 from crossfade.compile.agreement import meeting
 from crossfade.compile.job import Job
@@ -64,6 +65,8 @@ class StepCompilation(Compilation):
     timeline: Timeline | None = None
     """What the final program should do when."""
     is_scheduled: bool = False
+    symbolic: SymbolicCapture | None = None
+    """The sizes that are symbols."""
 
     @property
     def is_planned(self) -> bool:
@@ -110,7 +113,7 @@ def choose_whole(step: StepCompilation) -> None:
 def capture(step: StepCompilation) -> None:
     """Forward, loss and backward on one micro-batch of this rank."""
     step.layout = step.job.layout(step.batch)
-    step.program, step.loss_parts = step.job.capture(step.batch, step.layout)
+    step.program, step.loss_parts = step.job.capture(step.batch, step.layout, step.symbolic)
     step.program.groups = step.job.place.sizes
 
 
