@@ -36,23 +36,34 @@ class SymbolicSizes:
     hints: Mapping[str, int]
 
     @classmethod
-    def that_vary(cls, seen: Sequence[Sequence[Shape]], *, every: bool = False, samples: bool = False) -> SymbolicSizes:
+    def that_vary(
+        cls,
+        seen: Sequence[Sequence[Shape]],
+        part: Sequence[Shape] | None = None,
+        *,
+        every: bool = False,
+        samples: bool = False,
+    ) -> SymbolicSizes:
         """Symbols for the sizes that differ between batches, of which the last is at hand; or for `every` size.
 
-        With `samples` also for the number of samples. A size below 2 stays a number: torch computes with these in other
-        ways.
+        With `samples` also for the number of samples. What is captured is a `part` of a batch, with fewer samples. A
+        size below 2 stays a number: torch computes with these in other ways.
         """
         names: dict[Any, str] = {}
+        hints: dict[str, int] = {}
         shapes = []
-        for tensor, shape in enumerate(seen[-1]):
+        for tensor, shape in enumerate(seen[-1] if part is None else part):
             found: list[int | str] = []
             for dim, size in enumerate(shape):
                 column = tuple(batch[tensor][dim] for batch in seen)
                 varies = every or len(set(column)) > 1 or (samples and dim == 0)
-                known = (dim == 0, column)
-                found.append(names.setdefault(known, f"s{len(names)}") if varies and size >= 2 else size)
+                if not varies or size < 2:
+                    found.append(size)
+                    continue
+                found.append(name := names.setdefault((dim == 0, column), f"s{len(names)}"))
+                hints[name] = size
             shapes.append(tuple(found))
-        return cls(tuple(shapes), {name: column[-1] for (_, column), name in names.items()})
+        return cls(tuple(shapes), hints)
 
     @property
     def samples(self) -> str | None:

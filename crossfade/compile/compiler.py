@@ -23,7 +23,7 @@ from crossfade.capture.symbolic_sizes import (
 from crossfade.capture.training import check_model
 from crossfade.compile.agreement import agree, agree_on_batch, agree_on_sizes, hold_together, telling
 from crossfade.compile.built import Built
-from crossfade.compile.dynamic import Dynamic
+from crossfade.compile.dynamic import Dynamic, Kind
 from crossfade.compile.job import Job
 from crossfade.compile.phases import PhaseRecords
 from crossfade.compile.pipeline import copy_kernel
@@ -35,7 +35,7 @@ from crossfade.graph.memory import live_by_name
 from crossfade.graph.private import group_named
 from crossfade.graph.program import OutputKind, Program
 from crossfade.ranks.checkpoint import checksum, checksums, random_state
-from crossfade.ranks.compared import cost_of_comparing
+from crossfade.ranks.compared import cost_of_comparing, tensors_of
 from crossfade.ranks.join_batches import joined
 from crossfade.ranks.members import Members
 from crossfade.report.report import PassVerdict, Report
@@ -63,7 +63,7 @@ class StepCompiler:
             ambient(),
         )
 
-    def kind(self, batch: tuple[Any, ...]) -> Hashable:
+    def kind(self, batch: tuple[Any, ...]) -> Kind | None:
         """What a program of symbolic sizes depends on beside these; None for a batch that needs one of its own."""
         if not is_plain(batch):
             return None
@@ -74,7 +74,7 @@ class StepCompiler:
             return None
         open_sizes = tuple((len(leaf[0]), *leaf[1:]) if isinstance(leaf, Described) else leaf for leaf in leaves)
         others = self.job.baked_in.number(), options_key(self.job.optimizer), ambient()
-        return self.job.options.batch, undivided, structure, open_sizes, *others
+        return Kind((structure, open_sizes, *others), (self.job.options.batch, undivided))
 
     def given(self, batch: tuple[Any, ...]) -> tuple[StepCompiler, tuple[Any, ...]]:
         """What compiles a batch, and the batch: all ranks' samples where these bring different numbers of them."""
@@ -135,7 +135,8 @@ class StepCompiler:
             return self._build(batch)
         layout = self.job.layout(batch)
         in_parts = layout.ranks * layout.accumulate > 1
-        sizes = dynamic.sizes_for(kind, micro_batch_shapes(batch, layout), samples=in_parts)
+        shapes = [tuple(leaf.shape) for leaf in tensors_of(batch).values()]
+        sizes = dynamic.sizes_for(kind, shapes, micro_batch_shapes(batch, layout), samples=in_parts)
         if sizes is None:
             return self._build(batch)
         try:

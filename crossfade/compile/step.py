@@ -309,20 +309,23 @@ class Step:
 
     def _fitting(self, compiler: StepCompiler, batch: tuple[Any, ...]) -> _Ready | None:
         """A program of symbolic sizes that is right for a batch of a size that did not come before."""
-        programs = [ready for ready in self._ready.values() if ready.built.fitting is not None]
+        programs = [ready for ready in reversed(self._ready.values()) if ready.built.fitting is not None]
         kind = compiler.kind(batch) if programs else None
+        why_not = ""
         for ready in programs:
             if kind is None or ready.kind != kind or ready.built.fitting is None:
                 continue
             layout = compiler.job.layout(batch)
-            if why_not := ready.built.fitting.why_not(micro_batch_shapes(batch, layout)):
-                log.info("capturing again: %s", why_not)
+            if reason := ready.built.fitting.why_not(micro_batch_shapes(batch, layout)):
+                why_not = why_not or reason
                 continue
             if len(self._other_sizes) == SIZES_KEPT:
                 self._other_sizes.pop(next(iter(self._other_sizes)))
             found = replace(ready, built=replace(ready.built, layout=layout))
             self._other_sizes[compiler.key(batch)] = found
             return found
+        if why_not:
+            log.info("capturing again, for a batch of other sizes: %s", why_not)
         return None
 
     def _captured(self, compiler: StepCompiler, batch: tuple[Any, ...]) -> _Ready:
