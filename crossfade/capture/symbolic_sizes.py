@@ -117,11 +117,13 @@ class SymbolicCapture:
 
     def fix(self, known: Mapping[str, int]) -> None:
         """Let symbols be numbers."""
-        self.fixed += [f"a size of {number}{self._line_about(name)}" for name, number in known.items()]
+        self.fixed += [f"a size of {number}{self._line_about(name, number)}" for name, number in known.items()]
         self.sizes = self.sizes.fixed(known)
 
-    def _line_about(self, name: str) -> str:
-        return next((line for text, line in self.lines.items() if name in re.findall(r"\w+", text)), "")
+    def _line_about(self, name: str, number: int) -> str:
+        """The line that fixed a size, or else the first that asked anything about it."""
+        about = [line for text, line in self.lines.items() if name in re.findall(r"\w+", text)]
+        return self.lines.get(f"Eq({name}, {number})", about[0] if about else "")
 
 
 @dataclass(frozen=True)
@@ -170,12 +172,12 @@ class FittingSizes:
         samples = self.sizes.samples
         larger = {**values, samples: values[samples] * self.at_once} if samples is not None else values
         for chosen in (values, larger):
-            for name, (low, high) in self.ranges.items():
-                if not low <= chosen[name] <= high:
-                    return f"a size of {chosen[name]}, where {low} to {high} was assumed"
             for guard in self.guards:
                 if not guard.holds(chosen):
                     return f"{guard.condition}, assumed{guard.where}, does not hold"
+            for name, (low, high) in self.ranges.items():
+                if not low <= chosen[name] <= high:
+                    return f"a size of {chosen[name]}, where {low} to {high} was assumed"
         return ""
 
 

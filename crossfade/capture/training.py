@@ -136,7 +136,8 @@ def capture_forward_backward(
 
 
 def _note_line(lines: dict[str, str], tracing: set[bool], condition: Any) -> None:
-    if tracing and (line := users_line(traceback.extract_stack())):
+    # The innermost frames are this one and the list's that told it.
+    if tracing and (line := users_line(traceback.extract_stack()[:-2])):
         lines.setdefault(str(condition), line)
 
 
