@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, fx
 
 from crossfade.errors import NotYetError
-from crossfade.graph.program import InputKind, OutputKind, Program
+from crossfade.graph.program import InputKind, OutputKind, Program, size_hint
 from crossfade.graph.splice import inline, splice
 from crossfade.graph.strides import strides_for
 
@@ -104,9 +104,20 @@ def _repeated(program: Program, value: Tensor, times: int) -> Any:
 
 def _part(whole: Program, larger: fx.Node, smaller: fx.Node, index: int) -> fx.Node:
     size = smaller.meta["val"].shape[0]
+    if isinstance(size, torch.SymInt):
+        return _symbolic_part(whole, larger, smaller, index, size_hint(larger.meta["val"].shape[0]) // size_hint(size))
 
     def take(x: Tensor) -> Tensor:
         rows = x[index * size : (index + 1) * size]
         return rows if rows.stride() == smaller.meta["val"].stride() else rows.clone()  # samples are not outermost
+
+    return splice(whole, take, larger, before=whole.output_node, like=smaller)
+
+
+def _symbolic_part(whole: Program, larger: fx.Node, smaller: fx.Node, index: int, parts: int) -> fx.Node:
+    """A part of as many rows as the others, however many these are."""
+
+    def take(x: Tensor) -> Tensor:
+        return x.view(parts, -1, *x.shape[1:])[index]
 
     return splice(whole, take, larger, before=whole.output_node, like=smaller)

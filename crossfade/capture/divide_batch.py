@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import UserDict
 from collections.abc import Hashable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -14,7 +14,7 @@ from crossfade.errors import BatchError
 from crossfade.graph.private import tree_flatten, tree_flatten_with_path, tree_keystr
 from crossfade.graph.strides import plain_strides, strides_for
 
-BatchIs = Literal["global", "local"]
+BatchIs = Literal["global", "local", "uneven"]
 
 
 class Keywords(NamedTuple):
@@ -49,7 +49,8 @@ class BatchLayout:
     """The structure of one batch and how it is divided. Tensors with a dim are split along dim 0, others passed on.
 
     With `given="global"` every rank is given the whole batch and takes its part; with `"local"`, as under a
-    distributed sampler, each rank is given its own. Micro-batch `j` of a rank is its part of micro-batch `j` of the
+    distributed sampler, each rank is given its own; so with `"uneven"`, whose parts may differ in size, as long as they
+    do not. Micro-batch `j` of a rank is its part of micro-batch `j` of the
     whole batch, so that accumulation means the same on any number of ranks.
 
         >>> import torch
@@ -59,6 +60,13 @@ class BatchLayout:
         ('batch[0]', "batch[1]['mask']")
         >>> layout.micro_batch_size, layout.micro_batch_size_of_all_ranks
         (2, 4)
+
+    A whole batch that does not divide is computed whole on every rank, as the last one of an epoch may be: that is
+    exact whatever the model does with its samples. A rank's own that does not divide is one micro-batch.
+
+        >>> layout = BatchLayout.of((torch.zeros(7, 3),), ranks=2, accumulate=2, given="global")
+        >>> layout.ranks, layout.accumulate, layout.undivided
+        (1, 1, '7 samples do not divide by 4 (2 data-parallel ranks times 2 micro-batches)')
     """
 
     spec: Any
@@ -67,6 +75,8 @@ class BatchLayout:
     ranks: int
     accumulate: int
     given: BatchIs
+    undivided: str = ""
+    """Why every rank computes all that it is given at once, where the batch does not divide."""
 
     @classmethod
     def of(cls, batch: tuple[Any, ...], *, ranks: int, accumulate: int, given: BatchIs) -> BatchLayout:
@@ -79,13 +89,17 @@ class BatchLayout:
         parts = layout._parts
         if parts > 1:
             _check_common_size(sizes)
-        if layout.size % parts:
-            raise BatchError(
-                f"a batch of {layout.size} samples",
-                expected=f"a multiple of {parts} ({layout._parts_in_words()})",
-                remedy=f"pass {layout.size - layout.size % parts or parts} samples, e.g. drop_last=True in the loader",
-            )
-        return layout
+            if not layout.size:
+                raise BatchError("a batch of 0 samples", expected="at least one", remedy="skip the step on all ranks")
+        if layout.size % parts == 0:
+            return layout
+        why = f"{layout.size} samples do not divide by {parts} ({layout._parts_in_words()})"
+        return replace(layout, ranks=1 if given == "global" else ranks, accumulate=1, undivided=why)
+
+    @property
+    def whole(self) -> bool:
+        """Whether every rank computes the whole batch."""
+        return bool(self.undivided) and self.given == "global"
 
     @property
     def micro_batch_size(self) -> int:
@@ -116,7 +130,7 @@ class BatchLayout:
 
     def _own_rows(self, tensor: Tensor, rank: int) -> Tensor:
         """A view of this rank's rows of every micro-batch."""
-        if self.given == "local" or self.ranks == 1:
+        if self.given != "global" or self.ranks == 1:
             return tensor.unsqueeze(0)
         return tensor.unflatten(0, (self.accumulate, self.ranks, self.micro_batch_size))[:, rank]
 
@@ -134,7 +148,7 @@ def is_split(leaf: Any) -> bool:
     return isinstance(leaf, Tensor) and leaf.dim() > 0
 
 
-def batch_key(batch: tuple[Any, ...]) -> Hashable:
+def batch_key(batch: tuple[Any, ...]) -> tuple[str, tuple[Hashable, ...]]:
     """What a captured step depends on: the structure, dtypes, shapes and layouts of tensors, and all other values."""
     leaves, spec = tree_flatten(batch)
     return str(spec), tuple(_described(leaf) if isinstance(leaf, Tensor) else _checked(leaf) for leaf in leaves)
@@ -162,9 +176,19 @@ def _how_to_pass(leaf: Any) -> str:
     )
 
 
-def _described(leaf: Tensor) -> Hashable:
+class Described(NamedTuple):
+    """What a captured step depends on of a tensor."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+    strides: tuple[int, ...] | None
+    """None for those of a new tensor."""
+
+
+def _described(leaf: Tensor) -> Described:
     plain = leaf.stride() == plain_strides(leaf.shape)
-    return tuple(leaf.shape), leaf.dtype, leaf.device, None if plain else strides_for(leaf, leaf.shape[0])
+    return Described(tuple(leaf.shape), leaf.dtype, leaf.device, None if plain else strides_for(leaf, leaf.shape[0]))
 
 
 def _check_common_size(sizes: dict[str, int]) -> None:

@@ -6,7 +6,9 @@ The user's model is not rewritten: it runs once on fake tensors, its parameters 
 from __future__ import annotations
 
 import contextlib
+import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,10 +19,12 @@ from crossfade.capture.constants import NoWrites
 from crossfade.capture.divide_batch import BatchLayout, arguments_of, is_split
 from crossfade.capture.draws import Draws, reuse_draws
 from crossfade.capture.side_effects import as_it_was
-from crossfade.capture.tracing import new_fake_mode, to_fake, trace
+from crossfade.capture.symbolic_sizes import SymbolicSizes
+from crossfade.capture.tracing import new_fake_mode, to_fake, trace, users_line
 from crossfade.errors import CaptureError, ModelError, NotYetError
 from crossfade.graph.private import (
     as_if_compiling,
+    note_conditions,
     rename_node,
     swapped_state,
     tree_flatten,
@@ -64,6 +68,8 @@ def capture_forward_backward(
     layout: BatchLayout,
     plain_norms: bool = False,
     forward: Callable[[dict[str, Tensor], tuple[Any, ...]], Tensor] | None = None,
+    sizes: SymbolicSizes | None = None,
+    lines: dict[str, str] | None = None,
 ) -> Program:
     """Forward, loss and backward on a batch of `batch_size` samples, as one functional program.
 
@@ -71,7 +77,8 @@ def capture_forward_backward(
     parameters named in `trained` that has one, and the new value of each buffer that the forward changes. Where none is
     trained there is no backward. With
     `plain_norms`, batch normalisation is captured in ATen's own spelling also where cuDNN would be used. `forward`
-    gives the loss for a state by name and a batch, instead of the model and the loss function.
+    gives the loss for a state by name and a batch, instead of the model and the loss function. With `sizes`, those of
+    the batch's tensors are symbols; `lines` is given the line that asked for each condition on these.
 
         >>> model, batch = nn.Linear(2, 1), (torch.ones(4, 2), torch.ones(4, 1))
         >>> layout = BatchLayout.of(batch, ranks=1, accumulate=1, given="global")
@@ -86,6 +93,10 @@ def capture_forward_backward(
     shown: dict[str, Tensor] = {}
     with mode:
         tensors = [leaf for leaf in tree_flatten(resized(batch, batch_size, layout))[0] if isinstance(leaf, Tensor)]
+    tracing = {True}
+    if sizes is not None:
+        tensors = sizes.fakes(mode, tensors)
+        note_conditions(mode, partial(_note_line, {} if lines is None else lines, tracing))
 
     def forward_backward(parameter_values: list[Tensor], buffer_values: list[Tensor], *batch_values: Tensor) -> Any:
         fresh = [_as_leaf(p, like) for p, like in zip(parameter_values, parameters.values(), strict=True)]
@@ -105,6 +116,7 @@ def capture_forward_backward(
     device = next(iter(parameters.values())).device
     with as_it_was([model, loss_fn]), _plain_kernels(model, plain_norms), draws.counted(device):
         module = trace(mode, forward_backward, fakes, f"the forward and backward of {type(model).__name__}")
+    tracing.clear()
     names = [name for name, leaf in zip(layout.names, leaves, strict=True) if isinstance(leaf, Tensor)]
     inputs = (
         *(Input(InputKind.PARAMETER, name) for name in parameters),
@@ -120,6 +132,12 @@ def capture_forward_backward(
     program = _tidy(module, inputs, outputs)
     reuse_draws(program, draws.log)
     return program
+
+
+def _note_line(lines: dict[str, str], tracing: set[bool], condition: Any) -> None:
+    # The innermost frames are this one and the list's that told it.
+    if tracing and (line := users_line(traceback.extract_stack()[:-2])):
+        lines.setdefault(str(condition), line)
 
 
 def _gradients(loss: Tensor, wanted: list[Tensor]) -> list[Tensor | None]:

@@ -60,6 +60,18 @@ def agree_on_batch(members: Members, batch: tuple[Any, ...], *, by_plan: bool) -
     members.agree(" ".join(lines), "\n".join(lines), what="batches", expected=told.expected, remedy=told.remedy)
 
 
+def agree_on_sizes(members: Members, batch: tuple[Any, ...]) -> None:
+    """Compare the sizes of the parts that ranks bring, before anything is captured."""
+    lines = [f"{name}: {tuple(tensor.shape)}" for name, tensor in tensors_of(batch).items()]
+    members.agree(
+        " ".join(lines),
+        "\n".join(lines),
+        what="sizes of batches",
+        expected='parts of the same size on every rank (batch="local")',
+        remedy='pass batch="uneven" to compile_step if numbers of samples differ; pad samples alike on every rank',
+    )
+
+
 def hold_together(expect: Expect, built: Built, members: Members | None) -> None:
     """Raise what falls short, on all ranks what the first one sees: predicted times differ a little between them."""
     found = built.shortfalls

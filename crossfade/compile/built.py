@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from crossfade.capture.divide_batch import BatchLayout
 from crossfade.capture.numbers import StepNumbers
+from crossfade.capture.symbolic_sizes import FittingSizes
 from crossfade.compile.captured import CaptureMark
 from crossfade.compile.phases import PhaseRecords
 from crossfade.graph.launches import Launch
@@ -37,3 +38,5 @@ class Built:
     """By what the program that tracing made is known again."""
     numbers: StepNumbers = field(default_factory=StepNumbers)
     """The optimizer's numbers that the program takes, and those that the step changes."""
+    fitting: FittingSizes | None = None
+    """Which sizes it is right for, where these are symbols."""

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import nn
 
+from crossfade.capture.symbolic_sizes import SymbolicCapture
 from crossfade.graph.passes import fingerprint
+from crossfade.graph.private import conditions_on_sizes
 from crossfade.graph.program import Program
 from crossfade.shard.loss_parts import LossParts
 
@@ -22,14 +24,15 @@ class CaptureMark:
     text: str
     constants: Mapping[str, Any]
     loss_parts: LossParts
+    conditions: tuple[str, ...]
+    """On symbolic sizes, as tracing met them."""
     owners: tuple[weakref.ref[Any], ...]
     """The model's modules and parameters, which a compiled step holds on to."""
 
     def is_of(self, other: Captured) -> bool:
         """Whether a program computes the same, with the same constants, for the modules and parameters of this one."""
         mark = other.mark()
-        said = (self.text, self.loss_parts, self.owners, self.constants.keys())
-        if said != (mark.text, mark.loss_parts, mark.owners, mark.constants.keys()):
+        if replace(self, constants={}) != replace(mark, constants={}) or self.constants.keys() != mark.constants.keys():
             return False
         return all(_same(value, mark.constants[name]) for name, value in self.constants.items())
 
@@ -41,11 +44,18 @@ class Captured:
     program: Program
     loss_parts: LossParts
     model: nn.Module
+    conditions: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, traced: tuple[Program, LossParts], model: nn.Module, symbolic: SymbolicCapture | None) -> Captured:
+        """What was traced just now: passes meet further conditions later."""
+        conditions = () if symbolic is None else tuple(map(str, conditions_on_sizes(traced[0].fake_mode)))
+        return cls(*traced, model, conditions)
 
     def mark(self) -> CaptureMark:
         """By what it is known again, without its graph."""
         owners = tuple(weakref.ref(owner) for owner in (*self.model.modules(), *self.model.parameters()))
-        return CaptureMark(fingerprint(self.program), self.program.constants, self.loss_parts, owners)
+        return CaptureMark(fingerprint(self.program), self.program.constants, self.loss_parts, self.conditions, owners)
 
 
 def _same(value: Any, other: Any) -> bool:

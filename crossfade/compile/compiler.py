@@ -6,31 +6,35 @@ import contextlib
 import logging
 import warnings
 from collections.abc import Collection, Hashable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
 
 from crossfade.capture.baked_in import BakedIn, ambient
-from crossfade.capture.divide_batch import batch_key
+from crossfade.capture.divide_batch import BatchLayout, Described, batch_key
 from crossfade.capture.numbers import options_key
 from crossfade.capture.optimizer import check_optimizer, optimizer_said, parameter_names
 from crossfade.capture.optimizer_state import first_states, lacking_state
+from crossfade.capture.symbolic_sizes import FittingSizes, SymbolicCapture, SymbolicSizes, is_plain, micro_batch_shapes
 from crossfade.capture.training import check_model
-from crossfade.compile.agreement import agree, agree_on_batch, hold_together, telling
+from crossfade.compile.agreement import agree, agree_on_batch, agree_on_sizes, hold_together, telling
 from crossfade.compile.built import Built
 from crossfade.compile.captured import Captured
+from crossfade.compile.dynamic import Dynamic, Kind
 from crossfade.compile.job import Job
 from crossfade.compile.phases import PhaseRecords
 from crossfade.compile.pipeline import copy_kernel
 from crossfade.compile.training_phases import TRAINING, StepCompilation
-from crossfade.errors import RankFailedError
+from crossfade.errors import BatchError, RankFailedError
 from crossfade.graph.effects import is_random
 from crossfade.graph.events import events_of
 from crossfade.graph.memory import live_by_name
+from crossfade.graph.private import group_named
 from crossfade.graph.program import OutputKind, Program
 from crossfade.ranks.checkpoint import checksum, checksums, random_state
-from crossfade.ranks.compared import cost_of_comparing, numbers_in_groups
+from crossfade.ranks.compared import cost_of_comparing, numbers_in_groups, tensors_of
+from crossfade.ranks.join_batches import joined
 from crossfade.ranks.members import Members
 from crossfade.report.report import PassVerdict, Report
 from crossfade.report.strict import Judged, Shortfall, shortfalls
@@ -60,37 +64,67 @@ class StepCompiler:
     def key(self, batch: tuple[Any, ...]) -> StepKey:
         """What a captured program depends on."""
         job = self.job
+        given = job.options.batch, batch_key(batch)
         options = options_key(job.optimizer, job.learned), job.begins()
-        return StepKey(batch_key(batch), job.baked_in.number(), options, ambient())
+        return StepKey(given, job.baked_in.number(), options, ambient())
 
     def changed(self) -> str:
         """What has changed since a program was captured last; from now on it counts as captured."""
         return self.job.baked_in.captured()
+
+    def kind(self, batch: tuple[Any, ...]) -> Kind | None:
+        """What a program of symbolic sizes depends on beside these; None for a batch that needs one of its own."""
+        if not is_plain(batch):
+            return None
+        structure, leaves = batch_key(batch)
+        try:
+            undivided = bool(self.job.layout(batch).undivided)
+        except BatchError:  # refused when it is captured, which other ranks are told of
+            return None
+        open_sizes = tuple((len(leaf[0]), *leaf[1:]) if isinstance(leaf, Described) else leaf for leaf in leaves)
+        options = options_key(self.job.optimizer, self.job.learned)
+        settings = self.job.options.batch, undivided, self.job.begins(), options, ambient()
+        return Kind((structure, open_sizes), settings, self.job.baked_in.number())
+
+    def given(self, batch: tuple[Any, ...]) -> tuple[StepCompiler, tuple[Any, ...]]:
+        """What compiles a batch, and the batch: all ranks' samples where these bring different numbers of them."""
+        place, options = self.job.place, self.job.options
+        if options.batch != "uneven" or place.axes is None or place.members is None:
+            return self, batch
+        with place.members.together("compare the numbers of samples that ranks bring"):
+            whole = joined(batch, group_named(place.groups[place.axes.whole.name]), place.device)
+        if whole is batch:
+            return self, batch
+        return replace(self, job=replace(self.job, options=replace(options, batch="global"))), whole
 
     @property
     def shares_random_numbers(self) -> bool:
         """Whether all ranks draw from one stream."""
         return self.job.place.axes is None or self.job.options.semantics == "global"
 
-    def recapture(self, batch: tuple[Any, ...]) -> Captured | None:
+    def recapture(self, batch: tuple[Any, ...], sizes: SymbolicSizes | None) -> Captured | None:
         """Trace again after a change, on this rank alone; None with a plan, whose ranks split the model together."""
         if self.job.place.tensor is not None:
             return None
+        symbolic = SymbolicCapture(sizes) if sizes is not None else None
         with telling(self.job.place.members):
             self._check()
-            return Captured(*self.job.capture(batch, self.job.layout(batch)), self.job.model)
+            return Captured.of(self.job.capture(batch, self.job.layout(batch), symbolic), self.job.model, symbolic)
 
     def _check(self) -> None:
         """Refuse what may have come since a program was compiled, such as hooks."""
         check_model(self.job.model)
         check_optimizer(self.job.optimizer, parameter_names(self.job.model))
 
-    def build(self, batch: tuple[Any, ...], captured: Captured | None = None) -> Built:
-        """Capture and compile for one shape of batch, and agree on the result with the other ranks."""
-        with _capturing(self.job.baked_in, self.job.place.everyone):
-            return self._build_together(batch, captured)
+    def build(self, batch: tuple[Any, ...], dynamic: Dynamic, captured: Captured | None = None) -> Built:
+        """Capture and compile for one shape of batch, or for several, and agree on the result with the other ranks.
 
-    def _build_together(self, batch: tuple[Any, ...], captured: Captured | None) -> Built:
+        `captured` is what tracing this very batch has made already, if it has.
+        """
+        with _capturing(self.job.baked_in, self.job.place.everyone):
+            return self._build_together(batch, dynamic, captured)
+
+    def _build_together(self, batch: tuple[Any, ...], dynamic: Dynamic, captured: Captured | None) -> Built:
         job, members, split = self.job, self.job.place.members, self.job.place.tensor
         beyond = split.beyond if split is not None else None
         with telling(members, beyond):
@@ -100,9 +134,12 @@ class StepCompiler:
             if together is not None:
                 with telling(beyond):
                     agree_on_batch(together, batch, by_plan=together is not members)
+        if members is not None and job.options.batch != "global":
+            with telling(beyond):
+                agree_on_sizes(members, batch)
         with telling(members, beyond, split.members if split else None):
             self._check()
-            built = self._build(batch, captured)
+            built = self._build_dynamic(batch, dynamic, captured)
         with telling(members, beyond):
             if split is not None:
                 agree(split.members, built, [self._stream(built.program), *self._rates()])
@@ -118,9 +155,33 @@ class StepCompiler:
             hold_together(job.options.expect, built, job.place.everyone)
         return built
 
-    def _build(self, batch: tuple[Any, ...], captured: Captured | None) -> Built:
+    def _build_dynamic(self, batch: tuple[Any, ...], dynamic: Dynamic, captured: Captured | None) -> Built:
+        """A program of symbolic sizes if it is time for one; one for this batch alone, and a word why, otherwise."""
+        if (kind := self.kind(batch)) is None:
+            return self._build(batch, captured)
+        layout = self.job.layout(batch)
+        in_parts = layout.ranks * layout.accumulate > 1
+        shapes = [tuple(leaf.shape) for leaf in tensors_of(batch).values()]
+        sizes = dynamic.sizes_for(kind, shapes, micro_batch_shapes(batch, layout), samples=in_parts)
+        if sizes is None:
+            return self._build(batch, captured)
+        try:
+            built = self._build(batch, None, SymbolicCapture(sizes))
+            assert built.fitting is not None
+            why_not = built.fitting.why_not(micro_batch_shapes(batch, built.layout))
+        except Exception as error:  # whatever it is about the sizes: without symbols it must work, or raises again
+            why_not = f"{type(error).__name__}: {error}"
+        if not why_not:
+            return built
+        log.warning("every size of such batches is captured by itself: %s", why_not)
+        dynamic.failed(kind)
+        return self._build(batch, captured)
+
+    def _build(
+        self, batch: tuple[Any, ...], captured: Captured | None, symbolic: SymbolicCapture | None = None
+    ) -> Built:
         self._learn_how_it_begins()
-        step = StepCompilation(job=self.job, batch=batch, captured=captured)
+        step = StepCompilation(job=self.job, batch=batch, captured=captured, symbolic=symbolic)
         try:
             ran = (self.job.options.phases or TRAINING).run(step)
         finally:
@@ -131,12 +192,16 @@ class StepCompiler:
         step.need(("program", "layout", "plain", "captured"), "a step")
         layout, plain, made = step.layout, step.plain, step.captured
         assert layout is not None and plain is not None and made is not None
+        if layout.undivided and self.job.place.part_of_batch == 0:
+            log.info("every rank computes all of this batch at once: %s", layout.undivided)
         report = self._report(step, plain, ran)
         stepped = {out.name for out in plain.outputs if out.kind is OutputKind.UPDATE}
         exchanges, short = events_of(plain).launches, self._shortfalls(step, plain, report)
         keys = self.state_keys(stepped)
+        fitting = self._fitting(step, layout) if symbolic is not None else None
+        mark = made.mark()
         return Built(
-            step.made(), layout, report, keys, step.compared or [], exchanges, short, ran, made.mark(), step.numbers
+            step.made(), layout, report, keys, step.compared or [], exchanges, short, ran, mark, step.numbers, fitting
         )
 
     def _learn_how_it_begins(self) -> None:
@@ -145,6 +210,14 @@ class StepCompiler:
         lacking = lacking_state(job.optimizer, names, job.trained())
         states = first_states(job.optimizer, names, lacking, _without_memory(names)).values()
         job.learned.starts_from_gradients |= any(first.from_gradient for first in states)
+
+    def _fitting(self, step: StepCompilation, layout: BatchLayout) -> FittingSizes:
+        assert step.symbolic is not None
+        for fixed in step.symbolic.fixed:
+            log.info("the model asks for %s; batches of other sizes there are captured again", fixed)
+        parts = layout.ranks if layout.ranks > 1 else layout.accumulate
+        at_once = 1 if self.job.options.semantics == "per-rank" else parts
+        return FittingSizes.of(step.symbolic.sizes, step.made().fake_mode, at_once, step.symbolic.lines)
 
     def _report(self, step: StepCompilation, plain: Program, ran: PhaseRecords) -> Report:
         compared = cost_of_comparing(step.compared or [], step.batch)
@@ -206,7 +279,7 @@ class StepCompiler:
             "mesh": f"{sizes} over {axes[-1].backend}" if axes and axes[-1] else "one device",
             "data parallel": place.mode,
             "planned for": place.machine.name if place.machine else "no machine in particular",
-            "batch": f"{layout.size} samples ({layout.given}), {layout.accumulate} x {layout.micro_batch_size} a rank",
+            "batch": _batch_in_words(layout),
             "optimizer": optimizer_said(self.job.optimizer),
             "semantics": options.semantics,
             "torch": torch.__version__,
@@ -217,6 +290,13 @@ class StepCompiler:
 def _without_memory(names: Mapping[torch.Tensor, str]) -> dict[str, torch.Tensor]:
     """For each parameter, by name, a tensor like it that has no numbers."""
     return {name: torch.empty(p.shape, dtype=p.dtype, device="meta") for p, name in names.items()}
+
+
+def _batch_in_words(layout: BatchLayout) -> str:
+    each = f"{layout.accumulate} x {layout.micro_batch_size} a rank"
+    if layout.undivided:
+        each = f"all {layout.size} at once on every rank: {layout.undivided}"
+    return f"{layout.size} samples ({layout.given}), {each}"
 
 
 @contextlib.contextmanager

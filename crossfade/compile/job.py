@@ -16,12 +16,16 @@ from crossfade.capture.elementwise import Shapes, check_elementwise
 from crossfade.capture.numbers import Learned
 from crossfade.capture.optimizer import parameter_names
 from crossfade.capture.optimizer_state import has_state
+from crossfade.capture.symbolic_sizes import SymbolicCapture
 from crossfade.capture.training import LossFunction, capture_forward_backward, resized
 from crossfade.compile.options import Options
 from crossfade.compile.place import Place
+from crossfade.errors import CaptureError
+from crossfade.graph.private import known_sizes
 from crossfade.graph.program import Program, rows_per_rank
 from crossfade.shard.batch_dims import mark_batch_dims, needs_batch_dims
 from crossfade.shard.loss_parts import LossParts, find_loss_parts
+from crossfade.shard.symbolic_parts import find_symbolic_parts
 
 
 @dataclass(frozen=True)
@@ -80,26 +84,84 @@ class Job:
         ranks = self.place.axes.whole.size if self.place.axes else 1
         return BatchLayout.of(batch, ranks=ranks, accumulate=self.options.accumulate, given=self.options.batch)
 
-    def capture(self, batch: tuple[Any, ...], layout: BatchLayout) -> tuple[Program, LossParts]:
+    def capture(
+        self, batch: tuple[Any, ...], layout: BatchLayout, symbolic: SymbolicCapture | None = None
+    ) -> tuple[Program, LossParts]:
         """Forward, loss and backward on one micro-batch of a rank, and how the losses of such parts make up the whole.
 
         Where it is to mean what one device would compute on the whole batch, it is captured once more on a larger
-        batch: by comparison it is known which dims hold samples, and how the loss is reduced.
+        batch: by comparison it is known which dims hold samples, and how the loss is reduced. With `symbolic`, sizes
+        are symbols where the model lets them be.
         """
         trained, size = self.trained(), layout.micro_batch_size
-        program = self._captured(batch, layout, size, trained)
+        program = self._captured(batch, layout, size, trained, symbolic)
         check_constants(program.constants, self.model, self.baked_in.path_of)
+        if layout.whole:
+            return program, LossParts(None)
         times = layout.ranks if layout.ranks > 1 else layout.accumulate
         if times == 1 or self.options.semantics == "per-rank":
             return program, LossParts(None)
+        if symbolic is not None:
+            larger = self._larger(batch, layout, trained, times, symbolic)
+            return program, find_symbolic_parts(
+                program,
+                larger,
+                times,
+                trained,
+                hints=symbolic.sizes.hints,
+                samples=symbolic.sizes.samples,
+                several_ranks=layout.ranks > 1,
+                micro_batches=layout.accumulate > 1,
+            )
         needed = layout.ranks > 1 and needs_batch_dims(program)
         larger = self._captured(batch, layout, size * times, trained if needed else ())
         if needed:
             mark_batch_dims(program, larger)
-        several = self.options.accumulate > 1
+        several = layout.accumulate > 1
         return program, find_loss_parts(program, larger, times, trained, micro_batches=several)
 
-    def _captured(self, batch: tuple[Any, ...], layout: BatchLayout, size: int, trained: Sequence[str]) -> Program:
+    def _larger(
+        self, batch: tuple[Any, ...], layout: BatchLayout, trained: Sequence[str], times: int, symbolic: SymbolicCapture
+    ) -> Program | None:
+        """The program on a larger batch, where it does not follow from the program itself."""
+        if symbolic.sizes.samples is not None:
+            return None
+        larger = SymbolicCapture(symbolic.sizes.times_as_many(times))
+        return self._captured(batch, layout, layout.micro_batch_size, trained, larger)
+
+    def _captured(
+        self,
+        batch: tuple[Any, ...],
+        layout: BatchLayout,
+        size: int,
+        trained: Sequence[str],
+        symbolic: SymbolicCapture | None = None,
+    ) -> Program:
+        """One capture; another one where the model fixes sizes that were to be symbols."""
+        if symbolic is None:
+            return self._traced(batch, layout, size, trained)
+        while True:
+            program = self._traced(batch, layout, size, trained, symbolic)
+            known = {
+                name: number for name, number in known_sizes(program.fake_mode).items() if name in symbolic.sizes.hints
+            }
+            symbolic.fix(known)
+            if not symbolic.sizes.hints:
+                raise CaptureError(
+                    f"the model fixes every size that differs: {', '.join(symbolic.fixed)}",
+                    remedy="pad batches to few sizes",
+                )
+            if not known:
+                return program
+
+    def _traced(
+        self,
+        batch: tuple[Any, ...],
+        layout: BatchLayout,
+        size: int,
+        trained: Sequence[str],
+        symbolic: SymbolicCapture | None = None,
+    ) -> Program:
         tensor = self.place.tensor
         return capture_forward_backward(
             self.model,
@@ -110,4 +172,6 @@ class Job:
             layout=layout,
             plain_norms=layout.ranks > 1 and self.options.semantics == "global",
             forward=tensor.forward(resized(batch, size, layout)) if tensor is not None else None,
+            sizes=symbolic.sizes if symbolic is not None else None,
+            lines=symbolic.lines if symbolic is not None else None,
         )

@@ -41,6 +41,7 @@ class Options:
     passes: tuple[Pass, ...] | None = None
     phases: Phases | None = None
     check_every: int = 1
+    dynamic: bool | None = None
     timeout: float = 60.0
     expect: Expect | None = None
 
@@ -71,6 +72,7 @@ class Options:
             "machine": self.machine,
             "memory_limit": self.memory_limit,
             "check_every": self.check_every,
+            "dynamic": self.dynamic,
             "strict": self.expect,
             "passes": None if self.passes is None else [own.spelling for own in self.passes],
             "phases": None if self.phases is None else self.phases.settings(),

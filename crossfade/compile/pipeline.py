@@ -97,14 +97,19 @@ def batch_parallelism(
     *,
     can_gather: bool = True,
     micro_batches: int = 1,
+    whole: bool = False,
     unproved: str = "",
 ) -> list[Pass]:
     """Passes that split a program's batch over the ranks of an axis: what the forward means then.
 
-    `unproved` says why the losses of parts may not make up that of the whole batch, for the report.
+    Where every rank has the `whole` batch, the forward means what it does on one device; what ranks keep is made equal
+    nevertheless, to the last bit. `unproved` says why the losses of parts may not make up that of the whole batch, for
+    the report.
     """
     if semantics == "per-rank":
         return [BroadcastBuffers(axis)]
+    if whole:
+        return [AverageBuffers(axis)]
     counting = CountGlobally(axis, ranks, micro_batches, unproved)
     return [counting, DrawGlobally(ranks), SynchronizeBatchNorm(axis, ranks, can_gather), AverageBuffers(axis)]
 

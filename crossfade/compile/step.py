@@ -6,34 +6,33 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from crossfade.capture.divide_batch import as_batch
-from crossfade.capture.numbers import Number
+from crossfade.capture.symbolic_sizes import micro_batch_shapes
 from crossfade.compile.built import Built
 from crossfade.compile.captured import Captured
 from crossfade.compile.compiler import StepCompiler, StepKey
+from crossfade.compile.dynamic import Dynamic, Kind
 from crossfade.compile.habits import already_stepped
 from crossfade.compile.phases import PhaseRecords
 from crossfade.compile.place import Place
+from crossfade.compile.step_inputs import StepInputs
 from crossfade.cost.timeline import Timeline
 from crossfade.errors import CrossfadeError, RankFailedError
-from crossfade.execute.bound import Bound, BoundValue, watch
+from crossfade.execute.bound import Bound
 from crossfade.execute.executable import Executable
 from crossfade.execute.stopwatch import Stopwatch
-from crossfade.graph.private import group_named, mark_optimizer_stepped, own_buffers
+from crossfade.graph.private import group_named, mark_optimizer_stepped
 from crossfade.graph.program import InputKind, OutputKind, Program
 from crossfade.ranks import checkpoint
 from crossfade.ranks.one_at_a_time import CAPTURING
-from crossfade.ranks.shards import place_of
 from crossfade.report.report import Report
 from crossfade.shard.tensor.parts import Parts
 from crossfade.tracebacks import users_frames
@@ -42,6 +41,8 @@ log = logging.getLogger("crossfade")
 
 CAPTURES_KEPT = 32
 """Programs kept for batches of other shapes or settings; the oldest goes first."""
+SIZES_KEPT = 1024
+"""Sizes of batches of which is known which program of symbolic sizes fits."""
 
 _WHY_SO_MANY = (
     "each shape of batch, number in the batch, and optimizer option that is no number has its own; "
@@ -56,6 +57,8 @@ class _Ready:
     bound: Bound
     batch_names: list[str]
     state_keys: list[tuple[str, nn.Parameter, Collection[str]]]
+    kind: Kind | None = None
+    """Of which batches; those of other sizes may fit."""
 
 
 class Step:
@@ -80,8 +83,10 @@ class Step:
         self._compiler, self._place = compiler, place or Place()
         self._closed, self._turn = False, threading.RLock()
         self._calls = 0
-        self._ready: dict[Hashable, _Ready] = {}
-        self._workspaces: dict[Hashable, Tensor] = {}
+        self._ready: dict[StepKey, _Ready] = {}
+        self._other_sizes: dict[Hashable, _Ready] = {}
+        self._dynamic = Dynamic.of(compiler.job.options, self._place) if compiler is not None else Dynamic(False)
+        self._inputs = StepInputs(model, optimizer, self._place)
         self._last: _Ready | None = None
         self.steps = 0
         self.captures = 0
@@ -114,7 +119,7 @@ class Step:
         """Capture the step for batches like this one without running it; nothing of the user's is changed, except that
         with `keep_whole="auto"` the first capture splits parameters."""
         with users_frames, self._turn:
-            self._last = self._prepared(as_batch(batch, named))
+            self._last, _ = self._prepared(as_batch(batch, named))
         return self
 
     def close(self) -> None:
@@ -131,7 +136,8 @@ class Step:
         with self._turn:
             self._closed = True
             self._ready.clear()
-            self._workspaces.clear()
+            self._other_sizes.clear()
+            self._inputs.keep_for(())
             self._last = None
             if self._place.lease is not None:
                 self._place.lease.release()
@@ -153,8 +159,8 @@ class Step:
         with users_frames, self._turn:
             batch = as_batch(batch, named)
             del named
-            ready = self._last = self._prepared(batch)
-            values = self._taken(ready, batch)
+            ready, batch = self._prepared(batch)
+            self._last, values = ready, self._taken(ready, batch)
             del batch
             return already_stepped(self._train(ready, ready.executable, values))
 
@@ -166,8 +172,8 @@ class Step:
         with users_frames, self._turn:
             batch = as_batch(batch, named)
             del named
-            ready = self._last = self._prepared(batch)
-            values = self._taken(ready, batch)
+            ready, batch = self._prepared(batch)
+            self._last, values = ready, self._taken(ready, batch)
             del batch
             stopwatch = Stopwatch(ready.executable)
             self._train(ready, stopwatch, values)
@@ -319,48 +325,93 @@ class Step:
         assert self._compiler is not None, "a step that compile_step did not make"
         return self._compiler
 
-    def _prepared(self, batch: tuple[Any, ...]) -> _Ready:
+    def _prepared(self, batch: tuple[Any, ...]) -> tuple[_Ready, tuple[Any, ...]]:
+        """A program for a batch, and the batch: all samples of all ranks where these bring different numbers."""
         self._check_open()
         if self._place.shards is not None:
             self._place.shards.check()
-        found = self._ready.get(self._made_by().key(batch))
+        try:
+            compiler, batch = self._made_by().given(batch)
+        except RankFailedError as error:
+            raise self._given_up(error) from error.__cause__
+        found = self._found(compiler.key(batch))
         if found is not None:
-            return found
+            return found, batch
         with CAPTURING:  # and asked again: what tracing in another thread patches looks like a change
-            found = self._ready.get(self._made_by().key(batch))
-            return self._captured(batch) if found is None else found
+            found = self._found(compiler.key(batch)) or self._fitting(compiler, batch)
+            return self._captured(compiler, batch) if found is None else found, batch
 
-    def _captured(self, batch: tuple[Any, ...]) -> _Ready:
+    def _found(self, key: StepKey) -> _Ready | None:
+        return self._ready.get(key) or self._other_sizes.get(key)
+
+    def _fitting(self, compiler: StepCompiler, batch: tuple[Any, ...]) -> _Ready | None:
+        """A program of symbolic sizes that is right for a batch of a size that did not come before."""
+        programs = [ready for ready in reversed(self._ready.values()) if ready.built.fitting is not None]
+        kind = compiler.kind(batch) if programs else None
+        why_not = ""
+        for ready in programs:
+            if kind is None or ready.kind != kind or ready.built.fitting is None:
+                continue
+            layout = compiler.job.layout(batch)
+            if reason := ready.built.fitting.why_not(micro_batch_shapes(batch, layout)):
+                why_not = why_not or reason
+                continue
+            if len(self._other_sizes) == SIZES_KEPT:
+                self._other_sizes.pop(next(iter(self._other_sizes)))
+            found = replace(ready, built=replace(ready.built, layout=layout))
+            self._other_sizes[compiler.key(batch)] = found
+            return found
+        if why_not:
+            log.info("capturing again, for a batch of other sizes: %s", why_not)
+        return None
+
+    def _captured(self, compiler: StepCompiler, batch: tuple[Any, ...]) -> _Ready:
         """A program for a batch: the one there is, if only something changed that it does not depend on.
 
         That is found out without the other ranks, who may see no change: the first rank alone saves, logs, evaluates.
         """
-        key = self._made_by().key(batch)
-        alike = [ready for other, ready in self._ready.items() if _but_for_change(other) == _but_for_change(key)]
-        captured = self._made_by().recapture(batch) if alike else None
-        for ready in alike:
-            if captured is not None and ready.built.mark.is_of(captured):
-                change = self._made_by().changed()
-                log.info("nothing to compile: the program is the same although %s", change)
-                return self._keep(batch, ready)
-        return self._compiled(batch, captured)
+        before = self._before_change(compiler, batch)
+        if before is None:
+            return self._compiled(compiler, batch, None)
+        fitting = before.built.fitting
+        captured = compiler.recapture(batch, fitting.sizes if fitting is not None else None)
+        if captured is None or not before.built.mark.is_of(captured):
+            return self._compiled(compiler, batch, captured if fitting is None else None)
+        change = compiler.changed()
+        log.info("nothing to compile: the program is the same although %s", change)
+        built = replace(before.built, layout=compiler.job.layout(batch))
+        return self._keep(compiler, batch, replace(before, built=built, kind=compiler.kind(batch)))
 
-    def _keep(self, batch: tuple[Any, ...], ready: _Ready) -> _Ready:
+    def _before_change(self, compiler: StepCompiler, batch: tuple[Any, ...]) -> _Ready | None:
+        """The last program for such a batch from before something changed that the model or the loss may read."""
+        key, kind = compiler.key(batch)._replace(baked_in=0), compiler.kind(batch)
+        for other, ready in reversed(self._ready.items()):
+            fitting = ready.built.fitting
+            if fitting is None and other._replace(baked_in=0) == key:
+                return ready
+            same = fitting is not None and kind and ready.kind and ready.kind._replace(baked_in=kind.baked_in) == kind
+            if same and fitting and not fitting.why_not(micro_batch_shapes(batch, compiler.job.layout(batch))):
+                return ready
+        return None
+
+    def _keep(self, compiler: StepCompiler, batch: tuple[Any, ...], ready: _Ready) -> _Ready:
         if len(self._ready) == CAPTURES_KEPT:
             self._ready.pop(next(iter(self._ready)))
-            self._drop_workspaces()
-        self._ready[self._made_by().key(batch)] = ready  # as the model is now: a plan may have split its buffers
+            self._other_sizes.clear()  # they may share what was dropped; those of others are found again
+            self._inputs.keep_for(ready.built.program for ready in self._ready.values())
+        self._ready[compiler.key(batch)] = ready  # as the model is now: a plan may have split its buffers
         return ready
 
-    def _compiled(self, batch: tuple[Any, ...], captured: Captured | None) -> _Ready:
+    def _compiled(self, compiler: StepCompiler, batch: tuple[Any, ...], captured: Captured | None) -> _Ready:
         start = time.perf_counter()
-        built = self._made_by().build(batch, captured)
+        built = compiler.build(batch, self._dynamic, captured)
         log.info("captured %s in %.1f s: %s", type(self.model).__name__, time.perf_counter() - start, built.report)
         executable = Executable(built.program, self._place.groups)
         keys = [(name, self.model.get_parameter(name), entries) for name, entries in built.state_keys.items()]
         names = [item.name for item in built.program.inputs if item.kind is InputKind.INPUT]
-        bound = self._bound(built.program, built.numbers.inputs)
-        ready = self._keep(batch, _Ready(built, executable, bound, names, keys))
+        bound = self._inputs.bound(built.program, built.numbers.inputs)
+        ready = _Ready(built, executable, bound, names, keys, compiler.kind(batch))
+        self._keep(compiler, batch, ready)
         self.captures += 1
         if self.captures in (5, 20, 100):
             log.warning("captured %d programs so far: %s", self.captures, _WHY_SO_MANY)
@@ -404,93 +455,6 @@ class Step:
         keys = self._compiler.state_keys() if self._compiler is not None else {}
         self._create_state([(name, self.model.get_parameter(name), entries) for name, entries in keys.items()])
 
-    def _bound(self, program: Program, numbers: Mapping[str, Number]) -> Bound:
-        """How to find each input's value: users may load checkpoints or change rates between steps."""
-        lasting: dict[int, Callable[[], BoundValue]] = {}
-        fresh: dict[int, Callable[[dict[str, Any]], Any]] = {}
-        for place, (item, node) in enumerate(program.named_inputs()):
-            if item.kind in (InputKind.INPUT, InputKind.ALIKE):
-                fresh[place] = partial(_taken_out, item.name)
-            elif item.kind is InputKind.SCALAR and item.name in numbers:
-                fresh[place] = partial(_number, numbers[item.name])
-            else:
-                lasting[place] = self._finder(item.kind, item.name, node)
-        return Bound(lasting, fresh)
-
-    def _finder(self, kind: InputKind, name: str, node: fx.Node) -> Callable[[], BoundValue]:
-        match kind:
-            case InputKind.WORKSPACE:
-                return lambda: BoundValue(self._workspace(name, node))
-            case InputKind.OPTIMIZER_STATE:
-                return partial(self._found_state, *name.rsplit(":", 1))
-            case InputKind.SCALAR:
-                assert name == "rank" or self._place.shards is not None, f"{name} of a program without parts"
-                shards = None if name == "rank" else self._place.shards
-                rank = self._place.part_of_batch if shards is None else shards.rank
-                return lambda: BoundValue(rank)
-            case InputKind.PARAMETER:
-                registry, attribute = place_of(self.model, name)
-            case _:
-                owner, _, attribute = name.rpartition(".")
-                registry = own_buffers(self.model.get_submodule(owner))
-        return partial(self._found_tensor, kind, name, registry, attribute)
-
-    def _found_tensor(self, kind: InputKind, name: str, registry: dict[str, Any], attribute: str) -> BoundValue:
-        """A parameter, or what this rank keeps of it; or a buffer."""
-        seen, shards = registry[attribute], self._place.shards
-        split = kind is InputKind.PARAMETER and shards is not None and shards.has(name)
-        return BoundValue(shards.parameter(name) if split and shards else seen, (watch(registry, attribute),))
-
-    def _found_state(self, name: str, key: str) -> BoundValue:
-        """An entry of the optimizer's state, or what this rank keeps of it."""
-        registry, attribute = place_of(self.model, name)
-        parameter, states = registry[attribute], self.optimizer.state
-        entries = states[parameter]
-        value = (
-            self._place.shards.state(name, key) if self._place.shards is not None else entries[key]
-        )  # may take over the entry
-        relied_on = (
-            watch(registry, attribute),
-            watch(vars(self.optimizer), "state"),
-            watch(states, parameter),
-            watch(entries, key),
-        )
-        return BoundValue(value, relied_on)
-
-    def _workspace(self, name: str, node: fx.Node) -> Tensor:
-        """Memory that lives as long as the step, shared by its programs, made at the first call."""
-        like, key = node.meta["val"], _workspace_key(name, node)
-        if key not in self._workspaces:
-            self._workspaces[key] = torch.empty(like.shape, dtype=like.dtype, device=like.device)
-        return self._workspaces[key]
-
     def kept_memory(self) -> list[Tensor]:
         """The memory that programs keep from call to call, and write again in the next."""
-        return list(self._workspaces.values())
-
-    def _drop_workspaces(self) -> None:
-        """Free the workspaces that no kept program uses."""
-        programs = [ready.built.program for ready in self._ready.values()]
-        named = [pair for program in programs for pair in program.named_inputs()]
-        used = {_workspace_key(item.name, node) for item, node in named if item.kind is InputKind.WORKSPACE}
-        for key in [key for key in self._workspaces if key not in used]:
-            del self._workspaces[key]
-
-
-def _but_for_change(key: Hashable) -> Hashable:
-    """What a program depends on beside what the model and the loss function read."""
-    assert isinstance(key, StepKey)
-    return key._replace(baked_in=0)
-
-
-def _workspace_key(name: str, node: fx.Node) -> Hashable:
-    like = node.meta["val"]
-    return name, like.shape, like.dtype, like.device
-
-
-def _number(number: Number, batch: dict[str, Any]) -> Any:
-    return number.read()
-
-
-def _taken_out(name: str, batch: dict[str, Any]) -> Any:
-    return batch.pop(name)
+        return self._inputs.kept_memory()

@@ -50,6 +50,7 @@ def compile_step(
     passes: Sequence[Pass] | None = None,
     phases: Phases | None = None,
     check_every: int = 1,
+    dynamic: bool | None = None,
     timeout: float = 60.0,
     strict: Expect | Mapping[str, Any] | str | bool | None = None,
 ) -> Step:
@@ -84,7 +85,10 @@ def compile_step(
             its parameters and optimizer state become this rank's parts of them at the first step. `step.gathered()`,
             `step.save` and `step.state_dict()` give the whole again, and DTensors.
         batch: `"global"` if every rank passes the whole batch (each computes its part), `"local"` if each passes its
-            own part, as under a distributed sampler.
+            own part, as under a distributed sampler, all of the same size. `"uneven"`: each passes its own part, of any
+            number of samples or none; ranks tell each other the numbers at every step, and where these differ they
+            gather the samples of all. A batch that does not divide by ranks and micro-batches is computed whole on
+            every rank.
         accumulate: number of micro-batches whose gradients are averaged before they are exchanged.
         clip_grad_norm: scale gradients down to this total norm; the norm itself is in `step.outputs["grad_norm"]`.
         semantics: `"global"`: the step computes what one device would on the whole batch; batch statistics span all
@@ -107,6 +111,9 @@ def compile_step(
         check_every: every so many steps ranks compare samples of their batches (with `batch="global"`), learning rates
             and the optimizer's other numbers, and a sample of a parameter, another one each time, by numbers that
             travel with the loss. 0 compares only before the first step.
+        dynamic: whether sizes of the batch are symbols, so that one program runs on many: None makes a size a symbol at
+            the second batch that differs in it, True makes all symbols at once, False captures every size by itself.
+            Where the model asks for a certain size, the log says in which line, and others are captured again.
         timeout: seconds after which a collective, or the check that all ranks run the same program, fails.
         strict: what is expected of the compiled step, as `Expect` or a text like `"exposed<=5ms bucketed:gradients"`;
             True for `no-remedies rules`. The first step raises what falls short, on every rank, before it trains.
@@ -137,6 +144,7 @@ def compile_step(
         passes=None if passes is None else tuple(passes),
         phases=phases,
         check_every=check_every,
+        dynamic=dynamic,
         timeout=timeout,
         expect=expect,
     )

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from crossfade.capture.accumulate import accumulate as repeat_on_micro_batches
 from crossfade.capture.divide_batch import BatchLayout
 from crossfade.capture.numbers import StepNumbers
 from crossfade.capture.optimizer import parameter_names, trace_optimizer
+from crossfade.capture.symbolic_sizes import SymbolicCapture
 from crossfade.communicate.exchange_factors import ExchangeFactors
 from crossfade.compile.agreement import meeting
 from crossfade.compile.captured import Captured
@@ -70,6 +71,8 @@ class StepCompilation(Compilation):
     timeline: Timeline | None = None
     """What the final program should do when."""
     is_scheduled: bool = False
+    symbolic: SymbolicCapture | None = None
+    """The sizes that are symbols."""
 
     @property
     def is_planned(self) -> bool:
@@ -90,14 +93,20 @@ class StepCompilation(Compilation):
         assert self.loss_parts is not None
         return self.loss_parts
 
+    def divided(self) -> BatchLayout:
+        """How the batch is divided."""
+        assert self.layout is not None
+        return self.layout
+
 
 def choose_whole(step: StepCompilation) -> None:
     """Choose the parameters to keep whole (`keep_whole="auto"`) by a capture of its own, and split the others."""
     job, place = step.job, step.job.place
     members, axes, shards, machine = place.members, place.axes, place.shards, step.context["machine"]
     assert members is not None and axes is not None and shards is not None
-    captured, parts = job.capture(step.batch, job.layout(step.batch))
-    repeated = repeat_on_micro_batches(captured, job.options.accumulate, mean=_is_mean(step, parts))
+    step.layout = job.layout(step.batch)
+    captured, parts = job.capture(step.batch, step.layout)
+    repeated = repeat_on_micro_batches(captured, step.layout.accumulate, mean=_loss_is(step, parts) == "mean")
     whole = run_passes(repeated, step.edited(simplification()))
     here = measured_operators(whole, _may_spell_out(step), place.device)  # on all ranks at once, as in a step
     split = axes.split
@@ -110,21 +119,24 @@ def choose_whole(step: StepCompilation) -> None:
 def capture(step: StepCompilation) -> None:
     """Forward, loss and backward on one micro-batch of this rank."""
     step.layout = step.job.layout(step.batch)
-    captured = step.captured or Captured(*step.job.capture(step.batch, step.layout), step.job.model)
+    captured = step.captured
+    if captured is None:
+        traced = step.job.capture(step.batch, step.layout, step.symbolic)
+        captured = Captured.of(traced, step.job.model, step.symbolic)
     step.captured, step.program, step.loss_parts = captured, captured.program.copy(), captured.loss_parts
     step.program.groups = step.job.place.sizes
 
 
 def accumulate(step: StepCompilation) -> None:
     """Repeat the program on micro-batches; with zero3 each gathers parameters for itself."""
-    options, place = step.job.options, step.job.place
+    place, times = step.job.place, step.divided().accumulate
     if place.axes is not None:
         split = place.axes.split
         step.run(parameter_sharding(place.mode, split.name, split.size, place.kept_whole)[0])
-    mean = _is_mean(step, step.parts())
-    step.program = repeat_on_micro_batches(step.made(), options.accumulate, mean=mean)
-    if place.axes is None and options.accumulate > 1:
-        step.run([CountGlobally("", 1, options.accumulate, step.parts().unproved)])
+    mean = _loss_is(step, step.parts()) == "mean"
+    step.program = repeat_on_micro_batches(step.made(), times, mean=mean)
+    if place.axes is None and times > 1:
+        step.run([CountGlobally("", 1, times, step.parts().unproved)])
 
 
 def shard_data(step: StepCompilation) -> None:
@@ -138,11 +150,12 @@ def shard_data(step: StepCompilation) -> None:
         axes.whole.size,
         options.semantics,
         can_gather=place.can_gather,
-        micro_batches=options.accumulate,
+        micro_batches=step.divided().accumulate,
+        whole=step.divided().whole,
         unproved=parts.unproved,
     )
     by_rows = place.can_gather and place.machine is not None
-    loss_is = parts.put_together(options.loss_is)
+    loss_is = _loss_is(step, parts)
     exchange = gradient_exchange(place.mode, axes, loss_is, place.kept_whole, gathers_rows=by_rows)
     step.run([*gathered_once, *batch, *exchange])
 
@@ -158,7 +171,7 @@ def compare_ranks(step: StepCompilation) -> None:
         step.made(),
         among,
         every=options.check_every,
-        reduce_op="avg" if _is_mean(step, parts) else "sum",
+        reduce_op="avg" if _loss_is(step, parts) == "mean" else "sum",
         whole_batch=options.batch == "global",
         replicated=place.mode == "replicate",
         one_stream=options.semantics == "global",
@@ -271,8 +284,9 @@ def _fewer_calls(step: StepCompilation) -> list[Pass]:
     return [*fusing, *collecting, GroupSmallOperators()]
 
 
-def _is_mean(step: StepCompilation, parts: LossParts) -> bool:
-    return parts.put_together(step.job.options.loss_is) == "mean"
+def _loss_is(step: StepCompilation, parts: LossParts) -> Literal["mean", "sum"]:
+    """How losses of ranks are put together. Where each has the whole batch's, they are alike, and so is their mean."""
+    return "mean" if step.divided().whole else parts.put_together(step.job.options.loss_is)
 
 
 def _may_spell_out(step: StepCompilation) -> bool:

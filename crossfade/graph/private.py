@@ -11,7 +11,7 @@ import copy
 import functools
 import inspect
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -448,6 +448,35 @@ def guards_of(mode: FakeTensorMode) -> int:
 def forget_guards(mode: FakeTensorMode, kept: int) -> None:
     """Drop the conditions taken down since there were so many. Known on 2.11, 2.13."""
     del mode.shape_env.guards[kept:]  # type: ignore[union-attr]
+
+
+def conditions_on_sizes(mode: FakeTensorMode) -> list[Any]:
+    """The conditions on symbolic sizes that a fake mode has taken down, as sympy expressions. Known on 2.11, 2.13."""
+    return [guard.expr for guard in mode.shape_env.guards] if mode.shape_env is not None else []
+
+
+def note_conditions(mode: FakeTensorMode, noted: Callable[[Any], None]) -> None:
+    """Call `noted` with each condition on symbolic sizes, as it is taken down. Known on 2.11, 2.13."""
+
+    class Guards(list[Any]):
+        def append(self, guard: Any) -> None:
+            noted(guard.expr)
+            super().append(guard)
+
+    mode.shape_env.guards = Guards(mode.shape_env.guards)  # type: ignore[union-attr]
+
+
+def known_sizes(mode: FakeTensorMode) -> dict[str, int]:
+    """The symbols of a fake mode that turned out to be numbers. Known on 2.11, 2.13."""
+    found = mode.shape_env.replacements if mode.shape_env is not None else {}
+    return {str(symbol): int(value) for symbol, value in found.items() if value.is_Integer}
+
+
+def range_of_size(mode: FakeTensorMode, name: str) -> tuple[int, int]:
+    """The least and the largest value that tracing assumes a symbol to have. Known on 2.11, 2.13."""
+    ranges = {str(symbol): found for symbol, found in mode.shape_env.var_to_range.items()}  # type: ignore[union-attr]
+    found = ranges[name]
+    return int(found.lower), int(found.upper)
 
 
 class SymmetricProducts(NamedTuple):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import operator
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -111,6 +111,13 @@ def insert_call(program: Program, target: Any, *args: Any, before: fx.Node, like
     with torch.no_grad(), _without_autocast(), program.fake_mode:
         _describe(node, target(*values, **named), like)
     return node
+
+
+def as_nodes(program: Program, arguments: Any, *, given: Sequence[fx.Node], before: fx.Node, like: fx.Node) -> Any:
+    """Arguments with nodes in place of symbolic sizes, which are read off `given` values or computed from such."""
+    with program.graph.inserting_before(before):
+        sizes = _Sizes(program.graph, like, list(given))
+        return tree_map_only(torch.SymInt, sizes.node_of, arguments)
 
 
 def after(program: Program, node: fx.Node) -> fx.Node:

@@ -85,8 +85,9 @@ class _TrainingStep(nn.Module):
         self.module = module
         self._log = _Log(module)
 
-    def forward(self, *batch: Any) -> Any:
-        """The loss and the tensors that were logged; for tracing."""
+    def forward(self, *batch: Any, **named: Any) -> Any:
+        """The loss and the tensors that were logged; for tracing. A batch that is a dict comes by name."""
+        batch = (named,) if named else batch
         more: dict[str, Tensor] = {}
 
         def log(name: str, value: Any, *args: Any, **kwargs: Any) -> None:

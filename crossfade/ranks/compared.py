@@ -66,6 +66,22 @@ def own_batch() -> RankInvariant:
     )
 
 
+def same_sizes() -> RankInvariant:
+    """Parts of the same size on every rank, so that the mean of their means is that of the whole batch."""
+
+    def digest(batch: Batch, step: int) -> Digest:
+        return zlib.crc32(repr([tuple(tensor.shape) for tensor in _tensors(batch)]).encode())
+
+    return RankInvariant(
+        "the size of a part of the batch",
+        digest,
+        lambda step: "its sizes sum up to",
+        'parts of the same size on every rank (batch="local")',
+        'pass batch="uneven" to compile_step if numbers of samples differ, pad samples alike on every rank, then '
+        + _WHERE,
+    )
+
+
 def shared_numbers(names: Sequence[str]) -> RankInvariant:
     """Numbers of a batch that the loss depends on, such as how many items all ranks have together."""
 
@@ -205,6 +221,7 @@ def comparisons(
             continue
         same = by_plan or whole_batch
         invariants = [same_program(program), same_batch(by_plan=by_plan) if same else own_batch(), rates(optimizer)]
+        invariants += [same_sizes()] if not same else []
         invariants += [shared_numbers(numbers)] if numbers and not same else []
         invariants += [replicas(model, optimizer)] if replicated and not by_plan else []
         invariants += [random_stream(model)] if draws else []

@@ -13,7 +13,7 @@ from crossfade.errors import RewriteError
 from crossfade.graph.effects import is_random
 from crossfade.graph.passes import Numerics, Outcome, Pass, PassResult, Verdict
 from crossfade.graph.program import Program, source_line
-from crossfade.graph.splice import erase_if_dead, insert_call
+from crossfade.graph.splice import as_nodes, erase_if_dead, insert_call
 from crossfade.graph.strides import plain_strides, same_layout
 from crossfade.shard.batch_blocks import blocks_of
 from crossfade.shard.batch_dims import Whole, batch_dims, of_whole_batch
@@ -151,7 +151,7 @@ class DrawGlobally(Pass):
         args: list[Any] = list(node.args)
         whole = self._whole(_drawn(node))
         if draws.sizes is not None:
-            args[draws.sizes] = list(whole.shape)
+            args[draws.sizes] = insert.size(list(whole.shape))
         if draws.like is not None:
             args[draws.like] = insert.empty(args[draws.like], whole)
         for place in draws.numbers:
@@ -165,6 +165,8 @@ class DrawGlobally(Pass):
         empty = insert.empty(own, self._whole(own))
         filled = insert.call(_aten.full_like.default, empty, instead)
         rows, blocks = _value(own).shape[dim], blocks_of(own) or 1
+        if isinstance(rows, torch.SymInt):
+            raise self._cannot(node, "by numbers of its own for each of a symbolic number of samples")
         start = insert.call(operator.mul, rank_input(program), rows // blocks)
         end = insert.call(operator.add, start, rows // blocks)
         if blocks == 1:
@@ -187,6 +189,9 @@ class DrawGlobally(Pass):
         """The elements of `whole` that belong to this rank, laid out as what was drawn before."""
         insert, (dim,), value = _Inserter(program, node), batch_dims(_drawn(node)), _value(_drawn(node))
         blocks = blocks_of(_drawn(node)) or 1
+        if isinstance(value.shape[dim], torch.SymInt):  # by its number alone: no size is computed from that
+            apart = insert.blocks_apart(whole, dim, self.ranks)
+            return insert.call(_aten.select.int, apart, dim, rank_input(program))
         if blocks == 1:
             part = own_rows(program, whole, value.shape[dim], dim, before=node)
         else:
@@ -211,7 +216,12 @@ class _Inserter:
     node: fx.Node
 
     def call(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
-        return insert_call(self.program, target, *args, before=self.node, like=self.node, **kwargs)
+        return insert_call(self.program, target, *self.size(list(args)), before=self.node, like=self.node, **kwargs)
+
+    def size(self, size: Any) -> Any:
+        """Sizes, with nodes in place of those that are symbolic."""
+        given = self.node.all_input_nodes
+        return as_nodes(self.program, size, given=given, before=self.node, like=self.node)
 
     def empty(self, like: Any, whole: Whole) -> fx.Node:
         """Memory for a value of the whole batch: numbers are drawn in its order."""

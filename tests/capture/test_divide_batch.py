@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from crossfade.capture.divide_batch import BatchLayout, batch_key
+from crossfade.capture.divide_batch import BatchIs, BatchLayout, batch_key
 from crossfade.errors import BatchError
 
 ROWS = torch.arange(8.0).reshape(8, 1)
@@ -45,9 +45,15 @@ def test_parts_lie_in_memory_as_the_batch_does() -> None:
     assert torch.equal(part, images[[1, 3]]) and part.is_contiguous(memory_format=torch.channels_last)
 
 
+@pytest.mark.parametrize(("given", "ranks", "whole"), [("global", 1, True), ("local", 2, False)])
+def test_a_batch_that_does_not_divide_is_computed_at_once(given: BatchIs, ranks: int, whole: bool) -> None:
+    layout = BatchLayout.of((ROWS[:7],), ranks=2, accumulate=2, given=given)
+    assert (layout.ranks, layout.accumulate, layout.micro_batch_size, layout.whole) == (ranks, 1, 7, whole)
+    assert all(torch.equal(layout.take((ROWS[:7],), rank)[0], ROWS[:7]) for rank in range(2))
+
+
 REFUSED = {
-    "a batch of 6 samples: expected a multiple of 4 (2 data-parallel ranks times 2 micro-batches). Remedy: pass 4 "
-    "samples, e.g. drop_last=True in the loader.": (torch.ones(6, 2),),
+    "a batch of 0 samples: expected at least one. Remedy: skip the step on all ranks.": (torch.ones(0, 2),),
     "the batch has no tensor to split. Remedy: pass at least one tensor with a batch dim.": (torch.tensor(1.0), 2),
     "batch[1] with 4 rows beside batch[0] with 8: expected the same number of samples along dim 0 of every tensor in "
     "the batch. Remedy: make tensors that all samples share (masks, tables) buffers of the model.": (

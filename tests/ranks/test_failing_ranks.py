@@ -179,9 +179,9 @@ def _many_shapes(kept: int) -> tuple[int, bool]:
         step = compiled(linear(), machine="loopback-gloo")
         for size in range(2, 22, 2):
             step(torch.ones(size, 4), torch.ones(size, 2))
-        held = set(step._workspaces)
-        step._drop_workspaces()
-        return len(step._ready), held == set(step._workspaces)
+        held = {memory.data_ptr() for memory in step.kept_memory()}
+        step._inputs.keep_for(ready.built.program for ready in step._ready.values())
+        return len(step._ready), held == {memory.data_ptr() for memory in step.kept_memory()}
     finally:
         step_module.CAPTURES_KEPT = before
 
@@ -201,8 +201,8 @@ def _evict_workspaces() -> list[str]:
     step = cf.compile_step(model := linear(), F.mse_loss, torch.optim.SGD(model.parameters(), lr=0.1))
     step(*BATCH)
     step._workspace("bucket", Node(8))  # type: ignore[arg-type]
-    step._drop_workspaces()
-    return [str(key) for key in step._workspaces]
+    step._inputs.keep_for(ready.built.program for ready in step._ready.values())
+    return [str(memory.shape) for memory in step.kept_memory()]
 
 
 def test_a_workspace_of_no_kept_program_is_dropped() -> None:

@@ -1,0 +1,114 @@
+"""Where a step's program finds its inputs: in the user's model and optimizer, in parts that this rank keeps, in memory
+that lives as long as the step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.optim import Optimizer
+
+from crossfade.capture.numbers import Number
+from crossfade.compile.place import Place
+from crossfade.execute.bound import Bound, BoundValue, watch
+from crossfade.graph.private import own_buffers
+from crossfade.graph.program import InputKind, Program
+from crossfade.ranks.shards import place_of
+
+
+@dataclass(frozen=True)
+class StepInputs:
+    """What the programs of one step are given."""
+
+    model: nn.Module
+    optimizer: Optimizer
+    place: Place
+    _workspaces: dict[Hashable, Tensor] = field(default_factory=dict)
+
+    def bound(self, program: Program, numbers: Mapping[str, Number]) -> Bound:
+        """How to find each input's value: users may load checkpoints or change rates between steps."""
+        lasting: dict[int, Callable[[], BoundValue]] = {}
+        fresh: dict[int, Callable[[dict[str, Any]], Any]] = {}
+        for place, (item, node) in enumerate(program.named_inputs()):
+            if item.kind in (InputKind.INPUT, InputKind.ALIKE):
+                fresh[place] = partial(_taken_out, item.name)
+            elif item.kind is InputKind.SCALAR and item.name in numbers:
+                fresh[place] = partial(_number, numbers[item.name])
+            else:
+                lasting[place] = self._finder(item.kind, item.name, node)
+        return Bound(lasting, fresh)
+
+    def _finder(self, kind: InputKind, name: str, node: fx.Node) -> Callable[[], BoundValue]:
+        match kind:
+            case InputKind.WORKSPACE:
+                return lambda: BoundValue(self._workspace(name, node))
+            case InputKind.OPTIMIZER_STATE:
+                return partial(self._found_state, *name.rsplit(":", 1))
+            case InputKind.SCALAR:
+                assert name == "rank" or self.place.shards is not None, f"{name} of a program without parts"
+                shards = None if name == "rank" else self.place.shards
+                rank = self.place.part_of_batch if shards is None else shards.rank
+                return lambda: BoundValue(rank)
+            case InputKind.PARAMETER:
+                registry, attribute = place_of(self.model, name)
+            case _:
+                owner, _, attribute = name.rpartition(".")
+                registry = own_buffers(self.model.get_submodule(owner))
+        return partial(self._found_tensor, kind, name, registry, attribute)
+
+    def _found_tensor(self, kind: InputKind, name: str, registry: dict[str, Any], attribute: str) -> BoundValue:
+        """A parameter, or what this rank keeps of it; or a buffer."""
+        seen, shards = registry[attribute], self.place.shards
+        split = kind is InputKind.PARAMETER and shards is not None and shards.has(name)
+        return BoundValue(shards.parameter(name) if split and shards else seen, (watch(registry, attribute),))
+
+    def _found_state(self, name: str, key: str) -> BoundValue:
+        """An entry of the optimizer's state, or what this rank keeps of it."""
+        registry, attribute = place_of(self.model, name)
+        parameter, states = registry[attribute], self.optimizer.state
+        entries = states[parameter]
+        value = (
+            self.place.shards.state(name, key) if self.place.shards is not None else entries[key]
+        )  # may take over the entry
+        relied_on = (
+            watch(registry, attribute),
+            watch(vars(self.optimizer), "state"),
+            watch(states, parameter),
+            watch(entries, key),
+        )
+        return BoundValue(value, relied_on)
+
+    def _workspace(self, name: str, node: fx.Node) -> Tensor:
+        """Memory that lives as long as the step, shared by its programs, made at the first call."""
+        like, key = node.meta["val"], _workspace_key(name, node)
+        if key not in self._workspaces:
+            self._workspaces[key] = torch.empty(like.shape, dtype=like.dtype, device=like.device)
+        return self._workspaces[key]
+
+    def kept_memory(self) -> list[Tensor]:
+        """The memory that programs keep from call to call, and write again in the next."""
+        return list(self._workspaces.values())
+
+    def keep_for(self, programs: Iterable[Program]) -> None:
+        """Free the workspaces that none of these programs uses."""
+        named = [pair for program in programs for pair in program.named_inputs()]
+        used = {_workspace_key(item.name, node) for item, node in named if item.kind is InputKind.WORKSPACE}
+        for key in [key for key in self._workspaces if key not in used]:
+            del self._workspaces[key]
+
+
+def _workspace_key(name: str, node: fx.Node) -> Hashable:
+    like = node.meta["val"]
+    return name, like.shape, like.dtype, like.device
+
+
+def _number(number: Number, batch: dict[str, Any]) -> Any:
+    return number.read()
+
+
+def _taken_out(name: str, batch: dict[str, Any]) -> Any:
+    return batch.pop(name)
