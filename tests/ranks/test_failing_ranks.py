@@ -200,7 +200,7 @@ def _evict_workspaces() -> list[str]:
 
     step = cf.compile_step(model := linear(), F.mse_loss, torch.optim.SGD(model.parameters(), lr=0.1))
     step(*BATCH)
-    step._workspace("bucket", Node(8))  # type: ignore[arg-type]
+    step._inputs._workspace("bucket", Node(8))  # type: ignore[arg-type]
     step._inputs.keep_for(ready.built.program for ready in step._ready.values())
     return [str(memory.shape) for memory in step.kept_memory()]
 
