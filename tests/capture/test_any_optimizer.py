@@ -449,17 +449,23 @@ def test_a_step_goes_on_from_eager_steps_and_eager_from_a_step() -> None:
     assert_same(tensors_of(model, optimizer), tensors_of(reference, expected))
 
 
-def test_random_numbers_are_those_of_eager() -> None:
-    data, reference, model = batches(), model_of(), model_of()
-    expected, optimizer = Noisy(reference.parameters()), Noisy(model.parameters())
-    torch.manual_seed(3)
-    for inputs, target in data[:1]:
-        eager(reference, expected, [(inputs, target)])
-    step = cf.compile_step(model, loss_of, optimizer).prepare(*data[0])
-    torch.manual_seed(3)
-    step(*data[0])
-    changed = [not torch.equal(a, b) for a, b in zip(model.parameters(), model_of().parameters(), strict=True)]
-    assert all(changed)
+def test_noise_is_drawn_anew_at_each_step_and_again_from_the_same_seed() -> None:
+    """Not in eager torch's order: parameters are updated as their gradients become ready."""
+
+    def noise(seed: int) -> list[Tensor]:
+        model = model_of()
+        step = cf.compile_step(model, loss_of, Noisy(model.parameters(), lr=1.0)).prepare(*batches()[0])
+        plain = model_of()
+        eager(plain, torch.optim.SGD(plain.parameters(), lr=1.0), batches()[:1])
+        torch.manual_seed(seed)
+        step(*batches_drawn[0])
+        return [(ours - theirs).detach() for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True)]
+
+    batches_drawn = batches()
+    first, again, other = noise(3), noise(3), noise(4)
+    for drawn, same, different in zip(first, again, other, strict=True):
+        assert torch.equal(drawn, same) and not torch.allclose(drawn, different)
+        assert 0 < drawn.std() < 0.03
 
 
 @pytest.mark.parametrize("name", ["rprop", "adagrad", "asgd", "adafactor", "counting"])
