@@ -1,4 +1,4 @@
-"""Rows sorted by group and multiplied by their group's matrix, as routed experts are: a rank's groups are its own."""
+"""Rows sorted by group and multiplied by the matrix of their group, as of routed experts: each rank has its own."""
 
 from __future__ import annotations
 

@@ -132,7 +132,7 @@ _HEADINGS = ("architecture", "sdpa", "eager", "checkpointed", "what it has")
 _WORDS = """
 ## Hugging Face architectures
 
-Written by `python -m tests.models.compatibility` with {versions}.
+Written by `python -m tests.models.compatibility` from `tests/models/trained.json`, with {versions}.
 
 Small models with their library's defaults, in training mode: padded batches with a mask, labels of which some are -100,
 dropout (of attention too), three steps of AdamW. **sdpa** and **eager** are attention's implementations, and
