@@ -159,7 +159,7 @@ class StepCompiler:
             parts = step.loss_parts
             warning = parts.warning(self.job.options.loss_is) if parts is not None else ""
             if warning and self.job.place.part_of_batch == 0:
-                warnings.warn(warning, stacklevel=7)  # the line that calls the step
+                warnings.warn(warning, stacklevel=8)  # the line that calls the step
         step.need(("program", "layout", "plain"), "a step")
         layout, plain = step.layout, step.plain
         assert layout is not None and plain is not None
