@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import traceback
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -10,7 +11,12 @@ import torch
 from torch import fx
 
 from crossfade.errors import CaptureError, CrossfadeError
-from crossfade.graph.private import FakeTensorMode, dispatch_functionalize, symbolic_shapes
+from crossfade.graph.private import (
+    FakeTensorMode,
+    composite_operators_in_python,
+    dispatch_functionalize,
+    symbolic_shapes,
+)
 from crossfade.graph.program import complete_metadata
 from crossfade.tracebacks import without_torchs_account
 
@@ -32,17 +38,20 @@ def to_fake(mode: FakeTensorMode, tensor: torch.Tensor) -> torch.Tensor:
     return mode.from_tensor(tensor.detach(), static_shapes=True)
 
 
-def trace(mode: FakeTensorMode, function: Callable[..., Any], inputs: Sequence[Any], what: str) -> fx.GraphModule:
+def trace(
+    mode: FakeTensorMode, function: Callable[..., Any], inputs: Sequence[Any], what: str, *, symbolic: bool = False
+) -> fx.GraphModule:
     """Record `function(*inputs)` as a graph of functional ATen ops; mutation becomes new values.
 
-    The function takes and returns flat lists. `what` names it in errors.
+    The function takes and returns flat lists. `what` names it in errors. Sizes of inputs may be `symbolic`.
     """
     from torch.fx.experimental.proxy_tensor import make_fx
 
     try:
         # The mode also for tensors made inside: drawing them for real would shift the user's random stream. What the
         # user compiled with torch.compile is called as it was written, and its compiled code is left as it is.
-        with mode, without_torchs_account(), torch.compiler.set_stance("force_eager"):
+        open_sizes = composite_operators_in_python() if symbolic else contextlib.nullcontext()
+        with mode, open_sizes, without_torchs_account(), torch.compiler.set_stance("force_eager"):
             module = make_fx(dispatch_functionalize(function), record_stack_traces=True)(*inputs)
     except CrossfadeError:
         raise

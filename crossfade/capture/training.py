@@ -115,7 +115,8 @@ def capture_forward_backward(
     fakes = [to_fake(mode, p) for p in parameters.values()], [to_fake(mode, b) for b in buffers.values()], *tensors
     device = next(iter(parameters.values())).device
     with as_it_was([model, loss_fn]), _plain_kernels(model, plain_norms), draws.counted(device):
-        module = trace(mode, forward_backward, fakes, f"the forward and backward of {type(model).__name__}")
+        what = f"the forward and backward of {type(model).__name__}"
+        module = trace(mode, forward_backward, fakes, what, symbolic=sizes is not None)
     tracing.clear()
     names = [name for name, leaf in zip(layout.names, leaves, strict=True) if isinstance(leaf, Tensor)]
     inputs = (

@@ -466,6 +466,13 @@ def note_conditions(mode: FakeTensorMode, noted: Callable[[Any], None]) -> None:
     mode.shape_env.guards = Guards(mode.shape_env.guards)  # type: ignore[union-attr]
 
 
+def composite_operators_in_python() -> Any:
+    """A context in which composite operators keep symbolic sizes: those in C++ ask for numbers. Known on 2.11, 2.13."""
+    from torch._dispatch.python import enable_python_dispatcher
+
+    return enable_python_dispatcher()
+
+
 def known_sizes(mode: FakeTensorMode) -> dict[str, int]:
     """The symbols of a fake mode that turned out to be numbers. Known on 2.11, 2.13."""
     found = mode.shape_env.replacements if mode.shape_env is not None else {}
