@@ -166,7 +166,7 @@ def append_optimizer(
         *rates,
     )
     with torch.no_grad():
-        body = trace(program.fake_mode, update, fakes, f"the step of {type(optimizer).__name__}")
+        body = trace(program.fake_mode, update, fakes, f"the step of {type(optimizer).__name__}", with_sources=False)
     return _append(program, body.graph, ready, operands, state, len(rates), clipped=clip_grad_norm is not None)
 
 

@@ -29,16 +29,19 @@ def to_fake(mode: FakeTensorMode, tensor: torch.Tensor) -> torch.Tensor:
     return mode.from_tensor(tensor.detach(), static_shapes=True)
 
 
-def trace(mode: FakeTensorMode, function: Callable[..., Any], inputs: Sequence[Any], what: str) -> fx.GraphModule:
+def trace(
+    mode: FakeTensorMode, function: Callable[..., Any], inputs: Sequence[Any], what: str, *, with_sources: bool = True
+) -> fx.GraphModule:
     """Record `function(*inputs)` as a graph of functional ATen ops; mutation becomes new values.
 
-    The function takes and returns flat lists. `what` names it in errors.
+    The function takes and returns flat lists. `what` names it in errors. Without sources, nodes do not know
+    the lines that made them.
     """
     from torch.fx.experimental.proxy_tensor import make_fx
 
     try:
         with mode:  # also for tensors made inside: drawing them for real would shift the user's random stream
-            module = make_fx(dispatch_functionalize(function), record_stack_traces=True)(*inputs)
+            module = make_fx(dispatch_functionalize(function), record_stack_traces=with_sources)(*inputs)
     except CrossfadeError:
         raise
     except Exception as error:
