@@ -20,6 +20,7 @@ from crossfade.compile.built import Built
 from crossfade.compile.job import Job
 from crossfade.compile.phases import PhaseRecords
 from crossfade.compile.pipeline import copy_kernel
+from crossfade.compile.progress import Progress
 from crossfade.compile.training_phases import TRAINING, StepCompilation
 from crossfade.errors import RankFailedError
 from crossfade.graph.effects import is_random
@@ -55,10 +56,13 @@ class StepCompiler:
 
     def build(self, batch: tuple[Any, ...]) -> Built:
         """Capture and compile for one shape of batch, and agree on the result with the other ranks."""
-        with _capturing(self.job.baked_in, self.job.place.everyone):
-            return self._build_together(batch)
+        everyone = self.job.place.everyone
+        what = f"preparing a step of {type(self.job.model).__name__}"
+        shown = Progress.on_terminal(everyone.rank if everyone is not None else 0, what)
+        with _capturing(self.job.baked_in, everyone), shown as progress:
+            return self._build_together(batch, progress)
 
-    def _build_together(self, batch: tuple[Any, ...]) -> Built:
+    def _build_together(self, batch: tuple[Any, ...], progress: Progress) -> Built:
         job, members, split = self.job, self.job.place.members, self.job.place.tensor
         beyond = split.beyond if split is not None else None
         with telling(members, beyond):
@@ -71,7 +75,8 @@ class StepCompiler:
         with telling(members, beyond, split.members if split else None):
             check_model(job.model)  # hooks may have been put on its parameters
             check_optimizer(job.optimizer, parameter_names(job.model))
-            built = self._build(batch)
+            built = self._build(batch, progress)
+        progress.phase("agree")
         with telling(members, beyond):
             if split is not None:
                 agree(split.members, built, [self._stream(built.program), *self._rates()])
@@ -87,8 +92,8 @@ class StepCompiler:
             hold_together(job.options.expect, built, job.place.everyone)
         return built
 
-    def _build(self, batch: tuple[Any, ...]) -> Built:
-        step = StepCompilation(job=self.job, batch=batch)
+    def _build(self, batch: tuple[Any, ...], progress: Progress) -> Built:
+        step = StepCompilation(job=self.job, batch=batch, begun=progress.phase)
         try:
             ran = (self.job.options.phases or TRAINING).run(step)
         finally:
