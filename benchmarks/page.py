@@ -258,9 +258,26 @@ def _reduce_scatter(name: str, figures: Figures) -> str:
     return _origin(f"ms by MB, {NETWORKS[network]}", command, figures) + _table(["MB", *ways], rows)
 
 
+def _first_step(name: str, figures: Figures) -> str:
+    what = name.removeprefix("first-step-")
+    command = f"python -m benchmarks.first_step{' --growth' if what == 'growth' else ''} --rounds {figures['rounds']}"
+    rows = []
+    for model in figures["models"]:
+        reference = model["times"].get("torch.compile, cold", {}).get("first")
+        for contender, times in model["times"].items():
+            cold = model["times"][f"{contender.split(',')[0]}, cold"]["first"]
+            against = times["first"] / reference if reference else None
+            figures_of = [_s(times["first"]), _times(against), _times(times["first"] / cold), _s(times["processor"])]
+            rows.append([str(model["layers"]), contender, *figures_of, _s(times["later"])])
+    columns = ["layers", "", "first step", "of torch.compile", "of cold", "processor", "later step"]
+    title = "GPT-2 small on two ranks" if what == "gpt2" else "Growth with layers, width 64, on two ranks"
+    return _origin(title, command, figures) + _table(columns, rows)
+
+
 SECTIONS: list[tuple[str, str, Callable[[str, Figures], str]]] = [
     ("Step time against torch", "step-", _step),
     ("One device, nothing exchanged", "one-device-", _one_device),
+    ("Until the first step is done", "first-step-", _first_step),
     ("Memory", "memory-", _memory),
     ("Collective matmul: a tensor-parallel transformer block", "collective-matmul-forward", _collective_matmul),
     ("Collective matmul: forecasts", "collective-matmul-forecasts", _forecasts),

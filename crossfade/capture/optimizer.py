@@ -211,7 +211,7 @@ class _TracedStep:
         )
         what = f"the step of {type(tracer.optimizer).__name__}"
         with torch.no_grad():
-            return trace(tracer.program.fake_mode, self._update, fakes, what)
+            return trace(tracer.program.fake_mode, self._update, fakes, what, with_sources=False)
 
     def _update(
         self, values: list[Tensor], gradients: list[Tensor], states: list[dict[str, Tensor]], *given: Any

@@ -39,11 +39,18 @@ def to_fake(mode: FakeTensorMode, tensor: torch.Tensor) -> torch.Tensor:
 
 
 def trace(
-    mode: FakeTensorMode, function: Callable[..., Any], inputs: Sequence[Any], what: str, *, symbolic: bool = False
+    mode: FakeTensorMode,
+    function: Callable[..., Any],
+    inputs: Sequence[Any],
+    what: str,
+    *,
+    symbolic: bool = False,
+    with_sources: bool = True,
 ) -> fx.GraphModule:
     """Record `function(*inputs)` as a graph of functional ATen ops; mutation becomes new values.
 
-    The function takes and returns flat lists. `what` names it in errors. Sizes of inputs may be `symbolic`.
+    The function takes and returns flat lists. `what` names it in errors. Sizes of inputs may be `symbolic`. Without
+    sources, nodes do not know the lines that made them.
     """
     from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -52,7 +59,7 @@ def trace(
         # user compiled with torch.compile is called as it was written, and its compiled code is left as it is.
         open_sizes = composite_operators_in_python() if symbolic else contextlib.nullcontext()
         with mode, open_sizes, without_torchs_account(), torch.compiler.set_stance("force_eager"):
-            module = make_fx(dispatch_functionalize(function), record_stack_traces=True)(*inputs)
+            module = make_fx(dispatch_functionalize(function), record_stack_traces=with_sources)(*inputs)
     except CrossfadeError:
         raise
     except Exception as error:

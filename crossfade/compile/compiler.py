@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import warnings
-from collections.abc import Collection, Hashable, Iterator, Mapping
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -25,6 +25,7 @@ from crossfade.compile.dynamic import Dynamic, Kind
 from crossfade.compile.job import Job
 from crossfade.compile.phases import PhaseRecords
 from crossfade.compile.pipeline import copy_kernel
+from crossfade.compile.progress import Progress
 from crossfade.compile.training_phases import TRAINING, StepCompilation
 from crossfade.errors import BatchError, RankFailedError
 from crossfade.graph.effects import is_random
@@ -53,6 +54,16 @@ class StepKey(NamedTuple):
     baked_in: int
     options: Hashable
     ambient: Hashable
+
+
+@dataclass(frozen=True)
+class _Request:
+    """What a program is wanted for, and who is told of each phase that begins."""
+
+    batch: tuple[Any, ...]
+    dynamic: Dynamic
+    captured: Captured | None
+    begun: Callable[[str], None]
 
 
 @dataclass(frozen=True)
@@ -121,10 +132,14 @@ class StepCompiler:
 
         `captured` is what tracing this very batch has made already, if it has.
         """
-        with _capturing(self.job.baked_in, self.job.place.everyone):
-            return self._build_together(batch, dynamic, captured)
+        everyone = self.job.place.everyone
+        what = f"preparing a step of {type(self.job.model).__name__}"
+        shown = Progress.on_terminal(everyone.rank if everyone is not None else 0, what)
+        with _capturing(self.job.baked_in, everyone), shown as progress:
+            return self._build_together(_Request(batch, dynamic, captured, progress.phase))
 
-    def _build_together(self, batch: tuple[Any, ...], dynamic: Dynamic, captured: Captured | None) -> Built:
+    def _build_together(self, asked: _Request) -> Built:
+        batch = asked.batch
         job, members, split = self.job, self.job.place.members, self.job.place.tensor
         beyond = split.beyond if split is not None else None
         with telling(members, beyond):
@@ -139,7 +154,8 @@ class StepCompiler:
                 agree_on_sizes(members, batch)
         with telling(members, beyond, split.members if split else None):
             self._check()
-            built = self._build_dynamic(batch, dynamic, captured)
+            built = self._build_dynamic(asked)
+        asked.begun("agree")
         with telling(members, beyond):
             if split is not None:
                 agree(split.members, built, [self._stream(built.program), *self._rates()])
@@ -155,18 +171,19 @@ class StepCompiler:
             hold_together(job.options.expect, built, job.place.everyone)
         return built
 
-    def _build_dynamic(self, batch: tuple[Any, ...], dynamic: Dynamic, captured: Captured | None) -> Built:
+    def _build_dynamic(self, asked: _Request) -> Built:
         """A program of symbolic sizes if it is time for one; one for this batch alone, and a word why, otherwise."""
+        batch = asked.batch
         if (kind := self.kind(batch)) is None:
-            return self._build(batch, captured)
+            return self._build(asked)
         layout = self.job.layout(batch)
         in_parts = layout.ranks * layout.accumulate > 1
         shapes = [tuple(leaf.shape) for leaf in tensors_of(batch).values()]
-        sizes = dynamic.sizes_for(kind, shapes, micro_batch_shapes(batch, layout), samples=in_parts)
+        sizes = asked.dynamic.sizes_for(kind, shapes, micro_batch_shapes(batch, layout), samples=in_parts)
         if sizes is None:
-            return self._build(batch, captured)
+            return self._build(asked)
         try:
-            built = self._build(batch, None, SymbolicCapture(sizes))
+            built = self._build(replace(asked, captured=None), SymbolicCapture(sizes))
             assert built.fitting is not None
             why_not = built.fitting.why_not(micro_batch_shapes(batch, built.layout))
         except Exception as error:  # whatever it is about the sizes: without symbols it must work, or raises again
@@ -174,14 +191,14 @@ class StepCompiler:
         if not why_not:
             return built
         log.warning("every size of such batches is captured by itself: %s", why_not)
-        dynamic.failed(kind)
-        return self._build(batch, captured)
+        asked.dynamic.failed(kind)
+        return self._build(asked)
 
-    def _build(
-        self, batch: tuple[Any, ...], captured: Captured | None, symbolic: SymbolicCapture | None = None
-    ) -> Built:
+    def _build(self, asked: _Request, symbolic: SymbolicCapture | None = None) -> Built:
         self._learn_how_it_begins()
-        step = StepCompilation(job=self.job, batch=batch, captured=captured, symbolic=symbolic)
+        step = StepCompilation(
+            job=self.job, batch=asked.batch, captured=asked.captured, symbolic=symbolic, begun=asked.begun
+        )
         try:
             ran = (self.job.options.phases or TRAINING).run(step)
         finally:

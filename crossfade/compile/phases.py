@@ -28,6 +28,8 @@ class Compilation:
     changes: tuple[Change, ...] = ()
     met: set[Change] = field(default_factory=set)
     """The changes that have met their pass."""
+    begun: Callable[[str], None] = field(default=lambda phase: None, compare=False)
+    """Told the name of each phase that begins."""
 
     @property
     def context(self) -> dict[str, Any]:
@@ -254,6 +256,7 @@ def _run(phase: Phase, compilation: Compilation) -> PhaseRecord:
         return PhaseRecord(phase, (), 0.0, why_not)
     compilation.need(phase.takes, f"the phase {phase.name}")
     before, start = len(compilation.records), time.perf_counter()
+    compilation.begun(phase.name)
     phase.run(compilation)
     seconds = time.perf_counter() - start
     compilation.need(phase.gives, f"what comes after the phase {phase.name}")

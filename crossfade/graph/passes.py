@@ -208,12 +208,18 @@ def _described(constants: Mapping[str, Any]) -> list[tuple[str, str]]:
         text = render_type(value) if isinstance(value, torch.Tensor) else ""
         if isinstance(value, torch.Tensor) and type(value) is not FakeTensor and value.device.type == "cpu":
             small = value.layout == torch.strided and value.numel() * value.element_size() <= _SMALL_CONSTANT
-            text += str(value.detach().reshape(-1).tolist()) if small else ""
+            text += _numbers_of(value) if small else ""
         found.append((name, text))
     return found
 
 
 _SMALL_CONSTANT = 2**16
+
+
+def _numbers_of(value: torch.Tensor) -> str:
+    """A hash of a tensor's numbers: printing them takes longer than many a pass."""
+    plain = value.detach().resolve_conj().resolve_neg().contiguous()
+    return hashlib.sha256(plain.reshape(-1).view(torch.uint8).numpy().tobytes()).hexdigest()
 
 
 def _lines(graph: fx.Graph, constant: Callable[[str], Any]) -> Iterator[str]:
