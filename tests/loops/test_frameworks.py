@@ -32,24 +32,27 @@ def on_two_ranks(framework: str, folder: Path, timeout: float = 280) -> Any:
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
 
 
+def numbers(logged: list[list[float | None]]) -> list[float]:
+    """What was logged, in its order."""
+    return [value for entry in logged for value in entry if value is not None]
+
+
 @pytest.mark.ranks
 def test_trainer(tmp_path: Path) -> None:
     for found in on_two_ranks("trainer", tmp_path):
         plain, (ours, captures) = found["ddp"][0], found["crossfade"]
         assert len(plain) == 6 and captures == 1
-        for was, now in zip(plain, ours, strict=True):
-            assert now == pytest.approx(was, rel=2e-3)  # in bfloat16 the order of sums shows
-        for was, now in zip(ours, found["resumed"][0], strict=True):
-            assert now == pytest.approx(was, rel=1e-4)
-        for was, now in zip(found["smoothed by ddp"][0], found["smoothed"][0], strict=True):
-            assert now[2] == pytest.approx(was[2], rel=2e-3)
+        assert numbers(ours) == pytest.approx(numbers(plain), rel=2e-3)  # in bfloat16 the order of sums shows
+        assert numbers(found["resumed"][0]) == pytest.approx(numbers(ours), rel=1e-4)
+        assert numbers(found["smoothed"][0]) == pytest.approx(numbers(found["smoothed by ddp"][0]), rel=2e-3)
 
 
 @pytest.mark.ranks
 def test_accelerate(tmp_path: Path) -> None:
     for found in on_two_ranks("accelerate", tmp_path):
-        assert len(found["ddp"]) == 6 and found["ddp"][-1] == 1.0  # saved
+        assert len(found["ddp"]) == 5
         assert found["crossfade"] == pytest.approx(found["ddp"], rel=1e-5)
+    assert list(tmp_path.glob("state-True/model*"))
 
 
 @pytest.mark.ranks
