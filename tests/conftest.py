@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -37,16 +38,27 @@ TIMED = {
 """Files whose tests compare times, or wait for them to run out: they are not run beside others."""
 
 
-LONG = {"properties", "ranks", "models", "test_cli", "test_cli_shard", "test_package"}
+LONG = {"properties", "ranks", "models", "loops", "test_cli", "test_cli_shard", "test_package"}
 """Folders and files that take minutes: they come first, so that all workers end at about the same time."""
+
+
+SAMPLED = {
+    "test_uneven_batches": 5, "test_optimizers_on_ranks": 5, "test_lengths": 4, "test_trained_models": 4,
+    "test_from_other_tools": 4, "test_frameworks": 3, "test_habits_on_ranks": 3, "test_saving_everything": 2,
+}  # fmt: skip
+"""Files on ranks of which one test in so many runs by itself; `make models` runs the others."""
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark what measures time, put what is long first, and skip what needs CUDA where there is none."""
+    """Mark what measures time and what runs seldom, put what is long first, skip what needs CUDA where there is none."""
+    met: Counter[str] = Counter()
     for item in items:
         if item.path.stem in TIMED:
             item.add_marker(pytest.mark.timed)
+        met[item.path.stem] += 1
+        if met[item.path.stem] % SAMPLED.get(item.path.stem, 1):
+            item.add_marker(pytest.mark.models)
     items.sort(key=lambda item: not LONG & {item.path.parent.name, item.path.stem})
     if not torch.cuda.is_available():
         for item in items:

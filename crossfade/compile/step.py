@@ -127,6 +127,7 @@ class Step:
 
         A step that is no longer referred to does so by itself. Each rank may close it when it likes.
 
+            >>> import torch
             >>> step = Step(nn.Linear(2, 1), None)
             >>> step.close()
             >>> step(torch.ones(1, 2))
@@ -149,6 +150,7 @@ class Step:
         without `inputs`, what is named goes to the model: `step(**batch)` of a dict calls `model(**batch)`. Tensors
         that are named are split over ranks as the others are; each value of a number is captured by itself.
 
+            >>> import torch
             >>> model = nn.Linear(2, 1)
             >>> from crossfade.compile.training import compile_step
             >>> huber = nn.functional.huber_loss
@@ -218,6 +220,7 @@ class Step:
 
         Where parameters are split, changes made to them inside are lost.
 
+            >>> import torch
             >>> model = nn.Linear(2, 1)
             >>> step = Step(model, torch.optim.SGD(model.parameters()))
             >>> with step.gathered() as whole:
@@ -236,6 +239,7 @@ class Step:
     def own_parts(self, whole: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """This rank's parts of whole parameters, where the model is split over an axis by a plan.
 
+        >>> import torch
         >>> step = Step(nn.Linear(2, 1), None)
         >>> step.own_parts({"bias": torch.ones(1)})
         {'bias': tensor([1.])}

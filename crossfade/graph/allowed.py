@@ -131,9 +131,10 @@ def why_refused(target: OpOverload) -> str | None:
     types = [str(item.type) for item in named if item.name not in _GROUPS]  # groups are names in programs
     if strange := next((kind for kind in types if not _is_plain(kind)), None):
         return f"it takes or returns a {strange}"
-    files = (item.name for item in schema.arguments if "str" in str(item.type) and _FILE_WORDS.search(item.name))
-    if file := next(files, None):
-        return f"its argument {file} names a file"
+    words = [item.name for item in schema.arguments if "str" in str(item.type)]
+    words += [schema.name.partition("::")[2]] if words else []  # an operator may leave its arguments without names
+    if file := next((word for word in words if _FILE_WORDS.search(word)), None):
+        return f"its {file} names a file"
     if not any("Tensor" in kind for kind in types) and schema.name not in _WITHOUT_TENSORS:
         return "it neither takes nor returns a tensor"
     return None

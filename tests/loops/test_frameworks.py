@@ -11,8 +11,9 @@ from typing import Any
 
 import pytest
 
-for package in ("transformers", "accelerate", "lightning"):
-    pytest.importorskip(package)
+pytest.importorskip("transformers", minversion="5.23")
+pytest.importorskip("accelerate", minversion="1.12")
+pytest.importorskip("lightning", minversion="2.6")
 
 
 def on_two_ranks(framework: str, folder: Path, timeout: float = 280) -> Any:
