@@ -51,7 +51,7 @@ SAMPLED = {
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark what measures time and what runs seldom, put what is long first, skip what needs CUDA where there is none."""
+    """Mark what measures time and what runs seldom, put what is long first, skip what needs CUDA without any."""
     met: Counter[str] = Counter()
     for item in items:
         if item.path.stem in TIMED:
