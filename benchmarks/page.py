@@ -57,7 +57,8 @@ def page() -> str:
     for title, prefix, write in SECTIONS:
         names = [name for name in results if name.startswith(prefix) and name not in shown]
         shown |= set(names)
-        parts += [f"\n## {title}\n", *(write(name, results[name]) for name in _in_order(names))]
+        if names:
+            parts += [f"\n## {title}\n", *(write(name, results[name]) for name in _in_order(names))]
     if missing := sorted(set(results) - shown):
         raise SystemExit(f"no section of the page is for {', '.join(missing)}: add one to SECTIONS")
     return "".join(parts) + "\n" + BY_HAND.read_text()
