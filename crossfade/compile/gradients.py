@@ -53,6 +53,7 @@ def compile_gradients(
     passes: Sequence[Pass] | None = None,
     phases: Phases | None = None,
     check_every: int = 1,
+    dynamic: bool | None = None,
     timeout: float = 60.0,
     strict: Expect | Mapping[str, Any] | str | bool | None = None,
 ) -> Gradients:
@@ -99,6 +100,7 @@ def compile_gradients(
         passes=None if passes is None else tuple(passes),
         phases=GRADIENTS if phases is None else phases,
         check_every=check_every,
+        dynamic=dynamic,
         timeout=timeout,
         expect=Expect.of(strict),
     )
