@@ -12,7 +12,6 @@ import sys
 import traceback
 from collections.abc import Iterator
 from types import FrameType, TracebackType
-from typing import Any
 
 from crossfade.errors import CrossfadeError
 
@@ -67,20 +66,9 @@ def show_users_frames(error: BaseException) -> None:
         if isinstance(error, CrossfadeError):
             shown += _split(behind.__traceback__)[0]
             error.__cause__ = None  # which also keeps its context from being shown
-    vars(error).setdefault("_frames", _Frames(error.__traceback__))
     error.__traceback__ = _linked(shown)
     if hidden and not isinstance(error, CrossfadeError) and _HIDDEN not in getattr(error, "__notes__", ()):
         error.add_note(_HIDDEN)
-
-
-class _Frames:
-    """The whole traceback, which lives as long as its error: another rank may still ask what its frames hold."""
-
-    def __init__(self, first: TracebackType | None) -> None:
-        self.first = first
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _Frames, (None,)
 
 
 def formatted(error: BaseException) -> str:

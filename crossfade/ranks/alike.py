@@ -152,8 +152,8 @@ class RankComparison:
         """The error for what differs, with what each rank has, as its mailbox says."""
         key = f"alike/{self.group}/{invariant.name}/{step}"
         digest = self._digests[self.invariants.index(invariant)] if self.device == "cpu" else None
-        self.members.note(key, invariant.words(step) + (f" {digest:08x}" if isinstance(digest, int) else ""))
-        each = zip(self.members.ranks, self.members.noted(key), strict=True)
+        own = invariant.words(step) + (f" {digest:08x}" if isinstance(digest, int) else "")
+        each = zip(self.members.ranks, self.members.exchanged(key, own), strict=True)
         said = "; ".join(f"rank {rank}: {words}" for rank, words in each)
         return RankMismatchError(
             f"{invariant.name} differs between ranks in step {step} ({said})",

@@ -128,20 +128,23 @@ class Members:
         self._post("left", said)
         self._send_all({f"left/{self.rank}": said})
 
-    def noted(self, key: str) -> list[str]:
-        """What each member has left under a key, or within the timeout leaves there."""
+    def exchanged(self, key: str, value: str) -> list[str]:
+        """What each member says under a key, within the timeout. Each has told the others before it goes on, or ends."""
+        self._has_not_left()
+        self._post(f"{key}/{self.rank}", value)
+        self._send_all({f"{key}/{self.rank}": value})
         deadline = time.monotonic() + self.timeout
-        return [self._noted_by(index, key, deadline) for index in range(len(self.ranks))]
+        return [self._received(index, f"{key}/{index}", deadline) for index in range(len(self.ranks))]
 
-    def _noted_by(self, index: int, key: str, deadline: float) -> str:
-        while True:
+    def _received(self, index: int, key: str, deadline: float) -> str:
+        gone = ""
+        while (said := self._said(key)) is None and not gone and time.monotonic() < deadline:
             try:
-                said = self._said(key) if index == self.rank else self._ask(index, key)[0]
-            except Unreachable as error:
-                return str(error)
-            if said is not None or time.monotonic() > deadline:
-                return said or "no word"
+                self._ask(index, "step")
+            except Unreachable as error:  # its word may have come before it went
+                gone = str(error)
             time.sleep(0.02)
+        return said or self._said(key) or gone or "no word"
 
     def blame(self, step: int, collective: str, error: BaseException) -> RankFailedError:
         """The error to raise when a collective failed: name the members that failed, or fell behind, or went silent."""
