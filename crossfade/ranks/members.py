@@ -129,7 +129,7 @@ class Members:
         self._send_all({f"left/{self.rank}": said})
 
     def exchanged(self, key: str, value: str) -> list[str]:
-        """What each member says under a key, within the timeout. Each has told the others before it goes on, or ends."""
+        """What each member says under a key, within the timeout: each tells the others before it goes on, or ends."""
         self._has_not_left()
         self._post(f"{key}/{self.rank}", value)
         self._send_all({f"{key}/{self.rank}": value})
