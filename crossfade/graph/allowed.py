@@ -8,7 +8,7 @@ up in closed lists and in torch's registry of operators; no attribute of a modul
     >>> operator_named("builtins.exec") is None, operator_named("torch.load") is None
     (True, True)
     >>> why_refused(torch.ops.aten.from_file.default)
-    'its argument filename names a file'
+    'filename names a file'
 """
 
 from __future__ import annotations
@@ -134,7 +134,7 @@ def why_refused(target: OpOverload) -> str | None:
     words = [item.name for item in schema.arguments if "str" in str(item.type)]
     words += [schema.name.partition("::")[2]] if words else []  # an operator may leave its arguments without names
     if file := next((word for word in words if _FILE_WORDS.search(word)), None):
-        return f"its {file} names a file"
+        return f"{file} names a file"
     if not any("Tensor" in kind for kind in types) and schema.name not in _WITHOUT_TENSORS:
         return "it neither takes nor returns a tensor"
     return None

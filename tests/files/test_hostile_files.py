@@ -116,6 +116,13 @@ def test_powers_that_stay_small_are_computed() -> None:
     assert "operator.lshift(n, 3)" in str(program)
 
 
+def test_operators_that_read_files_are_refused_by_their_own_name_too() -> None:
+    library = torch.library.Library("crossfade_test_pictures", "DEF")
+    library.define("read_file(str _0) -> Tensor")
+    target = overload_named("crossfade_test_pictures", ["read_file"])
+    assert target is not None and why_refused(target) == "read_file names a file"
+
+
 def test_every_registered_operator_that_may_be_named_computes_tensors() -> None:
     """Walks torch's registry, and whatever else this process has registered."""
     suspicious = ("file", "path", "save", "load_", "print", "record_function", "rpc", "socket", "exec", "library")
