@@ -84,7 +84,7 @@ def compile_gradients(
         ...     loss = gradients(torch.ones(4, 2), torch.zeros(4, 1))
         ...     loss.backward()
         ...     return loss
-        >>> float(optimizer.step(closure)) > float(closure())
+        >>> optimizer.step(closure).item() > closure().item()
         True
     """
     check_model_and_loss(model, loss_fn)
