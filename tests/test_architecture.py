@@ -152,10 +152,6 @@ OF_FRAMEWORKS = {
 def test_private_attributes_are_asked_for_in_one_file(path: Path) -> None:
     assert (
         path.name == "private.py"
-        or [
-            found
-            for found in foreign_private_attributes(path)
-            if not found.endswith(OF_FRAMEWORKS.get(path.stem, ("\0",)))
-        ]
+        or [found for found in foreign_private_attributes(path) if not found.endswith(OF_FRAMEWORKS.get(path.stem, ()))]
         == []
     )

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator
 from operator import is_
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 log = logging.getLogger("crossfade")
 
@@ -59,12 +59,13 @@ def _members(container: Any) -> list[Any]:
 
 
 def _warn_of_counters(module: nn.Module, name: str, before: dict[str, Any]) -> None:
-    """A forward that counts its calls runs only when it is captured."""
+    """A forward that counts its calls, or keeps a running mean in a plain tensor, runs only when it is captured."""
     for attribute, was in before.items():
         now = vars(module).get(attribute, was)
-        if type(was) in (int, float) and type(now) in (int, float) and now != was:
+        counts = type(was) in (int, float) and type(now) in (int, float) and now != was
+        if counts or (isinstance(was, Tensor) and isinstance(now, Tensor) and now is not was):
             log.warning(
-                "%s of %s is changed by the forward (from %s to %s), which runs only when a step is captured, and is "
+                "%s of %s is changed by the forward%s, which runs only when a step is captured, and is "
                 "put back: if it computes with it, make it a buffer",
-                attribute, name or f"the {type(module).__name__}", was, now,
+                attribute, name or f"the {type(module).__name__}", f" (from {was} to {now})" if counts else "",
             )  # fmt: skip

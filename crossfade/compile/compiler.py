@@ -186,6 +186,8 @@ class StepCompiler:
             built = self._build(replace(asked, captured=None), SymbolicCapture(sizes))
             assert built.fitting is not None
             why_not = built.fitting.why_not(micro_batch_shapes(batch, built.layout))
+        except RankFailedError:
+            raise
         except Exception as error:  # whatever it is about the sizes: without symbols it must work, or raises again
             why_not = f"{type(error).__name__}: {error}"
         if not why_not:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -34,6 +36,8 @@ from crossfade.ranks.mesh import MeshLike
 from crossfade.report.expect import Expect
 from crossfade.report.report import Report
 from crossfade.tracebacks import users_frames
+
+log = logging.getLogger("crossfade")
 
 
 @users_frames
@@ -125,6 +129,8 @@ class Gradients:
     def __init__(self, step: Step, place: Place) -> None:
         self.model = step.model
         self._step, self._place = step, place
+        self._handed_over: _HandedOver | None = None
+        self._warned = False
 
     def __call__(self, *batch: Any, **named: Any) -> Tensor:
         """The loss of one batch, whose `backward()` adds this batch's gradients to `.grad`.
@@ -134,14 +140,23 @@ class Gradients:
         loss = self._step(*batch, **named).detach()
         found = self._step.outputs
         trained = {name: p for name, p in self.model.named_parameters() if name in found and p.requires_grad}
+        self._warn_of_unused()
         own = _without_aliases([found[name] for name in trained], self._step.kept_memory())
         self._step.outputs = {name: value for name, value in found.items() if name not in trained}
         if not torch.is_grad_enabled() or not trained:
             return loss
         if (shards := self._place.shards) is not None:
             own = [shards.gradient(n, g) if shards.has(n) else g for n, g in zip(trained, own, strict=True)]
-        delivered: Tensor = _Delivery.apply(loss, own, *trained.values())
+        self._handed_over = _HandedOver(own)
+        delivered: Tensor = _Delivery.apply(loss, self._handed_over, *trained.values())
         return delivered
+
+    def _warn_of_unused(self) -> None:
+        """Who comes from `compile_step` may leave out `backward()`: nothing would be trained, and nothing said."""
+        handed_over, self._handed_over = self._handed_over, None
+        if handed_over is not None and handed_over.gradients is not None and not self._warned:
+            self._warned = True
+            log.warning("the gradients of the last call were never used: call loss.backward(), or use torch.no_grad()")
 
     @property
     def report(self) -> Report:
@@ -184,20 +199,27 @@ class Gradients:
         self._step.close()
 
 
+@dataclass
+class _HandedOver:
+    """The gradients of one call, until `backward()` takes them."""
+
+    gradients: list[Tensor] | None
+
+
 class _Delivery(torch.autograd.Function):
     """A loss that is known already, with gradients that are known already."""
 
     @staticmethod
-    def forward(ctx: Any, loss: Tensor, gradients: list[Tensor], *parameters: Tensor) -> Tensor:
+    def forward(ctx: Any, loss: Tensor, handed_over: _HandedOver, *parameters: Tensor) -> Tensor:
         """The loss, as if it had been computed from the parameters just now."""
-        ctx.gradients = gradients
+        ctx.handed_over = handed_over
         return loss.view_as(loss)
 
     @staticmethod
     @once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, wanted: Tensor) -> tuple[Any, ...]:
         """The gradients, each times what the loss was multiplied by (a GradScaler's scale)."""
-        gradients, ctx.gradients = ctx.gradients, None
+        gradients, ctx.handed_over.gradients = ctx.handed_over.gradients, None
         if gradients is None:
             raise CrossfadeError(
                 "a second backward() of one loss",

@@ -138,40 +138,27 @@ class Job:
         symbolic: SymbolicCapture | None = None,
     ) -> Program:
         """One capture; another one where the model fixes sizes that were to be symbols."""
-        if symbolic is None:
-            return self._traced(batch, layout, size, trained)
+        tensor = self.place.tensor
         while True:
-            program = self._traced(batch, layout, size, trained, symbolic)
-            known = {
-                name: number for name, number in known_sizes(program.fake_mode).items() if name in symbolic.sizes.hints
-            }
-            symbolic.fix(known)
+            program = capture_forward_backward(
+                self.model,
+                self.loss_fn,
+                batch,
+                batch_size=size,
+                trained=trained,
+                layout=layout,
+                plain_norms=layout.ranks > 1 and self.options.semantics == "global",
+                forward=tensor.forward(resized(batch, size, layout)) if tensor is not None else None,
+                sizes=symbolic.sizes if symbolic is not None else None,
+                lines=symbolic.lines if symbolic is not None else None,
+            )
+            known = known_sizes(program.fake_mode) if symbolic is not None else {}
+            fixed = {name: number for name, number in known.items() if symbolic and name in symbolic.sizes.hints}
+            if symbolic is None or not fixed:
+                return program
+            symbolic.fix(fixed)
             if not symbolic.sizes.hints:
                 raise CaptureError(
                     f"the model fixes every size that differs: {', '.join(symbolic.fixed)}",
                     remedy="pad batches to few sizes",
                 )
-            if not known:
-                return program
-
-    def _traced(
-        self,
-        batch: tuple[Any, ...],
-        layout: BatchLayout,
-        size: int,
-        trained: Sequence[str],
-        symbolic: SymbolicCapture | None = None,
-    ) -> Program:
-        tensor = self.place.tensor
-        return capture_forward_backward(
-            self.model,
-            self.loss_fn,
-            batch,
-            batch_size=size,
-            trained=trained,
-            layout=layout,
-            plain_norms=layout.ranks > 1 and self.options.semantics == "global",
-            forward=tensor.forward(resized(batch, size, layout)) if tensor is not None else None,
-            sizes=symbolic.sizes if symbolic is not None else None,
-            lines=symbolic.lines if symbolic is not None else None,
-        )

@@ -109,6 +109,12 @@ def _called_by_trainer(function: Callable[..., Tensor]) -> Callable[..., Tensor]
 
 
 def _check_arguments(args: Any, options: Mapping[str, Any]) -> None:
+    if args.n_gpu > 1:
+        raise CrossfadeError(
+            f"{args.n_gpu} GPUs in one process",
+            expected="a process for each: the Trainer's DataParallel is not used",
+            remedy="start with torchrun --nproc-per-node, or set CUDA_VISIBLE_DEVICES to one GPU",
+        )
     if args.torch_compile:
         raise CrossfadeError("torch_compile in the arguments", remedy="leave it out: the step is compiled by Crossfade")
     if options.get("data_parallel", "replicate") != "replicate":

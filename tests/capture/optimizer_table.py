@@ -19,7 +19,8 @@ from crossfade.capture.elementwise import reason_against_parts
 from crossfade.capture.optimizer import parameter_names
 from crossfade.capture.optimizer_state import ELEMENTWISE
 from crossfade.errors import CrossfadeError
-from tests.capture.test_any_optimizer import OF_TORCH, WRITTEN, batches, eager, loss_of, matrices, model_of
+from tests.capture.test_any_optimizer import OF_TORCH, batches, eager, loss_of, matrices, model_of
+from tests.capture.written_optimizers import WRITTEN
 
 BEGIN, END = "<!-- optimizers: begin -->", "<!-- optimizers: end -->"
 PAGE = Path(__file__).parent.parent.parent / "docs" / "compatibility.md"

@@ -176,6 +176,19 @@ def test_a_second_backward_says_what_to_do() -> None:
         loss.backward()
 
 
+def test_gradients_that_are_never_used_are_told_of_once(caplog: pytest.LogCaptureFixture) -> None:
+    gradients = cf.compile_gradients(nn.Linear(3, 2), F.mse_loss)
+    batch = torch.ones(2, 3), torch.zeros(2, 2)
+    with torch.no_grad():
+        gradients(*batch)
+    gradients(*batch).backward()
+    gradients(*batch)
+    assert "never used" not in caplog.text
+    for _ in range(3):
+        gradients(*batch)
+    assert caplog.text.count("never used: call loss.backward()") == 1
+
+
 def test_rows_of_the_optimizer_alone_are_refused() -> None:
     with pytest.raises(cf.NotYetError, match=r'pass "replicate" or "zero2"'):
         cf.compile_gradients(nn.Linear(3, 2), F.mse_loss, data_parallel="zero1")

@@ -15,7 +15,8 @@ from torch.optim import Optimizer
 
 import crossfade as cf
 from crossfade.errors import CrossfadeError
-from tests.capture.test_any_optimizer import OF_TORCH, Counting, Lamb, Lion, Rooted, SkipsFirst, Slow
+from tests.capture.test_any_optimizer import OF_TORCH
+from tests.capture.written_optimizers import Counting, Lamb, Lion, Rooted, SkipsFirst, Slow
 
 STEPS = 6
 
