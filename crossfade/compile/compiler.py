@@ -220,7 +220,18 @@ class StepCompiler:
         fitting = self._fitting(step, layout) if symbolic is not None else None
         mark = made.mark()
         return Built(
-            step.made(), layout, report, keys, step.compared or [], exchanges, short, ran, mark, step.numbers, fitting
+            step.made(),
+            layout,
+            report,
+            keys,
+            step.compared or [],
+            exchanges,
+            short,
+            ran,
+            mark,
+            step.numbers,
+            fitting,
+            step.regions,
         )
 
     def _learn_how_it_begins(self) -> None:

@@ -30,6 +30,7 @@ from crossfade.compile.tensor_parallel import check_not_split
 from crossfade.compile.training_phases import GRADIENTS
 from crossfade.cost.machine import Machine
 from crossfade.errors import CrossfadeError, NotYetError, OptimizerError
+from crossfade.execute.compile_regions import Execute
 from crossfade.graph.passes import Pass
 from crossfade.graph.program import Program
 from crossfade.ranks.mesh import MeshLike
@@ -58,6 +59,7 @@ def compile_gradients(
     phases: Phases | None = None,
     check_every: int = 1,
     dynamic: bool | None = None,
+    execute: Execute = "auto",
     timeout: float = 60.0,
     strict: Expect | Mapping[str, Any] | str | bool | None = None,
 ) -> Gradients:
@@ -105,6 +107,7 @@ def compile_gradients(
         phases=GRADIENTS if phases is None else phases,
         check_every=check_every,
         dynamic=dynamic,
+        execute=execute,
         timeout=timeout,
         expect=Expect.of(strict),
     )

@@ -15,6 +15,7 @@ from crossfade.compile.phases import Phases
 from crossfade.compile.pipeline import DataParallelMode, LossIs, Semantics
 from crossfade.cost.machine import Machine
 from crossfade.errors import CrossfadeError
+from crossfade.execute.compile_regions import Execute
 from crossfade.graph.passes import Pass
 from crossfade.report.expect import Expect
 from crossfade.shard.tensor.plan import Plan
@@ -42,6 +43,7 @@ class Options:
     phases: Phases | None = None
     check_every: int = 1
     dynamic: bool | None = None
+    execute: Execute = "auto"
     timeout: float = 60.0
     expect: Expect | None = None
 
@@ -51,6 +53,7 @@ class Options:
             batch=(self.batch, BatchIs),
             semantics=(self.semantics, Semantics),
             loss_is=(self.loss_is, LossIs),
+            execute=(self.execute, Execute),
         )
         _check_numbers(self)
         if self.phases is not None and not isinstance(self.phases, Phases):
@@ -73,6 +76,7 @@ class Options:
             "memory_limit": self.memory_limit,
             "check_every": self.check_every,
             "dynamic": self.dynamic,
+            "execute": self.execute,
             "strict": self.expect,
             "passes": None if self.passes is None else [own.spelling for own in self.passes],
             "phases": None if self.phases is None else self.phases.settings(),

@@ -410,7 +410,8 @@ class Step:
         start = time.perf_counter()
         built = compiler.build(batch, self._dynamic, captured)
         log.info("captured %s in %.1f s: %s", type(self.model).__name__, time.perf_counter() - start, built.report)
-        executable = Executable(built.program, self._place.groups)
+        replay = self._place.device == "cuda" and compiler.job.options.execute != "eager"
+        executable = Executable(built.program, self._place.groups, built.regions, replay=replay)
         keys = [(name, self.model.get_parameter(name), entries) for name, entries in built.state_keys.items()]
         names = [item.name for item in built.program.inputs if item.kind is InputKind.INPUT]
         bound = self._inputs.bound(built.program, built.numbers.inputs)

@@ -23,6 +23,7 @@ from crossfade.compile.place import Place
 from crossfade.compile.step import Step
 from crossfade.compile.tensor_parallel import check_not_split
 from crossfade.cost.machine import Machine
+from crossfade.execute.compile_regions import Execute
 from crossfade.graph.passes import Pass
 from crossfade.ranks.mesh import MeshLike
 from crossfade.report.expect import Expect
@@ -51,6 +52,7 @@ def compile_step(
     phases: Phases | None = None,
     check_every: int = 1,
     dynamic: bool | None = None,
+    execute: Execute = "auto",
     timeout: float = 60.0,
     strict: Expect | Mapping[str, Any] | str | bool | None = None,
 ) -> Step:
@@ -114,6 +116,12 @@ def compile_step(
         dynamic: whether sizes of the batch are symbols, so that one program runs on many: None makes a size a symbol at
             the second batch that differs in it, True makes all symbols at once, False captures every size by itself.
             Where the model asks for a certain size, the log says in which line, and others are captured again.
+        execute: how the computation between collectives is run. `"eager"`: operator by operator, as torch does.
+            `"compiled"`: in regions that Inductor compiles, which changes last bits (fused operators round less often;
+            Inductor's kernels add in another order); on a CPU, where a C++ compiler is needed, those regions that a
+            measurement shows to be faster. `"exact"`: so too, rounding as eager torch does as far as Inductor can.
+            `"auto"`: compiled on CUDA with Triton, eager elsewhere. On CUDA, unless eager, whatever can be is also
+            recorded at the second step and replayed as a CUDA graph. The report says what became of each region.
         timeout: seconds after which a collective, or the check that all ranks run the same program, fails.
         strict: what is expected of the compiled step, as `Expect` or a text like `"exposed<=5ms bucketed:gradients"`;
             True for `no-remedies rules`. The first step raises what falls short, on every rank, before it trains.
@@ -145,6 +153,7 @@ def compile_step(
         phases=phases,
         check_every=check_every,
         dynamic=dynamic,
+        execute=execute,
         timeout=timeout,
         expect=expect,
     )

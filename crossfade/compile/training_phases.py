@@ -35,6 +35,7 @@ from crossfade.compile.pipeline import (
 from crossfade.cost.measure import measure
 from crossfade.cost.timeline import Timeline
 from crossfade.execute.codegen import native
+from crossfade.execute.compile_regions import CompiledRegions, compile_regions, why_eager
 from crossfade.finish.collect_small_operators import CollectSmallOperators
 from crossfade.finish.fuse_adam_updates import FuseAdamUpdates
 from crossfade.finish.group_small_operators import GroupSmallOperators
@@ -73,6 +74,8 @@ class StepCompilation(Compilation):
     is_scheduled: bool = False
     symbolic: SymbolicCapture | None = None
     """The sizes that are symbols."""
+    regions: CompiledRegions | None = None
+    """What is compiled of the program."""
 
     @property
     def is_planned(self) -> bool:
@@ -265,6 +268,16 @@ def finish(step: StepCompilation) -> None:
     step.run([packing, UpdateInPlace(), *([] if limited else _fewer_calls(step))])
 
 
+def compile_computation(step: StepCompilation) -> None:
+    """The computation between collectives, compiled by Inductor; equal regions once."""
+    place, program = step.job.place, step.made()
+    exact = step.job.options.execute == "exact"
+    shared = place.everyone.share if place.everyone is not None else lambda decide: decide()
+    step.regions = compile_regions(program, exact=exact, shared=shared)
+    program.history += (step.regions.record,)
+    step.records.append(step.regions.record)
+
+
 def predict(step: StepCompilation) -> None:
     """What the final program should do when, by what this rank takes for its operators."""
     place, program = step.job.place, step.made()
@@ -278,6 +291,8 @@ def _fewer_calls(step: StepCompilation) -> list[Pass]:
 
     Updates are fused in planned steps only: their last bits are others than those of torch's default.
     """
+    if not _computed_eagerly(step):
+        return []  # the compiler sees to it
     device = step.job.place.device
     collecting: list[Pass] = [CollectSmallOperators()] if device == "cuda" else []
     fusing: list[Pass] = [FuseAdamUpdates()] if device == "cpu" and step.is_planned else []
@@ -328,6 +343,12 @@ def _nothing_slow(step: StepCompilation) -> str:
     return "" if slow_operators(step.made()) else "no operator is known to be slower than its parts"
 
 
+def _computed_eagerly(step: StepCompilation) -> str:
+    if step.symbolic is not None:
+        return "its sizes are symbols"
+    return why_eager(step.job.options.execute, step.job.place.device)
+
+
 def _no_plan(step: StepCompilation) -> str:
     return _unplanned(step) or ("" if step.job.place.tensor is not None else "no tensor-parallel plan")
 
@@ -349,6 +370,7 @@ TRAINING = Phases(
         Phase("communicate", communicate, why_not=_planned),
         Phase("lower", lower),
         Phase("finish", finish),
+        Phase("compile-regions", compile_computation, gives=("program", "regions"), why_not=_computed_eagerly),
         Phase("predict", predict, ("program", "measured"), ("timeline",), _unplanned),
     ]
 )

@@ -10,15 +10,18 @@ import torch
 from torch import fx
 
 from crossfade.execute.codegen import compile_program
+from crossfade.execute.compile_regions import CompiledRegions
+from crossfade.execute.cuda_graph import with_replays
 from crossfade.graph import collectives
 from crossfade.graph.private import below_autograd
 from crossfade.graph.program import Program, source_line
 
 
 class Executable:
-    """Runs a program eagerly, node after node; every value is freed after its last use.
+    """Runs a program, node after node, `regions` of it compiled; every value is freed after its last use.
 
-    `groups` maps the program's group names to those of process groups.
+    `groups` maps the program's group names to those of process groups. With `replay` what can be recorded as a CUDA
+    graph is.
 
         >>> from crossfade.graph.text import parse
         >>> program = parse('''
@@ -30,11 +33,18 @@ class Executable:
         (tensor([-1., -1.]),)
     """
 
-    def __init__(self, program: Program, groups: Mapping[str, str]) -> None:
-        self.program = program.copy()
+    def __init__(
+        self,
+        program: Program,
+        groups: Mapping[str, str],
+        regions: CompiledRegions | None = None,
+        *,
+        replay: bool = False,
+    ) -> None:
+        self.program = program.copy() if regions is None else regions.called_by(program)
         collectives.rename_groups(self.program.graph.nodes, dict(groups))
         self.groups = {real: logical for logical, real in groups.items()}
-        self.compiled = compile_program(self.program)
+        self.compiled = compile_program(with_replays(self.program) if replay else self.program)
         values = (node.meta.get("val") for node in self.program.placeholders)
         self.device = next((value.device.type for value in values if isinstance(value, torch.Tensor)), "cpu")
 

@@ -531,3 +531,36 @@ def load_archive(path: str) -> Any:
     from torch.export.pt2_archive._package import load_pt2
 
     return load_pt2(path)
+
+
+def compile_graph(
+    module: torch.fx.GraphModule, examples: list[torch.Tensor], options: dict[str, Any]
+) -> Callable[..., Sequence[torch.Tensor]]:
+    """A graph compiled by Inductor, for inputs like these; options that this torch does not know are left out.
+
+    `torch._inductor.compile` is for graphs that Dynamo has not traced. Known on 2.11, 2.13.
+    """
+    from torch._inductor import compile as compile_by_inductor
+    from torch._inductor import config
+
+    known = {name: value for name, value in options.items() if name in config.get_config_copy()}
+    with torch.no_grad():
+        return compile_by_inductor(module, list(examples), known)
+
+
+def missing_compiler(device: str) -> str:
+    """What Inductor lacks to compile for a device, in words; empty if nothing. Known on 2.11, 2.13."""
+    if device == "cuda":
+        from torch.utils._triton import has_triton
+
+        return "" if has_triton() else "Triton is not installed, or does not know this GPU"
+    if device != "cpu":
+        return f"device {device!r} is neither cpu nor cuda"
+    from torch._inductor.cpp_builder import get_cpp_compiler
+    from torch._inductor.exc import InvalidCxxCompiler
+
+    try:
+        get_cpp_compiler()
+    except InvalidCxxCompiler:
+        return "no C++ compiler was found: install g++ or clang, or say where in CXX"
+    return ""

@@ -1,0 +1,141 @@
+"""A training step on one GPU: eager torch, `torch.compile`, and Crossfade, in one run.
+
+    TORCHINDUCTOR_FORCE_DISABLE_CACHES=1 python -m benchmarks.gpu_step --size gpt [--steps 20] [--save]
+
+`gpt` has 404 million parameters in bf16. Contenders take turns, step by step; medians. The first step is from the call
+that compiles to its end; peak memory is that of one step after the third, with the model and the optimizer's state.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch.profiler import ProfilerActivity, profile
+
+from benchmarks.figures import save
+from crossfade import compile_step
+from crossfade.demo.model import SIZES, Size, batches, build, next_token_loss
+
+GPT = Size(width=1024, heads=16, layers=24, vocabulary=32_768, length=1024, batch=8)
+CONTENDERS = ("eager", "torch.compile", "torch.compile, reduce-overhead", "Crossfade, eager", "Crossfade")
+PEER = "torch.compile"
+WARM_UP = 4
+
+
+def stepping(name: str, size: Size, dtype: torch.dtype, phases: bool) -> Callable[[], torch.Tensor]:
+    """One contender on one batch."""
+    model = build(size).to("cuda", dtype)
+    ours = name.startswith("Crossfade")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, **({} if ours else {"fused": True}))
+    tokens, targets = (part.to("cuda") for part in batches(size, 1, 1)[0])
+    if ours:
+        step = compile_step(model, next_token_loss, optimizer, execute="eager" if "eager" in name else "auto")
+        step.prepare(tokens, targets) if phases else None
+        print(step.pipeline if phases else "", end="", flush=True)
+        return lambda: step(tokens, targets)
+
+    def loss_of(tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return next_token_loss(model(tokens), targets)
+
+    mode = "reduce-overhead" if "reduce" in name else None
+    computed: Any = loss_of if name == "eager" else torch.compile(loss_of, mode=mode)
+
+    def train() -> torch.Tensor:
+        loss = computed(tokens, targets)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach().clone()
+
+    return train
+
+
+def race(
+    names: list[str], size: Size, dtype: torch.dtype, steps: int, phases: bool = False
+) -> dict[str, dict[str, float]]:
+    """For each contender the seconds of its first and of its median step, its peak memory, launches, and last loss."""
+    found: dict[str, dict[str, Any]] = {name: {} for name in names}
+    made = {}
+    for name in names:
+        torch.compiler.reset()
+        before = torch.cuda.memory_allocated()
+        made[name] = stepping(name, size, dtype, phases)
+        found[name]["first_s"] = _timed(made[name])
+        for _ in range(WARM_UP - 1):
+            made[name]()
+        torch.cuda.reset_peak_memory_stats()
+        made[name]()
+        torch.cuda.synchronize()
+        print(f"{name}: first step {found[name]['first_s']:.1f} s", flush=True)
+        found[name]["peak_gib"] = (torch.cuda.max_memory_allocated() - before) / 2**30
+    seconds: dict[str, list[float]] = {name: [] for name in names}
+    for _ in range(steps):
+        for name, step in made.items():
+            seconds[name].append(_timed(step))
+    for name, step in made.items():
+        found[name] |= {"seconds": statistics.median(seconds[name]), **_launches(step), "loss": float(step())}
+    return found
+
+
+def _timed(step: Callable[[], Any]) -> float:
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    step()
+    torch.cuda.synchronize()
+    return time.perf_counter() - start
+
+
+def _launches(step: Callable[[], Any]) -> dict[str, float]:
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiled:
+        step()
+        torch.cuda.synchronize()
+    events = profiled.key_averages()
+    calls = sum(event.count for event in events if "LaunchKernel" in event.key or "cudaGraphLaunch" in event.key)
+    busy = sum(event.self_device_time_total for event in events)
+    return {"launches": calls, "kernels_s": busy / 1e6}
+
+
+def main() -> None:
+    """Race and print a table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--size", choices=["gpt", *SIZES], default="gpt")
+    parser.add_argument("--layers", type=int, help="another number of layers")
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--only", nargs="*", default=list(CONTENDERS), help="some contenders")
+    parser.add_argument("--phases", action="store_true", help="print what each phase of our compiler took")
+    parser.add_argument("--save", action="store_true", help="keep the figures in benchmarks/results")
+    given = parser.parse_args()
+    size = GPT if given.size == "gpt" else SIZES[given.size]
+    size = replace(size, layers=given.layers or size.layers)
+    found = race(given.only, size, torch.bfloat16 if given.size == "gpt" else torch.float32, given.steps, given.phases)
+    table = Table("contender", "step ms", f"of {PEER}", "first s", "peak GiB", "launches", "kernels ms", "loss")
+    for name, figures in found.items():
+        ratio = figures["seconds"] / found[PEER]["seconds"] if PEER in found else float("nan")
+        table.add_row(
+            name,
+            f"{figures['seconds'] * 1e3:.2f}",
+            f"{ratio:.2f}",
+            f"{figures['first_s']:.1f}",
+            f"{figures['peak_gib']:.2f}",
+            f"{figures['launches']:.0f}",
+            f"{figures['kernels_s'] * 1e3:.2f}",
+            f"{figures['loss']:.4f}",
+        )
+    Console(width=120).print(table)
+    if given.save:
+        device = torch.cuda.get_device_name()
+        save(
+            f"gpu-step-{given.size}", {"gpu": device, "layers": size.layers, "steps": given.steps, "contenders": found}
+        )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,207 @@
+"""Stretches of a program recorded once as CUDA graphs, and replayed: one launch instead of hundreds.
+
+What reads numbers of the host, or talks to a backend whose collectives cannot be recorded, stays outside and cuts.
+The first run goes operator by operator (libraries set themselves up, kernels are tuned); the second records. Recorded
+kernels know addresses, so parameters, states and buckets must stay where they are: when one has moved, the stretch is
+recorded again. Whatever else comes in is copied to where the graph reads it; what the program returns is copied out,
+since the next replay writes there again.
+"""
+
+from __future__ import annotations
+
+import logging
+import operator
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from crossfade.execute.codegen import compile_program
+from crossfade.execute.outline import Staged
+from crossfade.graph import collectives
+from crossfade.graph.lasting import LASTING
+from crossfade.graph.private import OpOverload, backend_of_group
+from crossfade.graph.program import Input, InputKind, Output, OutputKind, Program
+
+log = logging.getLogger("crossfade")
+
+FEWEST = 2
+"""Nodes that are worth a graph."""
+
+_READS_ON_HOST = frozenset({"_local_scalar_dense", "item", "nonzero", "masked_select", "unique", "_unique2"})
+
+_pools: dict[int, Any] = {}
+
+
+def with_replays(program: Program) -> Program:
+    """A program whose recordable stretches are single nodes, each of which records itself at its second run.
+
+    On a CPU there is nothing to record:
+
+        >>> from crossfade.graph.text import parse
+        >>> program = parse('''
+        ... x: f32[4] = input("x")
+        ... a: f32[4] = aten.neg(x)
+        ... b: f32[4] = aten.exp(a)
+        ... return output("b", b)
+        ... ''')
+        >>> [node.name for node in with_replays(program).graph.nodes]
+        ['x', 'a', 'b', 'output']
+    """
+    stretches = _stretches(program)
+    return _Recorder(program, stretches).rewrite() if stretches else program
+
+
+def _stretches(program: Program) -> list[list[fx.Node]]:
+    """Runs of neighbouring nodes that can be recorded."""
+    found: list[list[fx.Node]] = [[]]
+    for node in program.graph.nodes:
+        if node.op == "placeholder":
+            continue
+        if can_be_recorded(node):
+            found[-1].append(node)
+        elif found[-1]:
+            found.append([])
+    return [stretch for stretch in found if len(stretch) >= FEWEST]
+
+
+def can_be_recorded(node: fx.Node) -> bool:
+    """Whether all that a node does happens on a CUDA device, without the host looking."""
+    if node.op != "call_function" or isinstance(node.target, Staged):
+        return False
+    if collectives.is_wait(node):
+        start = collectives.started_by(node)
+        return start is not None and can_be_recorded(start)
+    if (started := collectives.view(node)) is not None:
+        return backend_of_group(started.group) == "nccl"
+    if isinstance(node.target, OpOverload) and node.target.overloadpacket.__name__ in _READS_ON_HOST:
+        return False
+    given = [source.meta.get("val") for source in node.all_input_nodes]
+    return all(map(_is_on_device, [*given, node.meta.get("val")]))
+
+
+def _is_on_device(value: Any) -> bool:
+    if isinstance(value, (list, tuple)):
+        return all(map(_is_on_device, value))
+    static = isinstance(value, Tensor) and not any(isinstance(size, torch.SymInt) for size in value.shape)
+    return value is None or (static and value.device.type == "cuda")
+
+
+class _Recorder:
+    def __init__(self, program: Program, stretches: Sequence[list[fx.Node]]) -> None:
+        self.program, self.stretches = program, stretches
+        self.graph = fx.Graph()
+        self.known: dict[fx.Node, fx.Node] = {}
+        self.stays = {node for item, node in program.named_inputs() if item.kind in LASTING}
+        """Nodes whose memory is at the same place at every run."""
+
+    def rewrite(self) -> Program:
+        last = {stretch[-1]: stretch for stretch in self.stretches}
+        inside = {node for stretch in self.stretches for node in stretch}
+        for node in self.program.graph.nodes:
+            if node in last:
+                self._record(last[node])
+            elif node not in inside and node.op != "output":
+                self.known[node] = self.graph.node_copy(node, self.known.__getitem__)
+        results = [self._out(value) for value in self.program.results]
+        output = self.graph.output(tuple(results))
+        output.meta = dict(self.program.output_node.meta)
+        return replace(self.program, graph=self.graph)
+
+    def _record(self, stretch: list[fx.Node]) -> None:
+        inner, given, returned = _apart(self.program, stretch)
+        stays = [node in self.stays or node.op == "get_attr" for node in given]
+        target = Replay(inner, stays)
+        call = self.graph.create_node(
+            "call_function", target, tuple(self.known[node] for node in given), {}, name="replay"
+        )
+        for index, node in enumerate(returned):
+            element = self.graph.create_node("call_function", operator.getitem, (call, index), {}, name=node.name)
+            element.meta = dict(node.meta)
+            self.known[node] = element
+            self.stays.add(node)
+
+    def _out(self, value: Any) -> Any:
+        """A result in memory of its own: what a graph has written, it writes again at the next replay."""
+        if not isinstance(value, fx.Node):
+            return value
+        found = self.known[value]
+        recorded = any(value in stretch for stretch in map(set, self.stretches))
+        return self.graph.call_function(torch.ops.aten.clone.default, (found,)) if recorded else found
+
+
+def _apart(program: Program, stretch: list[fx.Node]) -> tuple[Program, list[fx.Node], list[fx.Node]]:
+    """A stretch as a program of its own, what it is given, and what others need of it."""
+    inside, graph, known = set(stretch), fx.Graph(), dict[fx.Node, fx.Node]()
+    given = list(dict.fromkeys(s for node in stretch for s in node.all_input_nodes if s not in inside))
+    returned = [node for node in stretch if any(user not in inside for user in node.users)]
+    for node in given:
+        known[node] = graph.placeholder(node.name)
+        known[node].meta = dict(node.meta)
+    for node in stretch:
+        known[node] = graph.node_copy(node, known.__getitem__)
+    graph.output(tuple(known[node] for node in returned))
+    inputs = tuple(Input(InputKind.INPUT, node.name) for node in given)
+    outputs = tuple(Output(OutputKind.OUTPUT, str(index)) for index in range(len(returned)))
+    return Program(graph, inputs, outputs, constants=program.constants), given, returned
+
+
+class Replay:
+    """Runs a program eagerly at first, then as a CUDA graph; `stays` says which inputs have an address that lasts."""
+
+    __name__ = "replay"
+
+    def __init__(self, program: Program, stays: Sequence[bool]) -> None:
+        self.program, self.stays = program, tuple(stays)
+        self.function = compile_program(program).function
+        self.runs = 0
+        self.recordings = 0
+        self.failed = ""
+        """Why it is not recorded."""
+        self._graph: torch.cuda.CUDAGraph | None = None
+        self._inputs: list[Tensor] = []
+        self._where: list[int] = []
+        self._outputs: tuple[Any, ...] = ()
+
+    def __call__(self, *inputs: Tensor) -> tuple[Any, ...]:
+        """Run on the inputs, in the program's order."""
+        self.runs += 1
+        if self.runs == 1 or self.failed or torch.cuda.is_current_stream_capturing():
+            return self.function(list(inputs))
+        if self._graph is None or self._where != self._places(inputs):
+            self._record(inputs)
+            if self._graph is None:
+                return self.function(list(inputs))
+        for stays, kept, given in zip(self.stays, self._inputs, inputs, strict=True):
+            if not stays:
+                kept.copy_(given)
+        self._graph.replay()
+        return self._outputs
+
+    def _places(self, inputs: Sequence[Tensor]) -> list[int]:
+        """Where the inputs are that should not move."""
+        return [given.data_ptr() for stays, given in zip(self.stays, inputs, strict=True) if stays]
+
+    def _record(self, inputs: Sequence[Tensor]) -> None:
+        self._graph, self._outputs = None, ()
+        self._inputs = [
+            given if stays else torch.empty_strided(given.shape, given.stride(), dtype=given.dtype, device=given.device)
+            for stays, given in zip(self.stays, inputs, strict=True)
+        ]
+        self._where = self._places(inputs)
+        device = torch.cuda.current_device()
+        pool = _pools.setdefault(device, torch.cuda.graph_pool_handle())
+        graph = torch.cuda.CUDAGraph()
+        try:
+            # Other threads, such as NCCL's watchdog, may go on asking the device.
+            with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+                self._outputs = self.function(list(self._inputs))
+        except RuntimeError as error:
+            self.failed = f"{type(error).__name__}: {error}".splitlines()[0]
+            self._inputs, self._outputs = [], ()
+            log.warning("%d nodes run one by one, not as a CUDA graph: %s", len(self.program.graph.nodes), self.failed)
+            return
+        self._graph = graph
+        self.recordings += 1

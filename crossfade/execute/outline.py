@@ -1,0 +1,156 @@
+"""A stretch of a program as a program of its own, and the whole with one call in its place."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import fx
+
+from crossfade.execute.regions import Region, Regions, base_of, is_view
+from crossfade.graph.program import Input, InputKind, Output, OutputKind, Program
+
+Call = Callable[..., Sequence[Any]]
+"""What runs instead of a region: takes its inputs, in order, and returns its outputs. With `takes_staged` it takes the
+tensors among them, and then one tensor of the numbers."""
+
+
+def outlined(program: Program, region: Region) -> Program:
+    """A region as a program: its inputs under the names of their nodes, views of them made inside.
+
+    >>> from crossfade.execute.regions import regions_of
+    >>> from crossfade.graph.text import parse
+    >>> program = parse('''
+    ... x: f32[2, 3] = input("x")
+    ... t: f32[3, 2] = aten.permute(x, [1, 0])
+    ... a: f32[3, 2] = aten.neg(t)
+    ... b: f32[3, 2] = aten.exp(a)
+    ... return output("b", b)
+    ... ''')
+    >>> print(outlined(program, regions_of(program).regions[0]))
+    x: f32[2, 3] = input("x")
+    t: f32[3, 2] = aten.permute(x, [1, 0])
+    a: f32[3, 2] = aten.neg(t)
+    b: f32[3, 2] = aten.exp(a)
+    return output("0", b)
+    """
+    inside, graph, known = set(region.nodes), fx.Graph(), dict[fx.Node, fx.Node]()
+    for node in region.inputs:
+        known[node] = graph.placeholder(node.name)
+        known[node].meta = dict(node.meta)
+
+    def enter(node: fx.Node) -> fx.Node:
+        if node not in known:
+            if node not in inside and not is_view(node):
+                return enter(base_of(node, stop=lambda at: at in known or is_view(at)))
+            known[node] = graph.node_copy(node, enter)
+        return known[node]
+
+    for node in region.nodes:
+        known[node] = graph.node_copy(node, enter)
+    graph.output(tuple(known[node] for node in region.outputs))
+    inputs = tuple(Input(InputKind.INPUT, node.name) for node in region.inputs)
+    outputs = tuple(Output(OutputKind.OUTPUT, str(index)) for index in range(len(region.outputs)))
+    return Program(graph, inputs, outputs, constants=program.constants)
+
+
+def with_calls(program: Program, chosen: Regions, calls: Mapping[Region, Call], device: torch.device) -> Program:
+    """A program in which each region is one node that calls something, after the nodes that compute on the host.
+
+    Numbers that a compiled region takes come last, together, as a tensor on the device.
+
+        >>> from crossfade.execute.regions import regions_of
+        >>> from crossfade.graph.text import parse
+        >>> program = parse('''
+        ... x: f32[4] = input("x")
+        ... a: f32[4] = aten.neg(x)
+        ... b: f32[4] = aten.exp(a)
+        ... return output("b", b)
+        ... ''')
+        >>> chosen = regions_of(program)
+        >>> calls = {chosen.regions[0]: lambda x: [x.neg().exp()]}
+        >>> [node.name for node in with_calls(program, chosen, calls, torch.device("cpu")).graph.nodes]
+        ['x', 'region', 'b', 'output']
+    """
+    return _Caller(program, chosen, calls, device).rewrite()
+
+
+class _Caller:
+    def __init__(self, program: Program, chosen: Regions, calls: Mapping[Region, Call], device: torch.device) -> None:
+        self.program, self.chosen, self.calls, self.device = program, chosen, calls, device
+        self.graph = fx.Graph()
+        self.known: dict[fx.Node, fx.Node] = {}
+        self.inside = {node: region for region in calls for node in region.nodes}
+
+    def rewrite(self) -> Program:
+        """Copy node by node: first what the host computes; a region where its last node stands; views where needed."""
+        nodes = [node for node in self.program.graph.nodes if node.op != "output"]
+        for node in [*self.program.placeholders, *self.chosen.host]:
+            self.known[node] = self.graph.node_copy(node, self._find)
+        numbers = {region: self._staged(region) for region in self.calls}
+        ending: dict[fx.Node, list[Region]] = {}
+        for region in self.calls:
+            ending.setdefault(region.end, []).append(region)
+        for node in nodes:
+            if node in ending:
+                for region in ending[node]:
+                    self._call(region, numbers[region])
+            elif node not in self.known and node not in self.inside and not is_view(node):
+                self.known[node] = self.graph.node_copy(node, self._find)
+        output = self.graph.output(fx.map_arg(self.program.output_node.args[0], self._find))
+        output.meta = dict(self.program.output_node.meta)
+        return replace(self.program, graph=self.graph)
+
+    def _find(self, node: fx.Node) -> fx.Node:
+        """What stands for a node: of a view, itself, made where it is first needed; of an in-place result, its base."""
+        if node not in self.known:
+            if is_view(node):
+                self.known[node] = self.graph.node_copy(node, self._find)
+            else:
+                base = base_of(node, stop=lambda at: at in self.known or is_view(at))
+                assert base is not node, f"{node} is needed before it is there"
+                return self._find(base)
+        return self.known[node]
+
+    def _staged(self, region: Region) -> fx.Node | None:
+        """A tensor of the numbers that a region takes, made on the host before everything else."""
+        numbers = numbers_of(region)
+        if not numbers or not getattr(self.calls[region], "takes_staged", False):
+            return None
+        return self.graph.call_function(Staged(self.device), tuple(self.known[node] for node in numbers))
+
+    def _call(self, region: Region, numbers: fx.Node | None) -> None:
+        given = [self._find(node) for node in (region.inputs if numbers is None else tensors_of(region))]
+        given += [] if numbers is None else [numbers]
+        call = self.graph.create_node("call_function", self.calls[region], tuple(given), {}, name="region")
+        call.meta["val"] = [node.meta.get("val") for node in region.outputs]
+        for index, node in enumerate(region.outputs):
+            element = self.graph.create_node("call_function", operator.getitem, (call, index), {}, name=node.name)
+            element.meta = dict(node.meta)
+            self.known[node] = element
+
+
+class Staged:
+    """Numbers of the host as one tensor on a device; the host does not wait for it."""
+
+    __name__ = "staged"
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    def __call__(self, *numbers: float) -> torch.Tensor:
+        """The numbers, in double precision."""
+        return torch.tensor(numbers, dtype=torch.float64).to(self.device, non_blocking=True)
+
+
+def tensors_of(region: Region) -> list[fx.Node]:
+    """The inputs of a region that are tensors."""
+    return [node for node in region.inputs if isinstance(node.meta.get("val"), torch.Tensor)]
+
+
+def numbers_of(region: Region) -> list[fx.Node]:
+    """The inputs of a region that are numbers."""
+    return [node for node in region.inputs if not isinstance(node.meta.get("val"), torch.Tensor)]
