@@ -7,6 +7,7 @@ what the first one decided.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -270,10 +271,16 @@ def finish(step: StepCompilation) -> None:
 
 def compile_computation(step: StepCompilation) -> None:
     """The computation between collectives, compiled by Inductor; equal regions once."""
-    place, program = step.job.place, step.made()
-    exact = step.job.options.execute == "exact"
-    shared = place.everyone.share if place.everyone is not None else lambda decide: decide()
-    step.regions = compile_regions(program, exact=exact, shared=shared)
+    everyone, program = step.job.place.everyone, step.made()
+
+    def of_first_rank(decide: Callable[[], Any]) -> Any:
+        if everyone is None:
+            return decide()
+        with meeting(everyone):
+            everyone.agree("regions", "regions", to="choose what is compiled")
+        return everyone.share(decide)
+
+    step.regions = compile_regions(program, exact=step.job.options.execute == "exact", shared=of_first_rank)
     program.history += (step.regions.record,)
     step.records.append(step.regions.record)
 

@@ -13,6 +13,9 @@ from torch import fx
 from crossfade.execute.regions import Region, Regions, base_of, is_view
 from crossfade.graph.program import Input, InputKind, Output, OutputKind, Program
 
+_ALIGNED = 2
+"""Numbers in 16 bytes, at whose multiples compiled kernels expect their inputs."""
+
 Call = Callable[..., Sequence[Any]]
 """What runs instead of a region: takes its inputs, in order, and returns its outputs. With `takes_staged` it takes the
 tensors among them, and then one tensor of the numbers."""
@@ -88,16 +91,20 @@ class _Caller:
     def rewrite(self) -> Program:
         """Copy node by node: first what the host computes; a region where its last node stands; views where needed."""
         nodes = [node for node in self.program.graph.nodes if node.op != "output"]
-        for node in [*self.program.placeholders, *self.chosen.host]:
-            self.known[node] = self.graph.node_copy(node, self._find)
-        numbers = {region: self._staged(region) for region in self.calls}
+        for node in self.program.placeholders:
+            self.known[node] = self.graph.node_copy(node)
+        self._count_steps()
+        for node in self.chosen.host:
+            if node not in self.known:
+                self.known[node] = self.graph.node_copy(node, self._find)
+        staged = self._staged()
         ending: dict[fx.Node, list[Region]] = {}
         for region in self.calls:
             ending.setdefault(region.end, []).append(region)
         for node in nodes:
             if node in ending:
                 for region in ending[node]:
-                    self._call(region, numbers[region])
+                    self._call(region, staged.get(region))
             elif node not in self.known and node not in self.inside and not is_view(node):
                 self.known[node] = self.graph.node_copy(node, self._find)
         output = self.graph.output(fx.map_arg(self.program.output_node.args[0], self._find))
@@ -115,16 +122,53 @@ class _Caller:
                 return self._find(base)
         return self.known[node]
 
-    def _staged(self, region: Region) -> fx.Node | None:
-        """A tensor of the numbers that a region takes, made on the host before everything else."""
-        numbers = numbers_of(region)
-        if not numbers or not getattr(self.calls[region], "takes_staged", False):
-            return None
-        return self.graph.call_function(Staged(self.device), tuple(self.known[node] for node in numbers))
+    def _count_steps(self) -> None:
+        """Add to all counts of steps in one call: there is one for each parameter, and the host waits for nothing."""
+        touched: set[fx.Node] = set()
+        counts: dict[Any, list[fx.Node]] = {}
+        for node in self.chosen.host:
+            adds = node.target is torch.ops.aten.add_.Tensor and len(node.args) == 2 and not node.kwargs
+            number: Any = node.args[1] if adds else None
+            first = touched.isdisjoint(node.all_input_nodes) and node.all_input_nodes[0].op == "placeholder"
+            if first and isinstance(number, (int, float)):
+                counts.setdefault(number, []).append(node)
+            touched.update(node.all_input_nodes)
+        for number, nodes in counts.items():
+            counted = [self.known[node.all_input_nodes[0]] for node in nodes]
+            self.graph.call_function(torch.ops.aten._foreach_add_.Scalar, (counted, number))
+            self.known.update(zip(nodes, counted, strict=True))
 
-    def _call(self, region: Region, numbers: fx.Node | None) -> None:
-        given = [self._find(node) for node in (region.inputs if numbers is None else tensors_of(region))]
-        given += [] if numbers is None else [numbers]
+    def _staged(self) -> dict[Region, tuple[fx.Node, int]]:
+        """For each region that takes numbers, the tensor of all of them, and where its own begin.
+
+        Made on the host before everything else, and sent at once; each region's begin where a kernel likes to read.
+        """
+        taking = [
+            each for each, call in self.calls.items() if getattr(call, "takes_staged", False) and numbers_of(each)
+        ]
+        numbers: list[Any] = []
+        begin = {}
+        for region in taking:
+            begin[region] = len(numbers)
+            numbers += [self.known[node] for node in numbers_of(region)]
+            numbers += [0.0] * (len(numbers) % _ALIGNED)
+        if not numbers:
+            return {}
+        staged = self.graph.call_function(Staged(self.device), tuple(numbers))
+        staged.meta["val"] = self._numbers(len(numbers))
+        return {region: (staged, begin[region]) for region in taking}
+
+    def _numbers(self, count: int) -> torch.Tensor:
+        with self.program.fake_mode:
+            return torch.empty(count, dtype=torch.float64, device=self.device)
+
+    def _call(self, region: Region, staged: tuple[fx.Node, int] | None) -> None:
+        given = [self._find(node) for node in (region.inputs if staged is None else tensors_of(region))]
+        if staged is not None:
+            (numbers, begin), count = staged, len(numbers_of(region))
+            own = self.graph.call_function(torch.ops.aten.slice.Tensor, (numbers, 0, begin, begin + count))
+            own.meta["val"] = self._numbers(count)
+            given.append(own)
         call = self.graph.create_node("call_function", self.calls[region], tuple(given), {}, name="region")
         call.meta["val"] = [node.meta.get("val") for node in region.outputs]
         for index, node in enumerate(region.outputs):
