@@ -39,7 +39,7 @@ def stepping(name: str, size: Size, dtype: torch.dtype, phases: bool) -> Callabl
     if ours:
         step = compile_step(model, next_token_loss, optimizer, execute="eager" if "eager" in name else "auto")
         step.prepare(tokens, targets) if phases else None
-        print(step.pipeline if phases else "", end="", flush=True)
+        print(f"{step.pipeline}\n{step.report.facts.get('CUDA graphs')}" if phases else "", flush=True)
         return lambda: step(tokens, targets)
 
     def loss_of(tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:

@@ -27,6 +27,7 @@ from crossfade.compile.step_inputs import StepInputs
 from crossfade.cost.timeline import Timeline
 from crossfade.errors import CrossfadeError, RankFailedError
 from crossfade.execute.bound import Bound
+from crossfade.execute.cuda_graph import said_of_replays
 from crossfade.execute.executable import Executable
 from crossfade.execute.stopwatch import Stopwatch
 from crossfade.graph.private import group_named, mark_optimizer_stepped
@@ -412,6 +413,9 @@ class Step:
         log.info("captured %s in %.1f s: %s", type(self.model).__name__, time.perf_counter() - start, built.report)
         replay = self._place.device == "cuda" and compiler.job.options.execute != "eager"
         executable = Executable(built.program, self._place.groups, built.regions, replay=replay)
+        if replay:
+            facts = {**built.report.facts, "CUDA graphs": said_of_replays(executable.program)}
+            built = replace(built, report=replace(built.report, facts=facts))
         keys = [(name, self.model.get_parameter(name), entries) for name, entries in built.state_keys.items()]
         names = [item.name for item in built.program.inputs if item.kind is InputKind.INPUT]
         bound = self._inputs.bound(built.program, built.numbers.inputs)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 import operator
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -67,6 +68,37 @@ def _stretches(program: Program) -> list[list[fx.Node]]:
     return [stretch for stretch in found if len(stretch) >= FEWEST]
 
 
+def said_of_replays(program: Program) -> str:
+    """How much of a program is replayed as CUDA graphs, and what runs outside of them, in words.
+
+    >>> from crossfade.graph.text import parse
+    >>> program = parse('''
+    ... x: f32[4] = input("x")
+    ... a: f32[4] = aten.neg(x)
+    ... return output("a", a)
+    ... ''')
+    >>> said_of_replays(program)
+    'none; 1 node runs by itself: neg'
+    """
+    stretches = _stretches(program)
+    inside = {node for stretch in stretches for node in stretch}
+    outside = [node for node in program.graph.nodes if node.op == "call_function" and node not in inside]
+    device = [node for node in outside if isinstance(node.target, Staged) or not _is_number(node)]
+    names = Counter(getattr(node.target, "__name__", str(node.target)).partition(".")[0] for node in device)
+    kinds = ", ".join(f"{count} {name}" if count > 1 else name for name, count in names.most_common(8))
+    graphs = f"{len(stretches)} of {len(inside)} nodes" if stretches else "none"
+    runs = "node runs by itself" if len(device) == 1 else "nodes run by themselves"
+    return f"{graphs}; {len(device)} {runs}: {kinds}" if device else graphs
+
+
+def _is_number(node: fx.Node) -> bool:
+    """Whether a node computes a number, or a tensor of one on the host."""
+    value = node.meta.get("val")
+    return not isinstance(value, (Tensor, list, tuple)) or (
+        isinstance(value, Tensor) and value.device.type == "cpu" and value.dim() == 0
+    )
+
+
 def can_be_recorded(node: fx.Node) -> bool:
     """Whether all that a node does happens on a CUDA device, without the host looking."""
     if node.op != "call_function" or isinstance(node.target, Staged):
@@ -86,7 +118,7 @@ def _is_on_device(value: Any) -> bool:
     if isinstance(value, (list, tuple)):
         return all(map(_is_on_device, value))
     static = isinstance(value, Tensor) and not any(isinstance(size, torch.SymInt) for size in value.shape)
-    return value is None or (static and value.device.type == "cuda")
+    return value is None or isinstance(value, bool | int | float) or (static and value.device.type == "cuda")
 
 
 class _Recorder:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from crossfade.execute.regions import Region, Regions, base_of, is_view
+from crossfade.execute.regions import Region, Regions, base_of, is_constant, is_view, looks
 from crossfade.graph.program import Input, InputKind, Output, OutputKind, Program
 
 _ALIGNED = 2
@@ -45,7 +45,9 @@ def outlined(program: Program, region: Region) -> Program:
         known[node] = graph.placeholder(node.name)
         known[node].meta = dict(node.meta)
 
-    def enter(node: fx.Node) -> fx.Node:
+    def enter(node: fx.Node) -> Any:
+        if is_constant(node):
+            return node.meta["val"]
         if node not in known:
             if node not in inside and not is_view(node):
                 return enter(base_of(node, stop=lambda at: at in known or is_view(at)))
@@ -53,7 +55,8 @@ def outlined(program: Program, region: Region) -> Program:
         return known[node]
 
     for node in region.nodes:
-        known[node] = graph.node_copy(node, enter)
+        if not is_constant(node):
+            known[node] = graph.node_copy(node, enter)
     graph.output(tuple(known[node] for node in region.outputs))
     inputs = tuple(Input(InputKind.INPUT, node.name) for node in region.inputs)
     outputs = tuple(Output(OutputKind.OUTPUT, str(index)) for index in range(len(region.outputs)))
@@ -105,19 +108,21 @@ class _Caller:
             if node in ending:
                 for region in ending[node]:
                     self._call(region, staged.get(region))
-            elif node not in self.known and node not in self.inside and not is_view(node):
+            elif node not in self.known and node not in self.inside and not looks(node):
                 self.known[node] = self.graph.node_copy(node, self._find)
         output = self.graph.output(fx.map_arg(self.program.output_node.args[0], self._find))
         output.meta = dict(self.program.output_node.meta)
         return replace(self.program, graph=self.graph)
 
-    def _find(self, node: fx.Node) -> fx.Node:
+    def _find(self, node: fx.Node) -> Any:
         """What stands for a node: of a view, itself, made where it is first needed; of an in-place result, its base."""
+        if is_constant(node):
+            return node.meta["val"]
         if node not in self.known:
-            if is_view(node):
+            if looks(node):
                 self.known[node] = self.graph.node_copy(node, self._find)
             else:
-                base = base_of(node, stop=lambda at: at in self.known or is_view(at))
+                base = base_of(node, stop=lambda at: at in self.known or looks(at))
                 assert base is not node, f"{node} is needed before it is there"
                 return self._find(base)
         return self.known[node]

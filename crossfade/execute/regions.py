@@ -101,6 +101,11 @@ def base_of(node: fx.Node, stop: Callable[[fx.Node], bool] = lambda node: False)
 
 def is_view(node: fx.Node) -> bool:
     """Whether a node only looks at the memory of another: it can be made again wherever that is known."""
+    return looks(node) and not any(map(_is_number, node.all_input_nodes))
+
+
+def looks(node: fx.Node) -> bool:
+    """Whether a node is a view, perhaps of a place that numbers say: a rank's rows, which a region is given as such."""
     return node.op == "call_function" and only_looks(node.target) and aliased_by(node) is not None
 
 
@@ -128,6 +133,10 @@ class _Chooser:
         """Walk once, cutting where something stays eager; then see what crosses the borders."""
         for node in self.nodes:
             if node.op != "call_function" or node in self.host or node in self._taken or is_view(node):
+                continue
+            if looks(node):
+                if self.roots[node] in self._made:  # it is needed as an input of what comes
+                    self._cut()
                 continue
             if collectives.is_collective(node) or collectives.is_wait(node):
                 self._cut()
@@ -186,24 +195,24 @@ class _Chooser:
             return _SIZES
         if any(source in self.host and _tensors(source.meta.get("val")) for source in node.all_input_nodes):
             return _ELSEWHERE
-        if any(value.device.type != self.device for value in values):
+        if any(value.device.type != self.device and not _is_seed(value) for value in values):
             return _ELSEWHERE
-        if any(not _tensors(source.meta.get("val")) for source in node.all_input_nodes) and not takes_numbers(node):
+        if any(map(_is_number, node.all_input_nodes)) and not takes_numbers(node):
             return _NUMBERS
         return "" if all(self._may_write(source) for source in written_inputs(node)) else _WRITES
 
     def _may_write(self, source: fx.Node) -> bool:
         """Whether an argument is memory that this run has made, or the whole of something that lasts."""
-        root = self.roots[source]
-        whole = base_of(source, stop=is_view) is root and self.kinds.get(root) in _OWNED
-        return root in self._made or whole
+        root, base = self.roots[source], base_of(source, stop=is_view)
+        known = base is root or (looks(base) and not is_view(base))
+        return root in self._made or (known and self.kinds.get(root) in _OWNED)
 
     def _find_borders(self, regions: list[Region]) -> None:
         """What each region is given, and what others need of it."""
         owner = {node: region for region in regions for node in region.nodes}
         needed: dict[fx.Node, None] = {}
         for node in self.nodes:
-            if node in owner or (is_view(node) and node.op != "output"):
+            if node in owner or is_view(node):
                 continue
             for source in node.all_input_nodes:
                 needed[base_of(source)] = None
@@ -213,12 +222,12 @@ class _Chooser:
             for node in region.nodes:
                 for source in node.all_input_nodes:
                     base = base_of(source, stop=inside.__contains__)
-                    if base not in inside:
+                    if base not in inside and not is_constant(base):
                         given[base] = None
             region.inputs = list(given)
             needed |= given
         for region in regions:
-            region.outputs = [node for node in region.nodes if node in needed]
+            region.outputs = [node for node in region.nodes if node in needed and not is_constant(node)]
 
     def _is_named_twice(self, region: Region) -> bool:
         inside = set(region.nodes)
@@ -244,7 +253,7 @@ class _Updates:
         met = [self._part[source] for source in sources if source in self._part]
         met += [self._written[root] for root in memory if root in self._written]
         met += [self._read[root] for root in written if root in self._read]
-        if not met and all(_tensors(source.meta.get("val")) for source in sources):
+        if not met and not any(map(_is_number, sources)):
             return False
         if not met:
             met = [len(self._parent)]
@@ -297,6 +306,21 @@ def _host_nodes(program: Program) -> dict[fx.Node, None]:
 def _stays_on_host(node: fx.Node) -> bool:
     value = node.meta.get("val")
     return not is_random(node) and (_is_single(value) or not _tensors(value))
+
+
+def is_constant(node: fx.Node) -> bool:
+    """Whether a node is a number that is known beforehand: a length that attention returns beside its result."""
+    return node.target is operator.getitem and isinstance(node.meta.get("val"), (bool, int, float))
+
+
+def _is_number(node: fx.Node) -> bool:
+    """Whether a node is a number that may be another one in the next step."""
+    return not _tensors(node.meta.get("val")) and not is_constant(node)
+
+
+def _is_seed(value: Tensor) -> bool:
+    """Whether a tensor is where attention says what it drew with, which is nothing where nothing is drawn."""
+    return value.device.type == "cpu" and not value.dtype.is_floating_point and value.numel() <= 2
 
 
 def _is_single(value: Any) -> bool:
