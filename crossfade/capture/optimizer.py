@@ -6,16 +6,17 @@ eager torch. The numbers that it computes with are inputs of the program; other 
 
 from __future__ import annotations
 
-import functools
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 from torch.optim import Optimizer
 
+from crossfade.capture.alike_updates import alike, may_repeat, updates_each_by_itself
+from crossfade.capture.clipping import clipped_norm
 from crossfade.capture.numbers import Learned, Number, StepNumbers, SymbolicNumbers, numbers_of
 from crossfade.capture.optimizer_state import counters_in, initial_state, lacking_state
 from crossfade.capture.shadow import (
@@ -28,8 +29,8 @@ from crossfade.capture.shadow import (
     take_step,
 )
 from crossfade.capture.tracing import is_about_data, to_fake, trace
+from crossfade.capture.update_order import order_by_readiness
 from crossfade.errors import CaptureError, ModelError, OptimizerError
-from crossfade.graph import collectives
 from crossfade.graph.private import FakeTensor, as_if_compiling, has_hooks, has_step_hooks
 from crossfade.graph.program import Input, InputKind, Output, OutputKind, Program, attribute
 from crossfade.graph.splice import inline
@@ -173,75 +174,139 @@ class _Tracer:
             numbers = numbers_of(self.optimizer, self.names, later, learned.changing)
             self.attempts += 1
             symbolic = SymbolicNumbers(self.program.fake_mode.shape_env, numbers, self.attempts)
-            step = _TracedStep(self, symbolic, capturable)
-            body = step.trace()
+            step = _TracedStep(self, symbolic, capturable, list(self.ready))
+            pieces = self._repeated(symbolic, capturable) or [step.trace()]
             if step.changing <= learned.changing:
                 break
             learned.changing |= step.changing
         learned.branches.update({branch.text: branch for branch in symbolic.branches()})
         updates = symbolic.updates(step.left)
-        clipped = self.clip_grad_norm is not None
-        _take_over_constants(self.program, body)
-        program, used = _append(
-            self.program, body.graph, self.ready, self.operands, self.state, list(numbers), clipped=clipped
-        )
+        program, used = _append(self, pieces, symbolic)
         return OptimizerStep(program, StepNumbers({name: numbers[name] for name in used}, updates))
+
+    def _repeated(self, symbolic: SymbolicNumbers, capturable: bool) -> list[_Piece]:
+        """The step in pieces, one a parameter, of which only those that differ are traced; none if it must be whole."""
+        if self.begins or not updates_each_by_itself(self.optimizer) or not self._states_are_tensors():
+            return []
+        values = {name: (self.operands[name].meta["val"], self.ready[name].meta["val"]) for name in self.ready}
+        first = alike(self.optimizer, self.parameters, values, self.state)
+        if 2 * len(set(first.values())) > len(first):  # a trace of its own for each costs more than one of all
+            return []
+        traced: dict[str, _Piece] = {}
+        for name in dict.fromkeys(first.values()):
+            step = _TracedStep(self, symbolic, capturable, [name])
+            traced[name] = step.trace(clips=False)
+            graph = traced[name].body.graph
+            if (
+                step.changing
+                or symbolic.updates(step.left)
+                or not may_repeat(graph, graph.find_nodes(op="placeholder"))
+            ):
+                return []
+        clipping = [] if self.clip_grad_norm is None or not first else [self._clipping()]
+        return [*clipping, *(replace(traced[first[name]], names=[name]) for name in first)]
+
+    def _states_are_tensors(self) -> bool:
+        known = [{**self.initial.get(n, {}), **self.optimizer.state.get(self.parameters[n], {})} for n in self.ready]
+        return all(isinstance(value, Tensor) for state in known for value in state.values())
+
+    def _clipping(self) -> _Piece:
+        """The gradients of all parameters scaled down, and their norm."""
+
+        def clip(values: list[Tensor], gradients: list[Tensor]) -> list[Tensor]:
+            by_name = dict(zip(self.ready, values, strict=True))
+            for value, gradient in zip(values, gradients, strict=True):
+                value.grad = gradient
+            ordered = {name: by_name[name] for name in self.names.values() if name in by_name}
+            norm = clipped_norm(ordered, self.clip_grad_norm, self.split_over)
+            return [*gradients, *norm]
+
+        values = [self.operands[n].meta["val"] for n in self.ready]
+        fakes = values, [self.ready[n].meta["val"] for n in self.ready]
+        with torch.no_grad():
+            body = trace(self.program.fake_mode, clip, fakes, "the norm of gradients", with_sources=False)
+        return _Piece(list(self.ready), body, norm=True, updates=False)
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """A traced part of a step: of parameters, their gradients, their state and the numbers, the new values of all but
+    the gradients and the numbers. If it `updates` nothing, of parameters and gradients, the new gradients. The norm of
+    all gradients is the last result, if it has that."""
+
+    names: Sequence[str]
+    body: fx.GraphModule
+    norm: bool = False
+    updates: bool = True
 
 
 class _TracedStep:
     """One trace: a function of parameters, gradients, state and numbers, and what it left in the numbers' places."""
 
-    def __init__(self, tracer: _Tracer, symbolic: SymbolicNumbers, capturable: bool) -> None:
-        self.tracer, self.symbolic, self.capturable = tracer, symbolic, capturable
+    def __init__(self, tracer: _Tracer, symbolic: SymbolicNumbers, capturable: bool, stepped: Sequence[str]) -> None:
+        self.tracer, self.symbolic, self.capturable, self.stepped = tracer, symbolic, capturable, stepped
         self.counters = {
-            name: counters_in(tracer.optimizer, tracer.parameters[name], state) if capturable else set()
-            for name, state in tracer.state.items()
+            name: counters_in(tracer.optimizer, tracer.parameters[name], tracer.state[name]) if capturable else set()
+            for name in stepped
         }
         self.left: dict[Number, Any] = {}
         self.changing: set[str] = set()
 
-    def trace(self) -> fx.GraphModule:
-        """The step as a graph."""
+    def trace(self, *, clips: bool = True) -> _Piece:
+        """The step of the parameters that are `stepped`, which first `clips` their gradients if that is asked for."""
         tracer = self.tracer
+        self.limit = tracer.clip_grad_norm if clips else None
         fakes = (
-            [tracer.operands[n].meta["val"] for n in tracer.ready],
-            [tracer.ready[n].meta["val"] for n in tracer.ready],
-            [tracer.state[n] for n in tracer.ready],
+            [tracer.operands[n].meta["val"] for n in self.stepped],
+            [tracer.ready[n].meta["val"] for n in self.stepped],
+            [tracer.state[n] for n in self.stepped],
             *self.symbolic.symbols.values(),
         )
         what = f"the step of {type(tracer.optimizer).__name__}"
         with torch.no_grad():
-            return trace(tracer.program.fake_mode, self._update, fakes, what, with_sources=False)
+            body = trace(tracer.program.fake_mode, self._update, fakes, what, with_sources=False)
+        if not updates_each_by_itself(tracer.optimizer):
+            count = len(self.stepped)
+            order_by_readiness(body.graph, list(body.graph.find_nodes(op="placeholder"))[count : 2 * count])
+        return _Piece(self.stepped, body, norm=self.limit is not None)
 
     def _update(
         self, values: list[Tensor], gradients: list[Tensor], states: list[dict[str, Tensor]], *given: Any
     ) -> list[Tensor]:
         tracer, optimizer = self.tracer, self.tracer.optimizer
-        by_name = dict(zip(tracer.ready, values, strict=True))
-        entries = {name: self._entries(name, state) for name, state in zip(tracer.ready, states, strict=True)}
+        by_name = dict(zip(self.stepped, values, strict=True))
+        entries = {name: self._entries(name, state) for name, state in zip(self.stepped, states, strict=True)}
         shadow = shadow_of(optimizer)
         shadow.state = defaultdict(dict, {by_name[name]: held for name, held in entries.items()})
-        members = [{tracer.names[parameter] for parameter in group["params"]} for group in optimizer.param_groups]
-        chosen = [[by_name[name] for name in by_name if name in group] for group in members]
+        chosen = [[by_name[name] for name in names if name in by_name] for names in self._members()]
         give_groups(shadow, optimizer, chosen, capturable=self.capturable)
         numbers = self.symbolic.numbers.values()
         for number, value in zip(numbers, given, strict=True):
             put_number(shadow, number, value, entries.get(state_of_number(number, tracer.names), {}))
-        for name, gradient in zip(tracer.ready, gradients, strict=True):
+        for name, gradient in zip(self.stepped, gradients, strict=True):
             by_name[name].grad = gradient
         ordered = {name: by_name[name] for name in tracer.names.values() if name in by_name}
-        norm = _clip(ordered, tracer.clip_grad_norm, tracer.split_over)
+        norm = clipped_norm(ordered, self.limit, tracer.split_over)
         take_step(shadow)
         self.changing = check_unchanged(shadow, optimizer, self.symbolic.numbers)
-        for name in tracer.ready:
+        for name in self.stepped:
             self._check_entries(name, shadow.state[by_name[name]])
-        self.left = self._numbers_left(shadow, {name: shadow.state[by_name[name]] for name in tracer.ready})
+        self.left = self._numbers_left(shadow, {name: shadow.state[by_name[name]] for name in self.stepped})
         new = [
             self._kept(name, key, like, shadow.state[by_name[name]][key])
-            for name, state in zip(tracer.ready, states, strict=True)
+            for name, state in zip(self.stepped, states, strict=True)
             for key, like in state.items()
         ]
         return [*values, *new, *norm]
+
+    def _members(self) -> list[list[str]]:
+        """The parameters of each group in their own order, which code of users may count on."""
+        names, groups = self.tracer.names, self.tracer.optimizer.param_groups
+        members = [[names[parameter] for parameter in group["params"]] for group in groups]
+        if not updates_each_by_itself(self.tracer.optimizer):
+            return members
+        position = {name: index for index, name in enumerate(self.stepped)}
+        return [sorted(group, key=lambda name: position.get(name, -1)) for group in members]
 
     def _entries(self, name: str, state: Mapping[str, Tensor]) -> dict[str, Any]:
         """What the code finds in a parameter's state: nothing before its first step, if that makes a difference."""
@@ -267,7 +332,7 @@ class _TracedStep:
             else:
                 value = shadow.param_groups[where][key[0]]
                 found[number] = value if key[1] is None else value[key[1]]
-        for name in tracer.begins & tracer.ready.keys():
+        for name in tracer.begins & set(self.stepped):
             parameter = tracer.parameters[name]
             for key, value in entries[name].items():
                 if is_any_number(value):
@@ -355,43 +420,6 @@ def _initial_and_fake(
     }
 
 
-def _clip(parameters: Mapping[str, Tensor], limit: float | None, split_over: Mapping[str, str]) -> list[Tensor]:
-    if limit is None:
-        return []
-    if not split_over:
-        return [torch.nn.utils.clip_grad_norm_(list(parameters.values()), limit, foreach=False)]
-    gradients = {name: parameter.grad for name, parameter in parameters.items() if parameter.grad is not None}
-    kind = functools.reduce(torch.promote_types, (gradient.dtype.to_real() for gradient in gradients.values()))
-    norm = _norm_of_all(gradients, split_over, torch.promote_types(kind, torch.float32))
-    scale = torch.clamp(limit / (norm + 1e-6), max=1.0)  # as torch.nn.utils.clip_grad_norm_ does
-    for gradient in gradients.values():
-        gradient.mul_(scale)
-    return [norm.to(kind)]
-
-
-def _norm_of_all(gradients: Mapping[str, Tensor], split_over: Mapping[str, str], wide: torch.dtype) -> Tensor:
-    """The norm of gradients of which each rank of a group has a part, or all where they are not split.
-
-    Squares are summed in float32 at least: those of half precision overflow at a norm of 256.
-    """
-    total = next(iter(gradients.values())).new_zeros((), dtype=wide)
-    for group in dict.fromkeys(split_over.values()):
-        own = [gradient for name, gradient in gradients.items() if split_over.get(name) == group]
-        if own:
-            squares = torch.stack([_square_of_norm(gradient, wide) for gradient in own]).sum()
-            total = total + collectives.wait(collectives.all_reduce(squares, "sum", group))
-    for name, gradient in gradients.items():
-        if name not in split_over:
-            total = total + _square_of_norm(gradient, wide)
-    return total.sqrt()
-
-
-def _square_of_norm(gradient: Tensor, wide: torch.dtype) -> Tensor:
-    """The sum of squares, of complex numbers of their absolute values, in a dtype that holds that of all gradients."""
-    own = torch.promote_types(gradient.dtype, torch.float32)
-    return torch.linalg.vector_norm(gradient, dtype=own).to(wide).square()
-
-
 def _take_over_constants(program: Program, body: fx.GraphModule) -> None:
     """Give a program the tensors that traced code made from Python's numbers."""
     constants = dict(program.constants)
@@ -402,38 +430,50 @@ def _take_over_constants(program: Program, body: fx.GraphModule) -> None:
     program.constants = constants
 
 
-def _append(
-    program: Program,
-    body: fx.Graph,
-    ready: Mapping[str, fx.Node],
-    operands: Mapping[str, fx.Node],
-    state: Mapping[str, dict[str, Tensor]],
-    numbers: Sequence[str],
-    *,
-    clipped: bool,
-) -> tuple[Program, list[str]]:
-    """A program with a traced step, and the names of the numbers that it uses."""
+def _append(tracer: _Tracer, pieces: Sequence[_Piece], symbolic: SymbolicNumbers) -> tuple[Program, list[str]]:
+    """The program with a traced step, and the names of the numbers that it uses."""
+    program, ready, state = tracer.program, tracer.ready, tracer.state
+    bodies = list({id(piece.body): piece.body for piece in pieces if piece.updates}.values())
+    taken = [_last(body.graph, symbolic.symbols) for body in bodies]
+    used = [name for name in symbolic.symbols if any(numbers[name].users for numbers in taken)]
+    for piece in pieces:
+        _take_over_constants(program, piece.body)
     entries = [(name, key) for name in ready for key in state[name]]
-    new_inputs = [Input(InputKind.OPTIMIZER_STATE, state_name(name, key)) for name, key in entries]
-    body_inputs = list(body.find_nodes(op="placeholder"))
-    count = len(ready)
-    parameters = dict(zip(body_inputs[:count], [operands[n] for n in ready], strict=True))
-    gradients = dict(zip(body_inputs[count : 2 * count], ready.values(), strict=True))
-    given = dict(zip(numbers, body_inputs[2 * count + len(entries) :], strict=True))
-    used = [name for name, node in given.items() if node.users]
-    new_inputs += [Input(InputKind.SCALAR, name) for name in used]
-    for name in numbers:
-        if name not in used:
-            body.erase_node(given[name])
-    new_nodes = [*body_inputs[2 * count : 2 * count + len(entries)], *(given[name] for name in used)]
-    added = {old: program.add_input(item, old.meta["val"]) for item, old in zip(new_inputs, new_nodes, strict=True)}
-    results = inline(program, body, {**parameters, **gradients, **added}, before=program.output_node)
-    taken = (OutputKind.GRADIENT, OutputKind.SHARD)
-    kept = [(out, value) for out, value in program.named_results() if out.kind not in taken]
-    updated = [*ready, *(state_name(name, key) for name, key in entries)]
-    kept += list(zip([Output(OutputKind.UPDATE, name) for name in updated], results[: len(updated)], strict=True))
-    if clipped:
-        kept.append((Output(OutputKind.OUTPUT, GRAD_NORM), results[-1]))
+    of_state = [(Input(InputKind.OPTIMIZER_STATE, state_name(n, key)), state[n][key].detach()) for n, key in entries]
+    of_numbers = [(Input(InputKind.SCALAR, name), symbolic.symbols[name]) for name in used]
+    added = program.add_inputs([*of_state, *of_numbers])
+    known = dict(zip([*entries, *used], added, strict=True))
+    gradients, norm = dict(ready), []
+    new: dict[Any, Any] = {}
+    for piece in pieces:
+        names, graph = piece.names, piece.body.graph
+        own = [(name, key) for name in names for key in state[name]]
+        given = [*(tracer.operands[n] for n in names), *(gradients[n] for n in names)]
+        arguments = dict(
+            zip(graph.find_nodes(op="placeholder"), [*given, *(known[entry] for entry in own)], strict=False)
+        )
+        if piece.updates:
+            arguments |= {node: known[name] for name, node in _last(graph, symbolic.symbols).items() if name in used}
+        results = inline(program, piece.body.graph, arguments, before=program.output_node)
+        norm += results[len(results) - piece.norm :]
+        if piece.updates:
+            new |= dict(zip([*names, *own], results, strict=False))
+        else:
+            gradients = dict(zip(names, results, strict=False))
+    kept = [(out, value) for out, value in program.named_results() if out.kind not in _TAKEN]
+    kept += [(Output(OutputKind.UPDATE, name), new[name]) for name in ready]
+    kept += [(Output(OutputKind.UPDATE, state_name(*entry)), new[entry]) for entry in entries]
+    kept += [(Output(OutputKind.OUTPUT, GRAD_NORM), value) for value in norm]
     program.set_results([value for _, value in kept], tuple(out for out, _ in kept))
     program.facts |= {"optimizer"}
     return program, used
+
+
+_TAKEN = (OutputKind.GRADIENT, OutputKind.SHARD)
+"""What a step takes of a program's results."""
+
+
+def _last(graph: fx.Graph, names: Collection[str]) -> dict[str, fx.Node]:
+    """The last inputs of a graph, by their names."""
+    inputs = list(graph.find_nodes(op="placeholder"))
+    return dict(zip(names, inputs[len(inputs) - len(names) :], strict=True))

@@ -114,7 +114,7 @@ class Job:
                 micro_batches=layout.accumulate > 1,
             )
         needed = layout.ranks > 1 and needs_batch_dims(program)
-        larger = self._captured(batch, layout, size * times, trained if needed else ())
+        larger = self._captured(batch, layout, size * times, trained if needed else (), with_sources=False)
         if needed:
             mark_batch_dims(program, larger)
         several = layout.accumulate > 1
@@ -136,6 +136,8 @@ class Job:
         size: int,
         trained: Sequence[str],
         symbolic: SymbolicCapture | None = None,
+        *,
+        with_sources: bool = True,
     ) -> Program:
         """One capture; another one where the model fixes sizes that were to be symbols."""
         tensor = self.place.tensor
@@ -151,6 +153,7 @@ class Job:
                 forward=tensor.forward(resized(batch, size, layout)) if tensor is not None else None,
                 sizes=symbolic.sizes if symbolic is not None else None,
                 lines=symbolic.lines if symbolic is not None else None,
+                with_sources=with_sources,
             )
             known = known_sizes(program.fake_mode) if symbolic is not None else {}
             fixed = {name: number for name, number in known.items() if symbolic and name in symbolic.sizes.hints}

@@ -12,7 +12,7 @@ from crossfade.compile.catalogue import known_passes
 from crossfade.errors import PassError
 from crossfade.graph.passes import Pass, PassRecord, run_passes
 from crossfade.graph.pipelines import Pipeline
-from crossfade.graph.program import Program
+from crossfade.graph.program import Program, paused_garbage_collection
 
 
 @dataclass
@@ -216,7 +216,8 @@ class Phases(Sequence[Phase]):
         A change of a pass that did not run here is recorded as left out: whether one runs depends on the program.
         """
         compilation.changes = self._changes
-        ran = [_run(phase, compilation) for phase in self]
+        with paused_garbage_collection():
+            ran = [_run(phase, compilation) for phase in self]
         unmet = [change for change in self._changes if change not in compilation.met]
         ran += [PhaseRecord(Phase(change.text, _nothing), (), 0.0, "no phase ran the pass") for change in unmet]
         return PhaseRecords(ran)

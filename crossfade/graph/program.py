@@ -7,7 +7,7 @@ import gc
 import itertools
 import keyword
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any, ClassVar
@@ -159,12 +159,19 @@ class Program:
 
     def add_input(self, item: Input, value: Any) -> fx.Node:
         """Append an input; `value` describes it."""
-        last = self.placeholders[-1] if self.inputs else None
-        with self.graph.inserting_after(last) if last else self.graph.inserting_before(next(iter(self.graph.nodes))):
-            node = self.graph.placeholder(identifier(item.name))
-        node.meta["val"] = value
-        self.inputs += (item,)
-        return node
+        return self.add_inputs([(item, value)])[0]
+
+    def add_inputs(self, items: Sequence[tuple[Input, Any]]) -> list[fx.Node]:
+        """Append inputs, each with what describes it: many at once are looked through once."""
+        added = []
+        after = self.placeholders[-1].next if self.inputs else next(iter(self.graph.nodes))
+        with self.graph.inserting_before(after):
+            for item, value in items:
+                node = self.graph.placeholder(identifier(item.name))
+                node.meta["val"] = value
+                added.append(node)
+        self.inputs += tuple(item for item, _ in items)
+        return added
 
     def set_results(self, results: list[Any], outputs: tuple[Output, ...] | None = None) -> None:
         """Replace the output values, and what they are if that changes too."""
