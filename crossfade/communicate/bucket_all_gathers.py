@@ -80,7 +80,7 @@ class BucketAllGathers(BucketPass):
             if copy_in.mode == "coalesced":
                 started = collectives.all_gather_coalesced(values, ranks, group)
                 return [collectives.wait(value) for value in started]
-            parts = [flat(value).view(torch.uint8) for value in values] if as_bytes else values
+            parts = _as_bytes(values, dtypes) if as_bytes else values
             done = collectives.wait(collectives.all_gather(copy_in(parts), ranks, group))
             gathered = _by_member(done, ranks, [part.numel() for part in parts], copy_in)
             gathered = [g.view(dtype) for g, dtype in zip(gathered, dtypes, strict=True)] if as_bytes else gathered
@@ -90,6 +90,19 @@ class BucketAllGathers(BucketPass):
             ]
 
         return exchange
+
+
+def _as_bytes(values: Sequence[Tensor], dtypes: Sequence[torch.dtype]) -> list[Tensor]:
+    """Each member's bytes; what is converted on the way is converted by one copy for all of a dtype."""
+    found: dict[int, Tensor] = {}
+    for dtype in dict.fromkeys(dtypes):
+        mine = [place for place, given in enumerate(dtypes) if given == dtype]
+        converted = [place for place in mine if values[place].dtype != dtype]
+        if converted:
+            packed = packing.pack([values[place] for place in converted], dtype=dtype)
+            parts = packed.split([values[place].numel() for place in converted])
+            found |= dict(zip(converted, parts, strict=True))
+    return [found.get(place, flat(value)).view(torch.uint8) for place, value in enumerate(values)]
 
 
 def _by_member(done: Tensor, ranks: int, sizes: list[int], copy_in: CopyIn) -> list[Tensor]:

@@ -14,6 +14,7 @@ from typing import Literal
 
 from torch import fx
 
+from crossfade.communicate.hiding import Hiding, Window
 from crossfade.graph import collectives
 from crossfade.graph.collectives import Collective, Kind
 from crossfade.graph.contraction import Contraction
@@ -28,8 +29,8 @@ Packing = Literal["program", "reversed", "largest-first"]
 Delay = Literal["no use", "no collective", "uses of the last"]
 """What a bucket may delay: no use of a result, since it starts with its first member, for whose place all are ready;
 or, starting with its last member, uses, but no collective that depends on one; or uses, if none depends on any.
-All of it, like the packing, is decided by communicating nodes and what they depend on, which all ranks have in common,
-and not by where computation stands, which may differ."""
+All of it, like the packing, is decided by communicating nodes and what they depend on, which all ranks have in common.
+Of computation only the matmuls between starts and waits count, which ranks that run one program have in common too."""
 
 _LARGE = "it is large enough to travel alone, and is not copied so"
 _ONLY = "it is the only one of its group, dtype and reduction"
@@ -38,6 +39,10 @@ _DEPENDS = "its neighbour depends on its result"
 _USED = "its neighbour is not ready that early"
 _DELAYED = "a collective that depends on its result would be delayed"
 _AWAITED = "another collective depends on its result, and would be delayed with it"
+_EXPOSED = "in a bucket it would lose computation that hides it"
+
+_MOST_SETS = 16
+"""How many sets of collectives that others depend on are looked through: of a longer chain, the last ones."""
 
 
 @dataclass(frozen=True)
@@ -76,6 +81,7 @@ class Policy:
     packing: Packing = "program"
     mixed_dtypes: bool = False
     results_are_views: bool = True
+    keeps_overlap: bool = False
     against: Callable[[Collective], str | None] = lambda collective: None
 
 
@@ -112,9 +118,27 @@ def plan_buckets(order: Order, kind: Kind, policy: Policy) -> tuple[BucketPlan, 
     return planner.plan(kind), planner.units
 
 
+@dataclass(frozen=True)
+class _Span:
+    """The windows of a bucket's members as one: the first use of any, and the last matmul that hides a member, of all
+    members the last and of the worst one the first; infinite where nothing hides any."""
+
+    first_use: float = math.inf
+    last_hider: float = -math.inf
+    least_hider: float = math.inf
+
+    def with_window(self, window: Window) -> _Span:
+        """The span of one more member."""
+        hider = window.hidden_by[1] if window.hidden_by else None
+        return _Span(
+            min(self.first_use, window.first_use),
+            self.last_hider if hider is None else max(self.last_hider, hider),
+            self.least_hider if hider is None else min(self.least_hider, hider),
+        )
+
+
 @dataclass
 class _OpenBucket:
-    unit: int
     index: int
     why_alone: str
     """Why the first member did not join the bucket before, or if there was none, why the next one did not join it."""
@@ -122,6 +146,8 @@ class _OpenBucket:
     bytes: int = 0
     start_above: float = float("inf")
     """The position of the first communicating node that depends on a member."""
+    unit: int = -1
+    span: _Span = field(default_factory=_Span)
 
 
 class _BucketPlanner:
@@ -131,7 +157,10 @@ class _BucketPlanner:
         self.communicating = {node for node in order.nodes if collectives.group_of(node) is not None}
         self.next_collective = _next_collective(order, self.communicating)
         self.strided = order.strided_owners() if policy.results_are_views else set()
+        self.hiding = Hiding(order)
         self.open: dict[Hashable, _OpenBucket] = {}
+        self.awaited: dict[Hashable, list[_OpenBucket]] = {}
+        """Buckets of collectives that others depend on: several at once, none of which needs a later one."""
         self.closed: list[_OpenBucket] = []
         self.left: list[Verdict] = []
 
@@ -143,26 +172,57 @@ class _BucketPlanner:
             self.units.open(collective.node)
             return
         key = self._key(collective)
+        if self.policy.delay == "uses of the last" and self.next_collective[collective.node] < len(self.order.nodes):
+            self._add(self._set_for(key, collective), collective)
+            return
         bucket = self.open.get(key)
         why_not = self._why_not(bucket, collective) if bucket is not None else _ONLY
-        if why_not is None and bucket is not None:
-            self.units.join(collective.node, bucket.unit)
-        else:
+        if why_not is not None or bucket is None:
             if bucket is not None:
                 if bucket.why_alone == _ONLY:
                     bucket.why_alone = why_not or ""
                 self.closed.append(bucket)
             index = bucket.index + 1 if bucket is not None else 0
-            bucket = self.open[key] = _OpenBucket(self.units.open(collective.node), index, why_not or "")
+            bucket = self.open[key] = _OpenBucket(index, why_not or "")
+        self._add(bucket, collective)
+
+    def _add(self, bucket: _OpenBucket, collective: Collective) -> None:
+        if bucket.members:
+            self.units.join(collective.node, bucket.unit)
+        else:
+            bucket.unit = self.units.open(collective.node)
         bucket.members.append(collective)
         bucket.bytes += collective.bytes
         bucket.start_above = min(bucket.start_above, self.next_collective[collective.node])
+        if self.policy.keeps_overlap:
+            bucket.span = bucket.span.with_window(self.hiding.window(collective))
+
+    def _set_for(self, key: Hashable, collective: Collective) -> _OpenBucket:
+        """The first set of independent collectives that one may join on whose result others depend, or a new one.
+
+        It joins where it was ready from the first on, with no matmul in between: little is delayed.
+        """
+        here = self.order.position[collective.node]
+        recent: list[_OpenBucket] = []
+        for bucket in self.awaited.get(key, ()):
+            first = self.order.position[bucket.members[0].node]
+            (self.closed if self.hiding.matmuls_between(first, here) else recent).append(bucket)
+        while len(recent) > _MOST_SETS:
+            self.closed.append(recent.pop(0))
+        self.awaited[key] = recent
+        for bucket in recent:
+            if self.units.is_ready_for(collective.node, bucket.unit) and self._why_not(bucket, collective) is None:
+                return bucket
+        recent.append(_OpenBucket(len(recent), _AWAITED))
+        return recent[-1]
 
     def plan(self, kind: Kind) -> BucketPlan:
         """The buckets of more than one member, in the order of their last members."""
         buckets = []
         position = self.order.position
-        for bucket in sorted([*self.closed, *self.open.values()], key=lambda b: position[b.members[-1].node]):
+        awaited = [bucket for buckets in self.awaited.values() for bucket in buckets]
+        everything = [*self.closed, *self.open.values(), *awaited]
+        for bucket in sorted(everything, key=lambda b: position[b.members[-1].node]):
             if len(bucket.members) > 1:
                 names = tuple(member.node.name for member in _packed(bucket.members, self.policy.packing))
                 buckets.append(Bucket(names, str(kind), bucket.bytes))
@@ -177,8 +237,6 @@ class _BucketPlanner:
             return "nothing uses its result"
         if any(not collectives.is_wait(user) for user in collective.node.users):
             return "something other than a wait names its result"
-        if self.policy.delay == "uses of the last" and self.next_collective[collective.node] < len(self.order.nodes):
-            return _AWAITED
         if collective.bytes >= self.policy.alone:
             return _LARGE
         if collective.node in self.strided:
@@ -200,7 +258,18 @@ class _BucketPlanner:
             return _USED
         if self.policy.delay == "no collective" and self.order.position[collective.node] >= bucket.start_above:
             return _DELAYED
-        return None
+        return _EXPOSED if self.policy.keeps_overlap and self._is_exposed(bucket, collective) else None
+
+    def _is_exposed(self, bucket: _OpenBucket, collective: Collective) -> bool:
+        """Whether a bucket with one more member loses what hides one of them: one that starts with its first member,
+        if any matmul stands below the first use; one that starts with its last, if one has no matmul left."""
+        span = bucket.span.with_window(self.hiding.window(collective))
+        if span.last_hider == -math.inf:
+            return False
+        if self.policy.delay == "no use":
+            return span.last_hider > span.first_use
+        start = self.order.position[collective.node]
+        return span.least_hider < start or not self.hiding.matmuls_between(start, int(span.first_use))
 
     def _alone(self, bucket: _OpenBucket) -> Verdict:
         member = bucket.members[0]

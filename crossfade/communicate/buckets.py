@@ -64,6 +64,8 @@ class BucketPass(Pass):
       where the backend takes a list. `"auto"` takes the kernel where it is faster: where it saves a conversion, and
       to copy gathered members out on CUDA.
     - `fold`: take members' divisions by one number into the bucket, and in `copy-kernel` mode their conversions.
+    - `keeps_overlap`: leave out whom a bucket would take the matmuls from under which it travels, as the program is
+      written; not where the order is chosen afterwards.
     """
 
     kind: ClassVar[Kind]
@@ -77,6 +79,7 @@ class BucketPass(Pass):
     packing: Packing = "program"
     mode: Mode = "auto"
     fold: bool = True
+    keeps_overlap: bool = True
 
     def __post_init__(self) -> None:
         for name, kind in (("grouping", Grouping), ("packing", Packing), ("mode", Mode)):
@@ -133,6 +136,7 @@ class BucketPass(Pass):
             packing=self.packing,
             mixed_dtypes=self.mixes_dtypes(),
             results_are_views=self.results_are_views and self.mode != "coalesced",
+            keeps_overlap=self.keeps_overlap,
             against=self.reason_against,
         )
         return plan_buckets(order, self.kind, policy)
@@ -251,11 +255,13 @@ def _fold(members: Sequence[Collective], how: BucketPass, written: set[fx.Node])
     copies_out_on_cuda = sources[0].meta["val"].is_cuda and not how.results_are_views
     mode = how.mode if how.mode != "auto" else "copy-kernel" if copies_out_on_cuda else "concat"
     dtype = divisor = None
+    unconverted = [_converted_from(source, written) for source in sources]
+    converts = how.fold and any(unconverted) and how.mode != "concat"
+    if converts:
+        sources = [before or source for before, source in zip(unconverted, sources, strict=True)]
     if how.fold and len({member.dtype for member in members}) == 1:
-        unconverted = [_converted_from(source, written) for source in sources]
-        if any(unconverted) and how.mode != "concat":
+        if converts:
             mode, dtype = "copy-kernel", members[0].dtype
-            sources = [before or source for before, source in zip(unconverted, sources, strict=True)]
         divided = [_divided(source, written) for source in sources]
         if len(divisors := {by for _, by in divided}) == 1 and None not in divisors:
             divisor = divisors.pop()

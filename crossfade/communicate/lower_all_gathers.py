@@ -31,7 +31,8 @@ class LowerAllGathers(Pass):
 
     Gloo's all-gathers of lists corrupt memory now and then, and torch gathers single tensors as lists of one, unless it
     is given memory: processes abort within some thousand small calls while other groups communicate too (seen on torch
-    2.13; it has been doubted since pytorch/pytorch#65231). Complex numbers can be gathered as lists only.
+    2.13; it has been doubted since pytorch/pytorch#65231). Complex numbers can be gathered as lists only. Numbers of
+    eight bits (float8), for which gloo has no type, travel as bytes.
 
     Over a network large gathers are slower than small ones started together: what is larger than `piece_mb` by half
     travels in equal pieces of about that, and is put together where it is first waited for; give one number for all
@@ -84,6 +85,8 @@ class LowerAllGathers(Pass):
             _take_apart(program, gather)
             return detail
         count = number_of_pieces(gather, self.groups, self.piece_mb)
+        if _is_float8(gather.inputs[0]):
+            return f"{_cut(program, gather, count, replaced)} of bytes"
         if count > 1:
             return f"{_cut(program, gather, count, replaced)} pieces"
         _give_memory(program, gather)
@@ -109,17 +112,28 @@ def _give_memory(program: Program, gather: Collective) -> None:
 def _cut(program: Program, gather: Collective, count: int, replaced: Replacements) -> int:
     """Start pieces where the start stood, put them together where its first wait stood; return how many there are."""
     ranks, shape = ranks_of(gather), list(gather.node.meta["val"].shape)
+    as_bytes, dtype = _is_float8(gather.inputs[0]), gather.dtype
 
     def cut(value: Tensor) -> tuple[Tensor, ...]:
-        return value.contiguous().view(value.numel()).chunk(count)
+        flat = value.contiguous().view(value.numel())
+        return (flat.view(torch.uint8) if as_bytes else flat).chunk(count)
 
     def put_together(*started: Tensor) -> Tensor:
-        return torch.cat([collectives.wait(piece).view(ranks, -1) for piece in started], 1).view(shape)
+        if count == 1:
+            whole = collectives.wait(started[0])
+        else:
+            whole = torch.cat([collectives.wait(piece).view(ranks, -1) for piece in started], 1)
+        return (whole.view(dtype) if as_bytes else whole).view(shape)
 
     pieces = splice(program, cut, gather.inputs[0], before=gather.node, like=gather.node)
     started = [_started(program, gather, piece) for piece in pieces]
     finish_at_its_wait(program, gather, started, put_together, replaced)
     return len(started)
+
+
+def _is_float8(value: fx.Node) -> bool:
+    dtype = value.meta["val"].dtype
+    return bool(dtype.is_floating_point) and dtype.itemsize == 1
 
 
 def _take_apart(program: Program, gather: Collective) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import accumulate
 
 from torch import fx
 
@@ -11,11 +10,14 @@ from crossfade.graph import collectives
 from crossfade.graph.order import Order, reorder
 from crossfade.graph.passes import Numerics, Outcome, Pass, PassResult, Verdict
 from crossfade.graph.program import Program
+from crossfade.graph.prologues import prologue_of
 
 
 @dataclass(frozen=True)
 class RaiseLaunches(Pass):
     """Move the start of each collective up to just after what it needs; the order within a group stays.
+
+    What only prepares its input moves with it: views, conversions, element-by-element operators, packing.
 
     All-gathers stay unless `gathers` is set: what they gather is larger than what they need, and starting them early
     holds it for longer; of parameters, which are ready at once, all would start at the top.
@@ -47,32 +49,41 @@ class RaiseLaunches(Pass):
     gathers: bool = False
 
     def run(self, program: Program) -> PassResult:
-        """One walk: each start goes right after the lowest node it must follow, which may be a start that rose."""
+        """One walk: each start goes right after the lowest node it must follow, which may be one that rose."""
         order = Order(program.graph)
         everything = collectives.find(program.graph)
         kinds = {*collectives.Kind} if self.gathers else {*collectives.Kind} - {collectives.Kind.ALL_GATHER}
         found = [collective for collective in everything if collective.kind in kinds]
-        place = _places(order, [collective.node for collective in found])
-        starts = {collective.node for collective in found}
-        moved = reorder(program.graph, sorted(order.nodes, key=lambda n: (place[n], n in starts, order.position[n])))
-        others_above = list(accumulate((node not in starts for node in order.nodes), initial=0))
-        verdicts = []
-        for collective in found:
-            passed = others_above[order.position[collective.node]] - others_above[place[collective.node] + 1]
-            verdicts.append(_verdict(collective, order.nodes[place[collective.node]], passed))
+        starts = {collective.node: collective for collective in found}
+        risen = _risen(order, list(starts))
+        moved = reorder(program.graph, risen)
+        said: dict[fx.Node, Verdict] = {}
+        above = risen[0]
+        for place, node in enumerate(risen):
+            if node in starts:
+                said[node] = _verdict(starts[node], above, order.position[node] - place)
+            else:
+                above = node
+        verdicts = [said[start] for start in starts]
         verdicts += [_held_longer(collective) for collective in everything if collective.node not in starts]
         count = sum(v.outcome is Outcome.MOVED for v in verdicts)
         return PassResult(moved, {"raised": count}, tuple(verdicts))
 
 
-def _places(order: Order, starts: list[fx.Node]) -> dict[fx.Node, int]:
-    """For each start the position of the node it rises to, for all others their own."""
+def _risen(order: Order, starts: list[fx.Node]) -> list[fx.Node]:
+    """All nodes, each start with its prologue right after the lowest node that the two must follow."""
     place = dict(order.position)
+    turn = dict.fromkeys(order.nodes, 0)
     first = max((order.position[node] for node in order.nodes if node.op == "placeholder"), default=0)
     for start in starts:
-        needed = max((place[before] for before in order.predecessors(start)), default=0)
-        place[start] = max(needed, min(first, order.position[start]))
-    return place
+        along = prologue_of(start)
+        together = {start, *along}
+        needed = [place[b] for node in together for b in order.predecessors(node) if b not in together]
+        end = max([min(first, order.position[start]), *needed])
+        for node in (*along, start):
+            if node is start or end < order.position[node]:
+                place[node], turn[node] = end, len(order.nodes) + order.position[start]
+    return sorted(order.nodes, key=lambda node: (place[node], turn[node], order.position[node]))
 
 
 def _held_longer(collective: collectives.Collective) -> Verdict:
@@ -82,7 +93,7 @@ def _held_longer(collective: collectives.Collective) -> Verdict:
 
 
 def _verdict(collective: collectives.Collective, last: fx.Node, passed: int) -> Verdict:
-    if passed:
+    if passed > 0:
         reason, detail = "started as early as it can be", f"{passed} nodes earlier, after {last.name}"
         return Verdict.of(collective.node, Outcome.MOVED, reason, detail=detail, bytes=collective.bytes)
     reason, detail = "it already starts as early as it can", f"after {last.name}"

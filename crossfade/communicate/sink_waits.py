@@ -8,7 +8,7 @@ from itertools import accumulate
 
 from torch import fx
 
-from crossfade.graph import collectives
+from crossfade.graph import collectives, packing
 from crossfade.graph.effects import alias_roots
 from crossfade.graph.order import Order, reorder
 from crossfade.graph.passes import Numerics, Outcome, Pass, PassResult, Verdict
@@ -19,6 +19,9 @@ from crossfade.graph.program import Program
 @dataclass(frozen=True)
 class SinkWaits(Pass):
     """Move each wait, and the views that take its result apart, down to just before the first real use.
+
+    Copies that take a result apart, such as those of `bucket-all-gathers`, sink with its wait, and no further: made one
+    by one, they would keep the whole result alive until the last of them.
 
     Also known as: Inductor's sink_waits.
 
@@ -64,12 +67,47 @@ class SinkWaits(Pass):
     def _anchors(self, order: Order) -> dict[fx.Node, fx.Node]:
         """For each node, the node it is emitted just before: itself unless it sinks."""
         roots = alias_roots(order.nodes)
-        anchor: dict[fx.Node, fx.Node] = {}
-        for node in reversed(order.nodes):
-            sinks = collectives.is_wait(node) or (_takes_apart(node) and _is_result(roots[node]))
-            ends = [anchor[after] for after in order.successors(node)] if sinks else []
-            anchor[node] = min(ends, key=order.position.__getitem__, default=node)
-        return anchor
+        copied = _copied_results(order, roots)
+        sinking = [node for node in order.nodes if _sinks(node, roots, copied)]
+        anchor = _sunk(order, sinking, {})
+        if not copied:
+            return anchor
+        first: dict[fx.Node, fx.Node] = {}
+        """For each result, where the first of its waits sinks to."""
+        for wait in filter(collectives.is_wait, sinking):
+            result = roots[wait]
+            first[result] = min(first.get(result, anchor[wait]), anchor[wait], key=order.position.__getitem__)
+        return _sunk(order, sinking, {copy: first[result] for copy, result in copied.items() if result in first})
+
+
+def _copied_results(order: Order, roots: dict[fx.Node, fx.Node]) -> dict[fx.Node, fx.Node]:
+    """The copies of collectives' results, or of parts of them, and which results these are."""
+    copied: dict[fx.Node, fx.Node] = {}
+    for node in order.nodes:
+        source = node.args[0] if node.target in packing.COPIES_OUT and node.args else None
+        if isinstance(source, fx.Node) and _is_result(roots[source]):
+            copied[node] = roots[source]
+    return copied
+
+
+def _sinks(node: fx.Node, roots: dict[fx.Node, fx.Node], copied: dict[fx.Node, fx.Node]) -> bool:
+    """Whether a node is a wait, or takes a collective's result apart."""
+    if collectives.is_wait(node) or node in copied:
+        return True
+    root = roots[node]
+    source = root.args[0] if root.target is operator.getitem else root  # a member, if copied out with others
+    return _takes_apart(node) and (source in copied or _is_result(root))
+
+
+def _sunk(order: Order, sinking: list[fx.Node], at_most: dict[fx.Node, fx.Node]) -> dict[fx.Node, fx.Node]:
+    """For each node, the first node that keeps it up, but for some no lower than the node that is given."""
+    anchor = {node: node for node in order.nodes}
+    for node in reversed(sinking):
+        ends = [anchor[after] for after in order.successors(node)]
+        ends += [at_most[node]] if node in at_most else []
+        first = min(ends, key=order.position.__getitem__, default=node)
+        anchor[node] = max(first, node, key=order.position.__getitem__)
+    return anchor
 
 
 def _verdict(wait: fx.Node, end: fx.Node, passed: int) -> Verdict:

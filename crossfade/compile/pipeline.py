@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from torch import fx
@@ -37,7 +37,7 @@ from crossfade.graph.collective_matmul import ANYWHERE
 from crossfade.graph.collectives import Kind
 from crossfade.graph.passes import Pass, run_passes
 from crossfade.graph.pipelines import Pipeline
-from crossfade.graph.private import backend_of_group, keep_codegen, tree_flatten, tree_unflatten
+from crossfade.graph.private import backend_of_group, keep_codegen, size_of_group, tree_flatten, tree_unflatten
 from crossfade.graph.program import Program
 from crossfade.graph.verify import accept
 from crossfade.ranks.mesh import DataParallel, backend_on
@@ -64,6 +64,7 @@ from crossfade.simplify.fold_constants import FoldConstants
 from crossfade.simplify.merge_common_subexpressions import MergeCommonSubexpressions
 from crossfade.simplify.remove_asserts import RemoveAsserts
 from crossfade.simplify.remove_dead_code import RemoveDeadCode
+from crossfade.simplify.remove_redundant_gathers import RemoveRedundantGathers
 from crossfade.simplify.reorder_for_locality import ReorderForLocality
 from crossfade.simplify.simplify_nodes import SimplifyNodes
 from crossfade.tracebacks import users_frames
@@ -166,9 +167,19 @@ def updates_gathered(mode: DataParallelMode, axes: DataParallel, whole: tuple[st
 
 def communication() -> Pipeline:
     """Passes that make collectives few, early to start and late to be waited for: the ones to add to or replace."""
+    return Pipeline([*_fewer_and_larger(keeps_overlap=True), RaiseLaunches(), SinkWaits()])
+
+
+def _fewer_and_larger(*, keeps_overlap: bool) -> list[Pass]:
+    """Passes that make collectives fewer and larger; overlap that the program has need not be kept where the order is
+    chosen afterwards."""
     fewer = [MergeDuplicateCollectives(), AddBeforeReducing(), ScatterSlicedReductions()]
-    larger = [BucketAllGathers(), BucketReduceScatters(), BucketAllReduces()]
-    return Pipeline([*fewer, *larger, RaiseLaunches(), SinkWaits()])
+    larger = [
+        BucketAllGathers(mixed_dtypes=True, keeps_overlap=keeps_overlap),
+        BucketReduceScatters(keeps_overlap=keeps_overlap),
+        BucketAllReduces(keeps_overlap=keeps_overlap),
+    ]
+    return [*fewer, *larger]
 
 
 def collective_matmuls(
@@ -214,7 +225,7 @@ def overlap(sizes: Mapping[Kind, BucketSize], memory_limit: int | None = None) -
         (BucketAllReduces, Kind.ALL_REDUCE),
     ]
     larger = [
-        bucketing(cap_mb=_cap(kind, sizes[kind].cap_mb), alone_mb=sizes[kind].alone_mb)
+        bucketing(cap_mb=_cap(kind, sizes[kind].cap_mb), alone_mb=sizes[kind].alone_mb, keeps_overlap=False)
         for bucketing, kind in kinds
         if kind in sizes
     ]
@@ -261,10 +272,11 @@ def optimization(
     """
     carriers = Carriers(backends or {}, machine)
     lowered = lowering(carriers, groups or {})
+    needed = [RemoveRedundantGathers()]
     if machine is None:
-        return simplification() + communication() + lowered
-    ordered = [*communication().without("raise-launches", "sink-waits"), OverlapCommunication()]
-    return simplification(matmuls=True) + collective_matmuls(backends) + ordered + lowered
+        return simplification() + needed + communication() + lowered
+    ordered = [*_fewer_and_larger(keeps_overlap=False), OverlapCommunication()]
+    return simplification(matmuls=True) + needed + collective_matmuls(backends) + ordered + lowered
 
 
 def planning_for(machine: Machine | None, backends: Mapping[str, str] | None = None) -> dict[str, Any]:
@@ -288,6 +300,15 @@ def _backends_here(program: Program) -> dict[str, str]:
     return found
 
 
+def _with_sizes_here(program: Program) -> Program:
+    """A program that knows the sizes of the groups that exist in this process, where nothing else says them."""
+    unknown = [
+        collective.group for collective in collectives.find(program.graph) if not program.groups.get(collective.group)
+    ]
+    here = {group: size for group in dict.fromkeys(unknown) if (size := size_of_group(group)) is not None}
+    return replace(program, groups={**program.groups, **here}) if here else program
+
+
 @dataclass(frozen=True)
 class Optimized:
     """An improved graph and the account of what was done."""
@@ -309,10 +330,10 @@ def optimize(
     """Improve any FX graph of ATen ops and functional collectives; `module` is left as it is.
 
     The result takes the same inputs and returns the same structure. `groups` gives the sizes of process groups that
-    the graph names; by default those that the graph's own ops say. `backends` gives what each group runs on, by default
-    as torch knows it in this process: gloo's reduce-scatters become all-to-alls and local sums, which is twice as fast;
-    `backends={}` keeps them. A `machine` adds what pays only on some, and puts nodes in the order that is predicted to
-    be fastest on it. With `passes`, exactly those run: a list, or a pipeline like
+    the graph names; by default those that the graph's own ops say, or that torch knows in this process. `backends`
+    gives what each group runs on, by default as torch knows it here: gloo's reduce-scatters become all-to-alls and
+    local sums, which is twice as fast; `backends={}` keeps them. A `machine` adds what pays only on some, and puts
+    nodes in the order that is predicted to be fastest on it. With `passes`, exactly those run: a list, or one like
     `crossfade.compile.pipeline.optimization().without("bucket-all-reduces")`. With `strict`, what falls short of an
     `Expect` (in any of its forms, see docs/strict.md) is an error.
 
@@ -332,7 +353,7 @@ def optimize(
     expect = Expect.of(strict)
     structure: Any = module.graph.output_node().args[0]
     _, spec = tree_flatten(structure)
-    before = accept(module, groups=groups)
+    before = _with_sizes_here(accept(module, groups=groups))
     if backends is None:
         backends = _backends_here(before)
     if passes is None:

@@ -226,6 +226,18 @@ def reorder(graph: fx.Graph, nodes: Sequence[fx.Node]) -> bool:
     return True
 
 
+class Later:
+    """A node in a heap from which the last of the graph comes first."""
+
+    __slots__ = ("node",)
+
+    def __init__(self, node: fx.Node) -> None:
+        self.node = node
+
+    def __lt__(self, other: Later) -> bool:
+        return other.node < self.node
+
+
 def with_ancestors(*nodes: fx.Node) -> list[fx.Node]:
     """Nodes and all that they depend on, in the graph's order.
 

@@ -215,3 +215,8 @@ torch.library.impl(UNPACK, "cuda", _unpack_on_cuda)
 
 OPERATOR = torch.ops.crossfade.pack.default
 """What a graph calls to pack."""
+
+COPIES_OUT = frozenset(
+    {torch.ops.aten.clone.default, torch.ops.aten.split_with_sizes_copy.default, torch.ops.crossfade.unpack.default}
+)
+"""What a graph calls to copy members out of a bucket."""

@@ -143,15 +143,30 @@ def default_store() -> Any:
     return distributed_c10d._get_default_store()
 
 
-def backend_of_group(name: str) -> str | None:
-    """What the process group runs on that functional collectives call by this name. Known on 2.11, 2.13."""
+def _group_here(name: str) -> Any:
+    """The process group that functional collectives call by this name; None if there is none in this process."""
     from torch.distributed import distributed_c10d
 
     try:
-        group = distributed_c10d._resolve_process_group(name)  # type: ignore[arg-type]
-    except RuntimeError:  # no such group in this process: the graph is only looked at here
+        return distributed_c10d._resolve_process_group(name)  # type: ignore[arg-type]
+    except RuntimeError:  # the graph is only looked at here
         return None
-    return str(torch.distributed.get_backend(group))
+
+
+def backend_of_group(name: str) -> str | None:
+    """What the process group runs on that functional collectives call by this name. Known on 2.11, 2.13."""
+    group = _group_here(name)
+    return str(torch.distributed.get_backend(group)) if group is not None else None
+
+
+def size_of_group(name: str) -> int | None:
+    """How many ranks the process group has that functional collectives call by this name. Known on 2.11, 2.13.
+
+    >>> size_of_group("no such group") is None
+    True
+    """
+    group = _group_here(name)
+    return int(group.size()) if group is not None else None
 
 
 def mark_optimizer_stepped(optimizer: torch.optim.Optimizer) -> None:

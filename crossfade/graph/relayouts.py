@@ -18,6 +18,7 @@ from crossfade.graph import layouts
 from crossfade.graph.collectives import is_collective, is_wait
 from crossfade.graph.layouts import Layout, Size, Unreadable
 from crossfade.graph.operators import arguments, remembered
+from crossfade.graph.order import Later
 from crossfade.graph.private import schema_of
 from crossfade.graph.program import source_line
 
@@ -157,7 +158,7 @@ def _source(node: fx.Node) -> fx.Node | None:
 
 def _common_source(parts: list[fx.Node]) -> fx.Node | None:
     """The value that all parts are laid out from: the last of them is followed back until they meet."""
-    latest = [_Later(part) for part in set(parts)]
+    latest = [Later(part) for part in set(parts)]
     heapq.heapify(latest)
     seen = set(parts)
     for _ in range(CHAIN * len(parts)):
@@ -169,20 +170,8 @@ def _common_source(parts: list[fx.Node]) -> fx.Node | None:
             return None
         if source not in seen:
             seen.add(source)
-            heapq.heappush(latest, _Later(source))
+            heapq.heappush(latest, Later(source))
     return None
-
-
-class _Later:
-    """A node in a heap, the last of the graph first."""
-
-    __slots__ = ("node",)
-
-    def __init__(self, node: fx.Node) -> None:
-        self.node = node
-
-    def __lt__(self, other: _Later) -> bool:
-        return other.node < self.node
 
 
 def _number(value: Any) -> Any:

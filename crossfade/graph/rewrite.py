@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from functools import cache, cached_property
 from typing import Any, NamedTuple
 
+import torch
 from torch import fx
 
 from crossfade.errors import RewriteError, TextError
@@ -225,6 +226,7 @@ class _Rewriter:
             except NeedsGuard:
                 self.declined[rule, node] = "it would hold for some sizes only"
                 continue
+            _check_replacement(rule, node, replacement)
             made = []
             while (previous := previous.next) is not node:
                 made.append(previous)
@@ -264,6 +266,16 @@ class _Rewriter:
                 f"the rule {rule.name} applying to {node.name} without end",
                 remedy="let its check decline what its replacement makes",
             )
+
+
+def _check_replacement(rule: Rule, node: fx.Node, replacement: Any) -> None:
+    """Refuse what no graph can hold in a node's place."""
+    if callable(replacement) or isinstance(replacement, torch.Tensor):
+        raise RewriteError(
+            f"the rule {rule.name} replacing {node.name} by {replacement!r}",
+            expected="a node of the program or a number",
+            remedy="return match.splice(function, *nodes), which records a function as nodes",
+        )
 
 
 def _replace(node: fx.Node, replacement: Any) -> None:

@@ -13,10 +13,11 @@ from torch import Tensor, fx
 from crossfade.graph.operators import arguments
 from crossfade.graph.passes import Numerics
 from crossfade.graph.private import statically_equal
-from crossfade.graph.rewrite import Match, Rule
+from crossfade.graph.rewrite import WRITTEN, Match, Rule
 from crossfade.graph.rule_pass import RulePass
 from crossfade.simplify.canonicalize_views import REORDERINGS, permutation_of
 from crossfade.simplify.collapse_conversions import TO
+from crossfade.simplify.filled import fill_of
 
 _aten = torch.ops.aten
 
@@ -159,12 +160,35 @@ def _reason_against_product(match: Match) -> str | None:
 
 
 def _reason_against_sum(match: Match) -> str | None:
+    return _reason_against_zero(match, arguments(match.root)["other"])
+
+
+def _reason_against_zero(match: Match, zero: float) -> str | None:
     """-0.0 + 0.0 is 0.0, and so is -0.0 - -0.0."""
-    target, zero = match.root.target, arguments(match.root)["other"]
+    target = match.root.target
     neutral = 1 if target in (_aten.sub.Tensor, _aten.sub.Scalar) else -1
     if _value(match).dtype.is_floating_point and math.copysign(1, zero) != neutral:
         return "it turns -0.0 into 0.0"
     return "a complex sum has two zeros" if _value(match).dtype.is_complex else None
+
+
+_NOT_NEUTRAL = "its other operand is not filled with the number that changes nothing"
+
+
+def _reason_against_filled_product(match: Match) -> str | None:
+    """For a product with a tensor of ones, or a division by one."""
+    if not (isinstance(match["other"], fx.Node) and fill_of(match["other"]) == 1):
+        return _NOT_NEUTRAL
+    return WRITTEN if match.is_written(match["other"]) else _reason_against_product(match)
+
+
+def _reason_against_filled_sum(match: Match) -> str | None:
+    """For a sum with a tensor of zeros, or a difference."""
+    zero = fill_of(match["other"]) if isinstance(match["other"], fx.Node) else None
+    if zero is None or zero != 0:
+        return _NOT_NEUTRAL
+    zero = zero if match["other"].meta["val"].dtype.is_floating_point else 0
+    return WRITTEN if match.is_written(match["other"]) else _reason_against_zero(match, zero)
 
 
 # ------------------------------------------------------------------------------------------------------------- rules
@@ -204,6 +228,7 @@ def _copy_rules() -> Iterator[Rule]:
         yield Rule("conversion", pattern, _input, _reason_against_to)
     for pattern in (_TO_COPY, "prims.convert_element_type(x, _)", "prims.device_put(x, _, _)"):
         yield Rule("conversion", pattern, _input, _reason_against_conversion)
+    yield Rule("wait", "c10d.wait_tensor(c10d.wait_tensor(_))", lambda match: match.root.args[0])
     yield Rule("dropout", "aten.dropout(x, p, train)", _input, _reason_against_dropout)
 
 
@@ -218,6 +243,10 @@ def _arithmetic_rules() -> Iterator[Rule]:
     for zero in ("0", "0.0"):  # a pattern's 0.0 is also -0.0
         total = f"(aten.add.Tensor | aten.add.Scalar | aten.sub.Tensor | aten.sub.Scalar)(x, {zero})"
         yield Rule("plus-zero", total, _input, _reason_against_sum)
+    for filled in ("aten.mul.Tensor(x, other)", "aten.mul.Tensor(other, x)", "aten.div.Tensor(x, other)"):
+        yield Rule("times-ones", filled, _input, _reason_against_filled_product)
+    for filled in ("aten.add.Tensor(x, other)", "aten.add.Tensor(other, x)", "aten.sub.Tensor(x, other)"):
+        yield Rule("plus-zeros", filled, _input, _reason_against_filled_sum)
     yield Rule("where", "aten.where.self(_, x, x)", _input)
 
 

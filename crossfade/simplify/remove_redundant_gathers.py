@@ -55,13 +55,9 @@ class RemoveRedundantGathers(Pass):
     on the rank alone; anything over two groups, whose members the graph does not name; pairs with anything but a wait
     between them.
 
-    Not in a default pipeline: graphs that this package shards have no such collectives. For graphs that others sharded:
-    `optimization().before("merge-duplicate-collectives", RemoveRedundantGathers())`.
+    `optimize` runs it, on graphs that others sharded; what this package shards has no such collectives.
 
     Also known as: XLA's `AllReduceSimplifier` and `AllGatherDynamicSliceSimplifier`.
-
-    Not in a default pipeline: what this package writes has no needless collectives. For graphs from elsewhere, add it
-    with `optimization().before("merge-duplicate-collectives", RemoveRedundantGathers())`.
 
     Before:
         x: f32[4] = input("x")

@@ -15,9 +15,11 @@ from crossfade.graph.memory import Storages
 from crossfade.graph.passes import Numerics, Outcome, Pass, PassResult, Verdict
 from crossfade.graph.private import HigherOrderOperator
 from crossfade.graph.program import Program, paused_garbage_collection
+from crossfade.graph.prologues import prologue_of
 
 _BARRIER = "a collective, a write, a random draw or a call of other graphs stands before its first user"
 _MEMORY = "what it reads would be kept longer, and that could take more memory"
+_LAUNCH = "a collective is made from it, and could start later only"
 _MANY = 16
 """Lists of more tensors than this are not looked through for what a move would keep: it is not made."""
 
@@ -27,7 +29,8 @@ class ReorderForLocality(Pass):
     """Move each node down to just above its first user, so that values are made when they are needed.
 
     No node crosses a collective's start or wait, a write, a random draw, a check or a higher-order operator; nodes that
-    go to one place keep their order; what only the program's results use stays. A move is made only if it does not
+    go to one place keep their order; what only the program's results use stays, and so does what a collective is made
+    from at once, as early as it stands. A move is made only if it does not
     raise the peak of live bytes: what a node reads for the last time must take less memory than what it makes, and no
     more than what is made just below its new place.
 
@@ -85,6 +88,7 @@ class _Mover:
                 self._keepers.setdefault(cell, []).append(keeper)
         self._last_use: dict[int, fx.Node] = {}
         self._barriers = {node for node in self.nodes if _is_barrier(node)}
+        self._launched = _launched(self._barriers)
         self._segment: dict[fx.Node, int] = {}
         seen = 0
         for node in self.nodes:
@@ -110,6 +114,8 @@ class _Mover:
             return ""
         if self._segment[node] != self._segment[user]:
             return _BARRIER
+        if node in self._launched:
+            return _LAUNCH
         made = self._makes[node]
         longer = self._ended_above(below, self._storages.touches[node]) - set(made)
         fleeting = self._bytes(self._ended_above(below, made))
@@ -186,6 +192,16 @@ def _is_barrier(node: fx.Node) -> bool:
         return True
     communicates = collectives.group_of(node) is not None
     return communicates or is_random(node) or has_hidden_effect(node) or bool(written_inputs(node))
+
+
+def _launched(nodes: Iterable[fx.Node]) -> set[fx.Node]:
+    """What collectives are made from: what they are given, or what only prepares that is."""
+    found: set[fx.Node] = set()
+    for start in filter(collectives.is_collective, nodes):
+        prologue = prologue_of(start)
+        found.update(source for node in (start, *prologue) for source in node.all_input_nodes)
+        found.difference_update(prologue)
+    return found
 
 
 def _is_in_flight(node: fx.Node) -> bool:

@@ -39,6 +39,7 @@ _NO_CANDIDATES = frozenset(
         "it ends in another dtype",
         "it rounds fractions",
         "it changes dtype, device or layout",
+        "its other operand is not filled with the number that changes nothing",
     }
 )
 """Reasons that only say what a node is for. A member pass by itself gives them too."""

@@ -6,7 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor, fx
 
+from crossfade.graph.effects import aliased_by, may_write
 from crossfade.graph.passes import Numerics
 from crossfade.graph.rewrite import Match, Rule
 from crossfade.graph.rule_pass import RulePass
@@ -15,7 +17,8 @@ from crossfade.simplify.products import are_pointwise
 
 @dataclass(frozen=True)
 class UnfuseBias(RulePass):
-    """Take the bias out of an `addmm` whose users are all pointwise: a compiler adds it in their loop for free.
+    """Take the bias out of an `addmm` whose users are all pointwise, behind views or not: a compiler adds it in their
+    loop for free, and scales it and the product there.
 
     For programs that a compiler fuses, on the `devices` where it does; run op by op, the sum is one more pass over the
     result. It undoes what `form-addmm` does unless that has `compiled` set. In half precision the product is rounded
@@ -50,23 +53,34 @@ class UnfuseBias(RulePass):
     devices: tuple[str, ...] = ("cpu", "cuda")
 
     def rules(self) -> Sequence[Rule]:
-        """One rule; the scales of `addmm` are matched to be declined with a reason."""
-        pattern = "aten.addmm(bias, x, w, beta=beta, alpha=alpha)"
-        return (Rule("bias", pattern, _apart, self._against),)
+        """One rule, whatever the scales."""
+        return (Rule("bias", "aten.addmm(bias, x, w, beta=beta, alpha=alpha)", _apart, self._against),)
 
     def _against(self, match: Match) -> str | None:
         if match.root.meta["val"].device.type not in self.devices:
             return "its device is not one on which a compiler fuses"
-        if not are_pointwise(match.root.users):
+        if not _read_by_pointwise_ops(match.root):
             return "not all its users are pointwise"
-        if not (_is_one(match["beta"]) and _is_one(match["alpha"])):
-            return "it scales the bias or the product"
+        if not all(isinstance(match[scale], (int, float)) for scale in ("alpha", "beta")):
+            return "its scales are known only when it runs"
         return None
 
 
-def _is_one(scale: object) -> bool:
-    return isinstance(scale, (int, float)) and scale == 1
+def _read_by_pointwise_ops(value: fx.Node) -> bool:
+    """Whether all that reads a value, or views of it, works element by element, and something does."""
+    views = [user for user in value.users if user.op == "call_function" and aliased_by(user) is value]
+    views = [view for view in views if not may_write(view.target) and isinstance(view.meta["val"], Tensor)]
+    others = [user for user in value.users if user not in views]
+    return (are_pointwise(others) or not others) and bool(value.users) and all(map(_read_by_pointwise_ops, views))
 
 
 def _apart(match: Match) -> object:
-    return match.splice(lambda bias, x, w: torch.mm(x, w) + bias, match["bias"], match["x"], match["w"])
+    alpha, beta = match["alpha"], match["beta"]
+
+    def apart(bias: Tensor, x: Tensor, w: Tensor) -> Tensor:
+        product = torch.mm(x, w) if alpha == 1 else torch.mm(x, w) * alpha
+        if beta == 0:  # not even a NaN in the bias counts then
+            return product
+        return product + (bias if beta == 1 else bias * beta)
+
+    return match.splice(apart, match["bias"], match["x"], match["w"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import textwrap
 from typing import Any
 
@@ -13,10 +14,12 @@ from torch.fx.experimental.proxy_tensor import make_fx
 import crossfade as cf
 from crossfade.communicate.bucket_all_gathers import BucketAllGathers
 from crossfade.communicate.bucket_reduce_scatters import BucketReduceScatters
+from crossfade.compile import pipeline
 from crossfade.graph import collectives
 from crossfade.graph.passes import Pass, run_passes
 from crossfade.graph.text import parse, render
 from crossfade.graph.verify import verify
+from tests.communicate.on_ranks import differences
 
 
 def starts(text: str, pass_: Pass) -> list[str]:
@@ -167,3 +170,45 @@ def gathered_and_scattered(ranks: int) -> list[bool]:
 def test_buckets_gather_and_scatter_the_same_numbers(ranks: Any, count: int) -> None:
     """Integers in float32: every order of summation gives the same, so equality is exact."""
     assert ranks(count).run(gathered_and_scattered, count) == [[True] * 4] * count
+
+
+MIXED = """
+    a: f32[2, 3] = input("a")
+    b: bf16[3] = input("b")
+    c: f32[5] = input("c")
+    d: f64[1] = input("d")
+    hc: bf16[5] = aten._to_copy(c, dtype=bf16)
+    hd: f32[1] = aten._to_copy(d, dtype=f32)
+    s: f32[4, 3] = c10d.all_gather_into_tensor(a, 2, "dp")
+    t: bf16[6] = c10d.all_gather_into_tensor(b, 2, "dp")
+    u: bf16[10] = c10d.all_gather_into_tensor(hc, 2, "dp")
+    v: f32[2] = c10d.all_gather_into_tensor(hd, 2, "dp")
+    ws: f32[4, 3] = c10d.wait_tensor(s)
+    wt: bf16[6] = c10d.wait_tensor(t)
+    wu: bf16[10] = c10d.wait_tensor(u)
+    wv: f32[2] = c10d.wait_tensor(v)
+    return output("s", ws), output("t", wt), output("u", wu), output("v", wv)
+"""
+
+
+def test_several_dtypes_travel_as_bytes_converted_by_one_copy_each() -> None:
+    done = run_passes(parse(textwrap.dedent(MIXED), groups={"dp": 2}), pipeline.optimization())
+    verify(done, recompute=True)
+    lines = [
+        line for line in render(done).splitlines() if "pack(" in line or "cat(" in line or "gather_into_tensor(" in line
+    ]
+    assert lines == [
+        "pack: f32[1] = crossfade.pack([d], dtype=f32)",
+        "pack_1: bf16[5] = crossfade.pack([c], dtype=bf16)",
+        "cat: u8[44] = aten.cat([detach, detach_1, detach_2, detach_3])",
+        'all_gather_into_tensor: u8[88] = c10d.all_gather_into_tensor(cat, 2, "dp")',
+    ]
+    assert "_to_copy" not in render(done)
+
+
+@pytest.mark.ranks
+def test_several_dtypes_arrive_as_they_were(ranks: Any) -> None:
+    for mode in ("auto", "concat", "copy-kernel"):
+        pass_ = BucketAllGathers(mixed_dtypes=True, mode=mode)  # type: ignore[arg-type]
+        compare = functools.partial(differences, whole_numbers=False)
+        assert ranks(2).run(compare, MIXED, pass_) == [[0.0] * 4] * 2

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import functools
+import math
 import textwrap
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from crossfade.communicate.bucket_plan import MB
 from crossfade.communicate.lower_all_gathers import LowerAllGathers
 from crossfade.errors import PassError
+from crossfade.execute.executable import Executable
 from crossfade.finish.pack_in_place import PackInPlace
 from crossfade.graph import collectives
 from crossfade.graph.passes import run_passes
@@ -177,3 +180,37 @@ def test_the_same_arrives_in_pieces(ranks: Any, bytes_a_piece: int) -> None:
     compare = functools.partial(differences, whole_numbers=False)
     lowering = LowerAllGathers(piece_mb=bytes_a_piece / MB)
     assert ranks(2).run(compare, textwrap.dedent(lines), lowering) == [[0.0, 0.0]] * 2
+
+
+FLOAT8 = """
+x: f8e4m3[2, 3] = input("x")
+g: f8e4m3[4, 3] = c10d.all_gather_into_tensor(x, 2, "dp")
+w: f8e4m3[4, 3] = c10d.wait_tensor(g)
+y: f32[4, 3] = aten._to_copy(w, dtype=f32)
+return output("y", y)
+"""
+
+
+def float8_gathered(piece_mb: float) -> list[bool]:
+    """Whether what arrives is what each rank gave, gathered by torch as bytes."""
+    group = dist.group.WORLD.group_name  # type: ignore[union-attr]
+    done = run_passes(parse(FLOAT8, groups={"dp": 2}), [LowerAllGathers(piece_mb=piece_mb)])
+    verify(done, recompute=True)
+    mine = torch.randn(2, 3, generator=torch.Generator().manual_seed(dist.get_rank())).to(torch.float8_e4m3fn)
+    parts = [torch.empty(2, 3, dtype=torch.uint8) for _ in range(2)]
+    dist.all_gather(parts, mine.view(torch.uint8))
+    (found,) = Executable(done, {"dp": group})([mine])
+    return [torch.equal(found, torch.cat(parts).view(torch.float8_e4m3fn).float())]
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("bytes_a_piece", [math.inf, 6])
+def test_float8_travels_as_bytes(ranks: Any, bytes_a_piece: float) -> None:
+    assert ranks(2).run(float8_gathered, bytes_a_piece / MB) == [[True], [True]]
+
+
+def test_float8_is_waited_for_where_it_was() -> None:
+    lines = FLOAT8.replace("w:", "n: f8e4m3[2, 3] = aten.clone(x)\nw:").replace("return", 'return output("n", n),')
+    done = run_passes(parse(lines, groups={"dp": 2}), [LowerAllGathers()])
+    names = [node.name for node in done.graph.nodes]
+    assert names.index("all_gather_into_tensor_out") < names.index("n") < names.index("wait_tensor")

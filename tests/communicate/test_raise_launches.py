@@ -49,17 +49,17 @@ CASES = {
         wt: f32[4] = c10d.wait_tensor(t)
         return output("a", ws), output("b", wt)
         """,
-        "a b s t ws wt",
+        "b s a t ws wt",
         [
-            "s: left alone: it already starts as early as it can: after b",
-            "t: left alone: it already starts as early as it can: after b",
+            "s: moved: started as early as it can be: 1 nodes earlier, after b",
+            "t: left alone: it already starts as early as it can: after a",
         ],
     ),
     "groups are independent": (
         """
         x: f32[4] = input("x")
-        a: f32[4] = aten.neg(x)
-        b: f32[4] = aten.exp(x)
+        a: f32[4] = aten.cumsum(x, 0)
+        b: f32[4] = aten.cumsum(x, 0)
         s: f32[4] = c10d.all_reduce(b, "sum", "dp")
         t: f32[4] = c10d.all_reduce(a, "sum", "tp")
         ws: f32[4] = c10d.wait_tensor(s)
@@ -69,7 +69,7 @@ CASES = {
         "a t b s ws wt",
         [
             "s: left alone: it already starts as early as it can: after b",
-            "t: moved: started as early as it can be: 1 nodes earlier, after a",
+            "t: moved: started as early as it can be: 2 nodes earlier, after a",
         ],
     ),
     "an input's collective rises to the top": (
@@ -103,6 +103,71 @@ CASES = {
             "s: left alone: it already starts as early as it can: after z",
             "t: moved: started as early as it can be: 1 nodes earlier, after a",
         ],
+    ),
+    "what only prepares its input rises with it": (
+        """
+        x: f32[4, 4] = input("x")
+        a: f32[4, 4] = aten.mm(x, x)
+        b: f32[4, 4] = aten.exp(x)
+        v: f32[16] = aten.view(a, [16])
+        h: bf16[16] = aten._to_copy(v, dtype=bf16)
+        d: bf16[16] = aten.div.Tensor(h, 2)
+        s: bf16[16] = c10d.all_reduce(d, "sum", "dp")
+        ws: bf16[16] = c10d.wait_tensor(s)
+        return output("s", ws), output("b", b)
+        """,
+        "a v h d s b ws",
+        ["s: moved: started as early as it can be: 1 nodes earlier, after d"],
+    ),
+    "what is packed for it rises from several places": (
+        """
+        x: f32[4, 4] = input("x")
+        a: f32[4, 4] = aten.mm(x, x)
+        m: f32[4, 4] = aten.mm(a, x)
+        b: f32[4, 4] = aten.mm(x, m)
+        va: f32[16] = aten.view(a, [16])
+        vm: f32[16] = aten.view(m, [16])
+        c: f32[32] = aten.cat([va, vm])
+        s: f32[32] = c10d.all_reduce(c, "sum", "dp")
+        ws: f32[32] = c10d.wait_tensor(s)
+        return output("s", ws), output("b", b)
+        """,
+        "a m va vm c s b ws",
+        ["s: moved: started as early as it can be: 1 nodes earlier, after c"],
+    ),
+    "what others read too, or is long, stays": (
+        """
+        x: f32[4, 4] = input("x")
+        b: f32[4, 4] = aten.exp(x)
+        n: f32[4, 4] = aten.neg(x)
+        m: f32[4, 4] = aten.mm(n, n)
+        v: f32[4, 4] = aten.div.Tensor(n, 2)
+        s: f32[4, 4] = c10d.all_reduce(v, "sum", "dp")
+        t: f32[4, 4] = c10d.all_reduce(m, "sum", "tp")
+        ws: f32[4, 4] = c10d.wait_tensor(s)
+        wt: f32[4, 4] = c10d.wait_tensor(t)
+        return output("s", ws), output("t", wt), output("b", b)
+        """,
+        "b n v s m t ws wt",
+        [
+            "s: moved: started as early as it can be: 1 nodes earlier, after v",
+            "t: left alone: it already starts as early as it can: after m",
+        ],
+    ),
+    "what prepares it stays below a write": (
+        """
+        x: f32[4] = input("x")
+        a: f32[4] = aten.clone(x)
+        b: f32[4] = aten.exp(x)
+        write: f32[4] = aten.add_.Tensor(a, 1)
+        c: f32[4] = aten.sin(x)
+        d: f32[4] = aten.div.Tensor(a, 2)
+        s: f32[4] = c10d.all_reduce(d, "sum", "dp")
+        ws: f32[4] = c10d.wait_tensor(s)
+        return output("s", ws), output("b", b), output("c", c)
+        """,
+        "a b write d s c ws",
+        ["s: moved: started as early as it can be: 1 nodes earlier, after d"],
     ),
     "a coalesced start": (
         """

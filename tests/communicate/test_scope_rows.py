@@ -392,3 +392,36 @@ def dynamic(ranks: int) -> list[str]:
 @pytest.mark.parametrize("count", [2, 4])
 def test_B7_symbolic_sizes_stay_symbolic(ranks: Any, count: int) -> None:
     assert ranks(count).run(dynamic, count) == [[]] * count
+
+
+def test_G13_what_is_gathered_twice_or_for_nothing_is_gathered_once_by_the_default_pipeline() -> None:
+    text = """
+        p: f32[2] = input("p")
+        g: f32[4] = input("g")
+        a: f32[4] = c10d.all_gather_into_tensor(p, 2, "dp")
+        wa: f32[4] = c10d.wait_tensor(a)
+        f: f32[4] = aten.exp(wa)
+        b: f32[4] = c10d.all_gather_into_tensor(p, 2, "dp")
+        wb: f32[4] = c10d.wait_tensor(b)
+        h: f32[4] = aten.sin(wb)
+        r: f32[2] = c10d.reduce_scatter_tensor(g, "sum", 2, "dp")
+        wr: f32[2] = c10d.wait_tensor(r)
+        s: f32[4] = c10d.all_gather_into_tensor(wr, 2, "dp")
+        ws: f32[4] = c10d.wait_tensor(s)
+        y: f32[4] = aten.cos(ws)
+        return output("f", f), output("h", h), output("y", y)
+    """
+    expected = """
+        p: f32[2] = input("p")
+        g: f32[4] = input("g")
+        a: f32[4] = c10d.all_gather_into_tensor(p, 2, "dp")
+        all_reduce: f32[4] = c10d.all_reduce(g, "sum", "dp")
+        wa: f32[4] = c10d.wait_tensor(a)
+        f: f32[4] = aten.exp(wa)
+        wb: f32[4] = c10d.wait_tensor(a)
+        h: f32[4] = aten.sin(wb)
+        ws: f32[4] = c10d.wait_tensor(all_reduce)
+        y: f32[4] = aten.cos(ws)
+        return output("f", f), output("h", h), output("y", y)
+    """
+    assert after(text, *pipeline.optimization()) == textwrap.dedent(expected).strip()

@@ -118,6 +118,72 @@ CASES = {
         "a s e w r n",
         ["s: moved: waited for just before its first use: 1 nodes later, before r"],
     ),
+    "copies out of a bucket sink with its wait, to the first use of any": (
+        """
+        x: f32[2, 2] = input("x")
+        s: f32[4, 2] = c10d.all_gather_into_tensor(x, 2, "dp")
+        w: f32[4, 2] = c10d.wait_tensor(s)
+        parts: (f32[4, 1], f32[4, 1]) = aten.split.Tensor(w, 1, 1)
+        a: f32[4, 1] = parts[0]
+        b: f32[4, 1] = parts[1]
+        ca: f32[4, 1] = aten.clone(a, memory_format=contiguous_format)
+        cb: f32[4, 1] = aten.clone(b, memory_format=contiguous_format)
+        va: f32[4] = aten.view(ca, [4])
+        vb: f32[4] = aten.view(cb, [4])
+        e: f32[2, 2] = aten.mm(x, x)
+        na: f32[4] = aten.neg(va)
+        f: f32[2, 2] = aten.mm(e, x)
+        nb: f32[4] = aten.neg(vb)
+        return output("a", na), output("b", nb), output("f", f)
+        """,
+        "s e w parts a b ca cb va na f vb nb",
+        ["s: moved: waited for just before its first use: 1 nodes later, before na"],
+    ),
+    "a copy that stands below the first use stays": (
+        """
+        x: f32[4] = input("x")
+        s: f32[4] = c10d.all_reduce(x, "sum", "dp")
+        w: f32[4] = c10d.wait_tensor(s)
+        e: f32[4] = aten.exp(x)
+        n: f32[4] = aten.neg(w)
+        c: f32[4] = aten.clone(w)
+        f: f32[4] = aten.sin(x)
+        write: f32[4] = aten.mul_.Tensor(c, 2)
+        return output("n", n), output("c", write), output("e", e), output("f", f)
+        """,
+        "s e w n c f write",
+        ["s: moved: waited for just before its first use: 1 nodes later, before n"],
+    ),
+    "a copy is made before what it copies is written": (
+        """
+        x: f32[4] = input("x")
+        s: f32[4] = c10d.all_reduce(x, "sum", "dp")
+        w: f32[4] = c10d.wait_tensor(s)
+        c: f32[4] = aten.clone(w)
+        e: f32[4] = aten.exp(x)
+        write: f32[4] = aten.mul_.Tensor(w, 2)
+        n: f32[4] = aten.neg(c)
+        return output("n", n), output("w", write), output("e", e)
+        """,
+        "s e w c write n",
+        ["s: moved: waited for just before its first use: 1 nodes later, before write"],
+    ),
+    "one kernel that copies all members out": (
+        """
+        x: f32[3] = input("x")
+        s: f32[6] = c10d.all_gather_into_tensor(x, 2, "dp")
+        w: f32[6] = c10d.wait_tensor(s)
+        parts: (f32[2, 2], f32[2, 1]) = crossfade.unpack(w, 2, [2, 1])
+        a: f32[2, 2] = parts[0]
+        b: f32[2, 1] = parts[1]
+        e: f32[3] = aten.exp(x)
+        na: f32[2, 2] = aten.neg(a)
+        nb: f32[2, 1] = aten.neg(b)
+        return output("a", na), output("b", nb), output("e", e)
+        """,
+        "s e w parts a na b nb",
+        ["s: moved: waited for just before its first use: 1 nodes later, before na"],
+    ),
     "a wait on an ordinary tensor": (
         """
         x: f32[4] = input("x")

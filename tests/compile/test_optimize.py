@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Callable
 from typing import Any
 
@@ -224,3 +225,23 @@ def what_sharing_differs(name: str) -> list[str]:
 @pytest.mark.parametrize("name", SHARING)
 def test_results_share_memory_as_they_did(ranks: Any, name: str) -> None:
     assert ranks(2).run(what_sharing_differs, name) == [[], []]
+
+
+def planned_for_a_machine() -> list[tuple[int, int]]:
+    """Groups and all-reduces after planning for a machine: of a graph whose all-reduce does not say how many ranks."""
+    group = dist.group.WORLD.group_name  # type: ignore[union-attr]
+    text = f"""
+        x: f32[4] = input("x")
+        s: f32[4] = c10d.all_reduce(x, "sum", "{group}")
+        w: f32[4] = c10d.wait_tensor(s)
+        n: f32[4] = aten.neg(w)
+        return output("n", n)
+    """
+    module = parse(textwrap.dedent(text), groups={group: 2}).module()
+    report = optimize(module, machine=preset("ethernet-1gbit")).report
+    return [(report.collectives_after["all_reduce"][0], dist.get_world_size())]
+
+
+@pytest.mark.ranks
+def test_groups_of_this_process_have_their_size_also_for_a_machine(ranks: Any) -> None:
+    assert ranks(2).run(planned_for_a_machine) == [[(1, 2)], [(1, 2)]]

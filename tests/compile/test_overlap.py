@@ -43,9 +43,9 @@ def number_in_plan(seconds: float) -> int:
     return len(collectives.find(plan.program.graph))
 
 
-def test_of_sizes_that_hide_all_the_one_with_the_fewest_collectives_is_taken():
+def test_O3_of_sizes_that_hide_all_the_one_with_the_fewest_collectives_is_taken():
     assert number_in_plan(seconds=1e-3) == 4
 
 
-def test_where_the_last_one_is_a_large_share_of_a_step_more_are_worth_their_latency():
+def test_O3_where_the_last_one_is_a_large_share_of_a_step_more_are_worth_their_latency():
     assert number_in_plan(seconds=1e-4) == 6

@@ -244,6 +244,17 @@ class TestRules:
         assert not done.changed and not done.declined
 
 
+@pytest.mark.parametrize("given", [torch.neg, lambda x: x, torch.ones(2)], ids=["operator", "function", "tensor"])
+def test_a_rule_that_returns_no_node_is_told_what_to_return(given: object):
+    program = program_of("""
+    x: f32[2] = input("x")
+    y: f32[2] = aten.neg(x)
+    return output("y", y)
+    """)
+    with pytest.raises(RewriteError, match=r"the rule mine replacing y by .*Remedy: return match\.splice"):
+        apply_rules(program, [Rule("mine", "aten.neg(x)", lambda match: given)])
+
+
 @pytest.mark.parametrize(
     ("pattern", "replace"),
     [

@@ -240,6 +240,88 @@ def test_declined(reason: str, text: str):
     declines(RemoveNoops(), text, reason)
 
 
+FILLED = """
+    x: {kind} = input("x")
+    f: {filled} = {fill}
+    {write}y: {kind} = {call}
+    z: {kind} = aten.abs(y)
+    return output("z", z)
+"""
+
+
+def with_filled(call: str, fill: str, kind: str = "f32[4, 3]", filled: str = "f32[4, 3]", write: str = "") -> str:
+    return FILLED.format(kind=kind, filled=filled, fill=fill, call=call, write=write and write + "\n    ")
+
+
+@pytest.mark.parametrize(
+    ("call", "fill", "filled", "kind", "rule"),
+    [
+        ("aten.sub.Tensor(x, f)", "aten.zeros([4, 3])", "f32[4, 3]", "f32[4, 3]", "plus-zeros"),
+        ("aten.sub.Tensor(x, f)", "aten.zeros_like(x)", "f32[4, 3]", "f32[4, 3]", "plus-zeros"),
+        ("aten.add.Tensor(f, x)", "aten.full([3], -0.0)", "f32[3]", "f32[4, 3]", "plus-zeros"),
+        ("aten.add.Tensor(x, f)", "aten.zeros([4], dtype=i32)", "i32[4]", "i32[4]", "plus-zeros"),
+        ("aten.mul.Tensor(x, f)", "aten.ones([3])", "f32[3]", "f32[4, 3]", "times-ones"),
+        ("aten.mul.Tensor(f, x)", "aten.full([], 1)", "i64[]", "f32[4, 3]", "times-ones"),
+        ("aten.mul.Tensor(f, x)", "aten.ones([4, 3], dtype=b8)", "b8[4, 3]", "bf16[4, 3]", "times-ones"),
+        ("aten.div.Tensor(x, f)", "aten.full([4, 3], 1.0)", "f32[4, 3]", "f32[4, 3]", "times-ones"),
+    ],
+)
+def test_filled_tensors_that_change_nothing(call: str, fill: str, filled: str, kind: str, rule: str):
+    after = f"""
+    x: {kind} = input("x")
+    z: {kind} = aten.abs(x)
+    return output("z", z)
+    """
+    rewrites(RemoveNoops(), with_filled(call, fill, kind, filled), after, {rule: 1})
+
+
+@pytest.mark.parametrize(
+    ("reason", "text"),
+    [
+        (
+            "its other operand is not filled",
+            with_filled("aten.mul.Tensor(x, f)", "aten.full([3], 2.0)", filled="f32[3]"),
+        ),
+        ("its other operand is not filled", with_filled("aten.div.Tensor(f, x)", "aten.ones([4, 3])")),
+        ("its other operand is not filled", with_filled("aten.sub.Tensor(f, x)", "aten.zeros([4, 3])")),
+        ("it turns -0.0 into 0.0", with_filled("aten.add.Tensor(x, f)", "aten.zeros([4, 3])")),
+        ("it turns -0.0 into 0.0", with_filled("aten.sub.Tensor(x, f)", "aten.full([4, 3], -0.0)")),
+        (
+            "it turns -0.0 into 0.0",
+            with_filled("aten.add.Tensor(x, f)", "aten.full([4, 3], -0.0, dtype=i32)", filled="i32[4, 3]"),
+        ),
+        ("is written to", with_filled("aten.mul.Tensor(x, f)", "aten.ones([4, 3])", write="aten.add_.Tensor(f, 1)")),
+        ("its shape is not", with_filled("aten.mul.Tensor(x, f)", "aten.ones([4, 3])", kind="f32[3]")),
+        ("a complex product", with_filled("aten.mul.Tensor(x, f)", "aten.ones([4, 3])", kind="c64[4, 3]")),
+    ],
+)
+def test_filled_tensors_that_change_something(reason: str, text: str):
+    text = text.replace("    aten.add_.Tensor", "    a: f32[4, 3] = aten.add_.Tensor")
+    if "x: f32[3]" in text:
+        text = text.replace("y: f32[3]", "y: f32[4, 3]").replace("z: f32[3]", "z: f32[4, 3]")
+    text = text.replace("z: c64[4, 3] = aten.abs(y)", "z: c64[4, 3] = aten.neg(y)")
+    declines(RemoveNoops(), text, reason)
+
+
+def test_waiting_twice_is_waiting_once():
+    before = """
+    x: f32[4] = input("x")
+    s: f32[4] = c10d.all_reduce(x, "sum", "dp")
+    w: f32[4] = c10d.wait_tensor(s)
+    v: f32[4] = c10d.wait_tensor(w)
+    y: f32[4] = aten.neg(v)
+    return output("y", y)
+    """
+    after = """
+    x: f32[4] = input("x")
+    s: f32[4] = c10d.all_reduce(x, "sum", "dp")
+    w: f32[4] = c10d.wait_tensor(s)
+    y: f32[4] = aten.neg(w)
+    return output("y", y)
+    """
+    rewrites(RemoveNoops(), before, after, {"wait": 1}, dp=2)
+
+
 def test_pinned_memory_is_declined():
     program = program_of(one("f32[4]", "aten._to_copy(x, dtype=f32)"))
     copy = list(program.graph.nodes)[1]
