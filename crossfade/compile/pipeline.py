@@ -279,7 +279,7 @@ def copy_kernel(program: Program) -> dict[str, str]:
     return {"copy kernel": ", ".join(sorted(used))} if used else {}
 
 
-def _backends_here(program: Program) -> dict[str, str]:
+def backends_here(program: Program) -> dict[str, str]:
     """What each group of a program runs on in this process, where it exists here."""
     found = {}
     for collective in collectives.find(program.graph):
@@ -334,7 +334,7 @@ def optimize(
     _, spec = tree_flatten(structure)
     before = accept(module, groups=groups)
     if backends is None:
-        backends = _backends_here(before)
+        backends = backends_here(before)
     if passes is None:
         passes = optimization(backends, machine, before.groups)
     after = run_passes(before, passes, context=planning_for(machine, backends))
