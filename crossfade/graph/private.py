@@ -567,7 +567,8 @@ def compile_with_inductor(
         return compile_fx.compile_fx_inner(change(graph, phase), example_inputs, **given)
 
     with functorch_config.patch(enable_autograd_cache=False, enable_remote_autograd_cache=False):
-        return compile_fx.compile_fx(module, inputs, inner_compile=inner, config_patches=options)
+        compiled: Any = compile_fx.compile_fx(module, inputs, inner_compile=inner, config_patches=options)
+        return compiled
 
 
 def compile_through_autograd(

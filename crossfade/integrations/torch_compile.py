@@ -19,12 +19,10 @@ from typing import Any
 import torch
 from torch import fx
 
-from crossfade.compile.pipeline import backends_here, copy_kernel, optimization, planning_for
-from crossfade.cost.machine import Machine
-from crossfade.cost.presets import preset
+from crossfade.compile.pipeline import backends_here, copy_kernel, optimization
 from crossfade.errors import CaptureError, CrossfadeError, VerifyError
 from crossfade.execute.executable import Executable
-from crossfade.graph.collectives import count_by_kind
+from crossfade.graph import collectives
 from crossfade.graph.history import Outcome, PassRecord, Verdict
 from crossfade.graph.passes import Numerics, Pass, run_passes
 from crossfade.graph.private import (
@@ -82,8 +80,6 @@ def backend(
     Options of ours, beside Inductor's own, which are passed on:
 
     - `inductor`: False runs the graphs node after node, for looking at them and where there is no compiler.
-    - `machine`: a `Machine`, or the name of a preset: adds what pays only on some, and the order that is predicted to
-      be fastest on it.
     - `passes`: exactly these run.
     - `without`: names of passes that do not run.
 
@@ -100,14 +96,13 @@ class _Options:
     """What a user asked of the backend."""
 
     inductor: bool = True
-    machine: Machine | None = None
     passes: Sequence[Pass] | None = None
     without: Sequence[str] = ()
     for_inductor: dict[str, Any] = field(default_factory=dict)
 
     @classmethod
     def of(cls, mode: str | None, given: Mapping[str, Any]) -> _Options:
-        ours = {name: given[name] for name in ("inductor", "machine", "passes", "without") if name in given}
+        ours = {name: given[name] for name in ("inductor", "passes", "without") if name in given}
         for name, kinds, expected in _KINDS:
             if name in ours and not isinstance(ours[name], kinds):
                 raise CrossfadeError(
@@ -115,8 +110,6 @@ class _Options:
                     expected=expected,
                     remedy="pass it so, or leave it out",
                 )
-        if isinstance(machine := ours.get("machine"), str):
-            ours["machine"] = preset(machine)
         rest = {name.replace("-", "_"): value for name, value in given.items() if name not in ours}
         by_inductor = ours.get("inductor", True)
         if not by_inductor and (rest or mode):
@@ -160,20 +153,44 @@ class _Options:
             except (CaptureError, VerifyError) as error:
                 _reports.append(_left_to_torch(module, title, facts, error))
                 return None
-            backends = backends_here(before)
-            passes = self.passes
-            if passes is None:
-                passes = optimization(backends, self.machine, before.groups).without(*self.without)
-            context = planning_for(self.machine, backends)
-            after = run_passes(before, passes, context=context, keep_text=False)
+            after = run_passes(before, self._passes_for(before), keep_text=False)
             _check_results(before, after)
             _reports.append(Report.of(before, after, title=title, facts={**facts, **copy_kernel(after)}))
         return after
 
+    def _passes_for(self, program: Program) -> Sequence[Pass]:
+        """The passes for a program, whose history gets what is left out.
+
+        Nothing is packed by sizes that are symbols: each rank compiles at a size of its own choosing, and would pack
+        other buckets by it.
+        """
+        if self.passes is not None:
+            return self.passes
+        left_out = list(self.without)
+        if symbolic := [found for found in collectives.find(program.graph) if _has_symbols(found)]:
+            left_out += [name for name in _BY_SIZE if name not in left_out]
+            reason = "sizes in its graph are symbols, and ranks may have compiled it at different ones"
+            remedy = "mark the size static, or compile with dynamic=False"
+            verdicts = tuple(Verdict.of(found.node, Outcome.LEFT, reason, remedy=remedy) for found in symbolic)
+            program.history += (_record("fixed-sizes", verdicts, len(program.graph.nodes)),)
+        return optimization(backends_here(program), groups=program.groups).without(*left_out)
+
+
+_BY_SIZE = ("bucket-all-gathers", "bucket-reduce-scatters", "bucket-all-reduces")
+
+
+def _has_symbols(collective: collectives.Collective) -> bool:
+    values = [node.meta["val"] for node in collective.inputs]
+    return any(isinstance(value.numel(), torch.SymInt) for value in values)
+
+
+def _record(name: str, verdicts: tuple[Verdict, ...], nodes: int) -> PassRecord:
+    """What was decided before any pass ran, as a line of a program's history."""
+    return PassRecord(name, name, str(Numerics.BITWISE), 0.0, False, {}, verdicts, nodes, nodes)
+
 
 _KINDS: list[tuple[str, tuple[type, ...], str]] = [
     ("inductor", (bool,), "True or False"),
-    ("machine", (Machine, str, type(None)), "a Machine, or the name of a preset"),
     ("passes", (Sequence, type(None)), "a list of passes, or a pipeline"),
     ("without", (list, tuple), "a list of names of passes"),
 ]
@@ -225,7 +242,6 @@ def _same(old: torch.Tensor, new: torch.Tensor) -> bool:
 
 def _left_to_torch(module: fx.GraphModule, title: str, facts: dict[str, str], error: CrossfadeError) -> Report:
     """The report of a graph that our passes cannot read: torch compiles it as it is."""
-    counts, nodes = count_by_kind(module.graph), len(module.graph.nodes)
+    counts, nodes = collectives.count_by_kind(module.graph), len(module.graph.nodes)
     verdict = Verdict("graph", Outcome.LEFT, "compiled without our passes", detail=error.found, remedy=error.remedy)
-    record = PassRecord("accept", "accept", str(Numerics.BITWISE), 0.0, False, {}, (verdict,), nodes, nodes)
-    return Report(title, (record,), counts, counts, nodes, nodes, facts)
+    return Report(title, (_record("accept", (verdict,), nodes),), counts, counts, nodes, nodes, facts)
