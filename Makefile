@@ -12,7 +12,7 @@ READY := $(VENV)/.ready
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1|/' | column -t -s '|'
 
-# torch goes first and alone: this exact pin finds the CPU build, a range would pull gigabytes of CUDA.
+# torch goes first and alone: the exact pin 2.13.0 finds the CPU build, a range would pull gigabytes of CUDA.
 $(READY): pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --disable-pip-version-check torch==$(TORCH)
