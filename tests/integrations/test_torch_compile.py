@@ -98,17 +98,19 @@ def memory(values: list[Tensor]) -> list[list[bool]]:
 
 @pytest.mark.parametrize("given", [EAGERLY, pytest.param({"options": {"fallback_random": True}}, marks=needs_compiler)])
 @pytest.mark.parametrize("function", [copies, writes, twice, drops])
-def test_results_share_memory_and_draw_numbers_as_eagerly(
+def test_results_share_memory_and_numbers_are_drawn_as_by_torch(
     function: Callable[[Tensor], tuple[Tensor, ...]], given: dict[str, Any]
 ) -> None:
-    torch._dynamo.reset()
+    # Inductor of torch 2.15 by itself returns `x` for `x + 0`: there it is what results are compared with.
+    plainly = function if given is EAGERLY else torch.compile(function, backend="inductor", **given)
     found = []
-    for call in (function, torch.compile(function, backend="crossfade", **given)):
+    for call in (function, plainly, torch.compile(function, backend="crossfade", **given)):
+        torch._dynamo.reset()
         torch.manual_seed(1)
         x = torch.arange(12.0).view(3, 4)
         found.append([x, *call(x)])
-    torch.testing.assert_close(found[1], found[0], rtol=0, atol=0)
-    assert memory(found[1]) == memory(found[0])
+    torch.testing.assert_close(found[2], found[0], rtol=0, atol=0)
+    assert memory(found[2]) == memory(found[1])
 
 
 @needs_compiler
