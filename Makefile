@@ -1,6 +1,8 @@
 # Every target sets itself up: the virtual environment is made on first use.
+# TORCH=2.15.0 (or another release from 2.11 on) works in an environment of its own, beside the usual one.
 PYTHON ?= python3.11
-VENV := .venv
+TORCH ?= 2.13.0
+VENV := .venv$(if $(filter-out 2.13.0,$(TORCH)),-$(TORCH))
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
@@ -10,10 +12,10 @@ READY := $(VENV)/.ready
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1|/' | column -t -s '|'
 
-# torch goes first and alone: this exact pin finds the CPU build, a range would pull gigabytes of CUDA.
+# torch goes first and alone: the exact pin 2.13.0 finds the CPU build, a range would pull gigabytes of CUDA.
 $(READY): pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --disable-pip-version-check torch==2.13.0
+	$(BIN)/pip install --quiet --disable-pip-version-check torch==$(TORCH)
 	$(BIN)/pip install --quiet --disable-pip-version-check -e '.[dev]'
 	touch $@
 
@@ -53,5 +55,5 @@ models: $(READY) ## real models in all combinations (an hour): simplified, train
 	$(BIN)/python -m pytest tests/models tests/ranks tests/shard tests/cost tests/loops tests/docs tests/capture -m models
 	$(BIN)/python -m tests.models.table
 
-clean: ## remove the virtual environment and caches
-	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info
+clean: ## remove the virtual environments and caches
+	rm -rf .venv .venv-* .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info

@@ -40,6 +40,7 @@ from crossfade.errors import (
 from crossfade.graph.passes import Numerics, Outcome, Pass, PassResult, Verdict, run_passes
 from crossfade.graph.pipelines import Pipeline
 from crossfade.graph.program import Program
+from crossfade.integrations.torch_compile import reports
 from crossfade.ranks.local import Ranks
 from crossfade.report.expect import Expect
 from crossfade.report.report import Report
@@ -92,6 +93,7 @@ __all__ = [
     "compile_gradients",
     "compile_step",
     "optimize",
+    "reports",
     "run_passes",
     "shard",
     "simplify",

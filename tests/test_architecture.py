@@ -22,8 +22,8 @@ BELOW = {
     "compile": ("graph", "files", "cost", *STAGES),
     "demo": ("graph", "files", "cost", *STAGES, "compile"),
     "commands": ("graph", "files", "cost", *STAGES, "compile", "demo"),
-    "integrations": ("capture", "compile"),
-    "__init__": ("graph", "files", "cost", *STAGES, "compile"),
+    "integrations": ("graph", "capture", "execute", "report", "compile"),
+    "__init__": ("graph", "files", "cost", *STAGES, "compile", "integrations"),
     "passes": ("graph", "compile"),
     "__main__": ("commands",),
 }

@@ -62,6 +62,7 @@ def test_the_public_names_are_these() -> None:
         "compile_gradients",
         "compile_step",
         "optimize",
+        "reports",
         "run_passes",
         "shard",
         "simplify",

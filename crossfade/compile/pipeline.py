@@ -37,7 +37,14 @@ from crossfade.graph.collective_matmul import ANYWHERE
 from crossfade.graph.collectives import Kind
 from crossfade.graph.passes import Pass, run_passes
 from crossfade.graph.pipelines import Pipeline
-from crossfade.graph.private import backend_of_group, keep_codegen, size_of_group, tree_flatten, tree_unflatten
+from crossfade.graph.private import (
+    backend_of_group,
+    keep_codegen,
+    outside_of_tracing,
+    size_of_group,
+    tree_flatten,
+    tree_unflatten,
+)
 from crossfade.graph.program import Program
 from crossfade.graph.verify import accept
 from crossfade.ranks.mesh import DataParallel, backend_on
@@ -291,7 +298,7 @@ def copy_kernel(program: Program) -> dict[str, str]:
     return {"copy kernel": ", ".join(sorted(used))} if used else {}
 
 
-def _backends_here(program: Program) -> dict[str, str]:
+def backends_here(program: Program) -> dict[str, str]:
     """What each group of a program runs on in this process, where it exists here."""
     found = {}
     for collective in collectives.find(program.graph):
@@ -355,10 +362,11 @@ def optimize(
     _, spec = tree_flatten(structure)
     before = _with_sizes_here(accept(module, groups=groups))
     if backends is None:
-        backends = _backends_here(before)
+        backends = backends_here(before)
     if passes is None:
         passes = optimization(backends, machine, before.groups)
-    after = run_passes(before, passes, context=planning_for(machine, backends))
+    with outside_of_tracing():  # AOTAutograd calls its compilers in a mode in which constants have no numbers
+        after = run_passes(before, passes, context=planning_for(machine, backends))
     report = Report.of(before, after, title=type(module).__name__, facts=copy_kernel(after))
     if expect is not None and machine is not None:
         report = report.with_timelines(predicted=simulate(after, estimate(after, machine)))

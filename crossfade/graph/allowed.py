@@ -76,7 +76,7 @@ _PLAIN = re.compile(
     r"(Tensor|int|bool|float|number|complex|str|Device|Generator|Layout|ScalarType|MemoryFormat|NoneType)"
 )
 _WRAPPED = re.compile(r"(Optional|List|Tuple)\[(.*)\]")
-_GROUPS = ("group_name", "group")
+_NAMED = ("group_name", "group", "reduce_op")
 _FILE_WORDS = re.compile(r"file|path|folder|dir(ectory)?$|url|command|library", re.IGNORECASE)
 
 
@@ -128,7 +128,7 @@ def why_refused(target: OpOverload) -> str | None:
     if schema.name.partition("::")[0] in REFUSED_NAMESPACES:
         return "its namespace is not one of programs"
     named = (*schema.arguments, *schema.returns)
-    types = [str(item.type) for item in named if item.name not in _GROUPS]  # groups are names in programs
+    types = [str(item.type) for item in named if item.name not in _NAMED]  # torch 2.15 also takes objects
     if strange := next((kind for kind in types if not _is_plain(kind)), None):
         return f"it takes or returns a {strange}"
     words = [item.name for item in schema.arguments if "str" in str(item.type)]

@@ -299,6 +299,14 @@ def ask_inputs_for_sizes(graph: fx.Graph) -> None:
             graph.erase_node(query)
 
 
+def return_waited(graph: fx.Graph) -> None:
+    """Return the result of a wait in place of what is in flight: torch.compile keeps the started collective for the
+    backward, which may only ask for its size, though a wait stands beside it."""
+    for collective in find(graph):
+        if collective.waits and not collective.coalesced:
+            collective.node.replace_all_uses_with(collective.waits[0], delete_user_cb=lambda user: user.op == "output")
+
+
 # Builders: ordinary functions on tensors, to be called inside functions that `splice.splice` records.
 
 

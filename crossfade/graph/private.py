@@ -556,9 +556,8 @@ def compile_graph(
     `torch._inductor.compile` is for graphs that Dynamo has not traced. Known on 2.11, 2.13.
     """
     from torch._inductor import compile as compile_by_inductor
-    from torch._inductor import config
 
-    known = {name: value for name, value in options.items() if name in config.get_config_copy()}
+    known = {name: value for name, value in options.items() if name in inductor_options()}
     with torch.no_grad():
         return compile_by_inductor(module, list(examples), known)
 
@@ -579,3 +578,83 @@ def missing_compiler(device: str) -> str:
     except InvalidCxxCompiler:
         return "no C++ compiler was found: install g++ or clang, or say where in CXX"
     return ""
+
+
+def inductor_mode(mode: str) -> dict[str, Any]:
+    """The options that a `mode` of `torch.compile` stands for. Known on 2.11, 2.13, 2.15."""
+    from torch import _inductor
+
+    return dict(_inductor.list_mode_options(mode))
+
+
+def inductor_options() -> list[str]:
+    """The names of Inductor's options. Known on 2.11, 2.13, 2.15."""
+    from torch._inductor import config
+
+    return list(config.get_config_copy())
+
+
+ChangeGraph = Callable[[torch.fx.GraphModule, str], torch.fx.GraphModule]
+"""From a graph of AOTAutograd and what it is ("forward", "backward" or "inference") to the one to compile."""
+
+
+def compile_with_inductor(
+    module: torch.fx.GraphModule, inputs: list[Any], change: ChangeGraph, options: dict[str, Any]
+) -> Callable[..., Any]:
+    """What `torch.compile` makes of Dynamo's graph, each of AOTAutograd's graphs changed before Inductor gets it.
+
+    AOTAutograd's own cache is left out: it knows graphs by what they were before, and would give one that plain
+    `torch.compile` has stored. Inductor's, inside, knows them by what they are. Known on 2.11, 2.13, 2.15.
+    """
+    from torch._functorch import config as functorch_config
+    from torch._inductor import compile_fx
+
+    def inner(graph: torch.fx.GraphModule, example_inputs: Any, **given: Any) -> Any:
+        phase = "backward" if given.get("is_backward") else "inference" if given.get("is_inference") else "forward"
+        return compile_fx.compile_fx_inner(change(graph, phase), example_inputs, **given)
+
+    with functorch_config.patch(enable_autograd_cache=False, enable_remote_autograd_cache=False):
+        compiled: Any = compile_fx.compile_fx(module, inputs, inner_compile=inner, config_patches=options)
+        return compiled
+
+
+def compile_through_autograd(
+    module: torch.fx.GraphModule, inputs: list[Any], compiler: Callable[[torch.fx.GraphModule, str], Callable[..., Any]]
+) -> Callable[..., Any]:
+    """Dynamo's graph through AOTAutograd, which gives each forward, backward or inference graph to `compiler`; what
+    that returns is called with a list of inputs, which it empties. Known on 2.11, 2.13, 2.15."""
+    from functorch.compile import default_partition
+    from torch._dynamo.backends.common import aot_autograd
+
+    def boxed(phase: str) -> Callable[..., Any]:
+        def compile_graph(graph: torch.fx.GraphModule, example_inputs: Any) -> Callable[..., Any]:
+            compiled = compiler(graph, phase)
+
+            def run(arguments: list[Any]) -> Any:
+                return compiled(arguments)
+
+            run._boxed_call = True  # type: ignore[attr-defined]
+            return run
+
+        return compile_graph
+
+    return aot_autograd(
+        fw_compiler=boxed("forward"),
+        bw_compiler=boxed("backward"),
+        inference_compiler=boxed("inference"),
+        partition_fn=default_partition,
+    )(module, inputs)
+
+
+def outside_of_tracing() -> Any:
+    """A context without the modes in which a compiler is called: what it computes is computed. Known on 2.11, 2.13."""
+    from torch.utils import _python_dispatch
+
+    return _python_dispatch._disable_current_modes()
+
+
+def compile_id() -> str:
+    """What torch's logs call the frame that is being compiled, such as `0/1`; empty outside. Known on 2.11, 2.13."""
+    from torch import _guards
+
+    return str(_guards.CompileContext.current_compile_id() or "")

@@ -16,7 +16,7 @@ import torch
 from torch import fx
 
 from crossfade.errors import CaptureError
-from crossfade.graph.collectives import ask_inputs_for_sizes, group_sizes
+from crossfade.graph.collectives import ask_inputs_for_sizes, group_sizes, return_waited
 from crossfade.graph.history import PassRecord
 from crossfade.graph.metadata import (  # noqa: F401, others take them from here
     MADE_FOR,
@@ -219,6 +219,7 @@ def from_graph_module(module: fx.GraphModule, *, groups: Mapping[str, int] | Non
     if len(_fake_modes(graph)) != 1:
         _describe_again(graph, constants)
     ask_inputs_for_sizes(graph)
+    return_waited(graph)
     inputs = tuple(Input(InputKind.INPUT, str(node.target)) for node in graph.find_nodes(op="placeholder"))
     outputs = tuple(Output(OutputKind.OUTPUT, str(index)) for index in range(len(flat)))
     return Program(graph, inputs, outputs, groups=dict(groups or group_sizes(graph)), constants=constants)

@@ -1,1 +1,2 @@
-"""Crossfade in the loops of training frameworks, each behind an extra (`pip install crossfade[accelerate]`)."""
+"""Crossfade in the loops of training frameworks, each behind an extra (`pip install crossfade[accelerate]`), and
+as a backend of `torch.compile`."""

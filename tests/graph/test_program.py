@@ -165,3 +165,19 @@ def test_inputs_stand_first_wherever_they_stood():
     for again in (program.copy(), from_graph_module(program.module())):
         assert [node.name for node in again.graph.nodes] == ["x", "y", "n", "a", "output"]
     assert [node.name for node in program.graph.nodes] == ["x", "n", "y", "a", "output"]
+
+
+def test_what_is_in_flight_is_returned_waited_for():
+    program = parse(
+        """
+        x: f32[4] = input("x")
+        start: f32[4] = c10d.all_reduce(x, "sum", "dp")
+        wait: f32[4] = c10d.wait_tensor(start)
+        neg: f32[4] = aten.neg(wait)
+        return output("kept for the backward", start), output("y", neg)
+        """,
+        groups={"dp": 2},
+    )
+    given = program.module()
+    assert [node.name for node in from_graph_module(given, groups={"dp": 2}).results] == ["wait", "neg"]
+    assert [node.name for node in given.graph.output_node().args[0]] == ["start", "neg"]  # which is left as it is
