@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 
 import pytest
 import torch
 
 from crossfade import Ranks
+
+os.environ["CROSSFADE_CACHE"] = "off"  # tests compile what they test; those of the cache have folders of their own
 
 
 @pytest.fixture(scope="session")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import time
 import warnings
 from collections.abc import Collection, Hashable, Iterator
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from crossfade.capture.optimizer import check_optimizer, initial_state, options_
 from crossfade.capture.training import check_model
 from crossfade.compile.agreement import agree, agree_on_batch, hold_together, telling
 from crossfade.compile.built import Built
+from crossfade.compile.cache import built_from, keep, look_up
 from crossfade.compile.job import Job
 from crossfade.compile.phases import PhaseRecords
 from crossfade.compile.pipeline import copy_kernel
@@ -93,14 +95,20 @@ class StepCompiler:
         return built
 
     def _build(self, batch: tuple[Any, ...], progress: Progress) -> Built:
+        start = time.perf_counter()
+        progress.phase("cache")
+        found = look_up(self.job, batch)
+        if found.kept is not None:
+            self._warn(found.kept.warning)
+            return built_from(found, self.job, batch, time.perf_counter() - start)
         step = StepCompilation(job=self.job, batch=batch, begun=progress.phase)
+        warning = ""
         try:
             ran = (self.job.options.phases or TRAINING).run(step)
         finally:
             parts = step.loss_parts
             warning = parts.warning(self.job.options.loss_is) if parts is not None else ""
-            if warning and self.job.place.part_of_batch == 0:
-                warnings.warn(warning, stacklevel=7)  # the line that calls the step
+            self._warn(warning)
         step.need(("program", "layout", "plain"), "a step")
         layout, plain = step.layout, step.plain
         assert layout is not None and plain is not None
@@ -108,7 +116,14 @@ class StepCompiler:
         stepped = {out.name for out in plain.outputs if out.kind is OutputKind.UPDATE}
         exchanges, short = events_of(plain).launches, self._shortfalls(step, plain, report)
         keys = self.state_keys(stepped)
-        return Built(step.made(), layout, report, keys, step.compared or [], exchanges, short, ran)
+        built = Built(step.made(), layout, report, keys, step.compared or [], exchanges, short, ran)
+        progress.phase("keep")
+        keep(found, built, step.loss_parts, self.job.options.loss_is, warning)
+        return built
+
+    def _warn(self, warning: str) -> None:
+        if warning and self.job.place.part_of_batch == 0:
+            warnings.warn(warning, stacklevel=8)  # the line that calls the step
 
     def _report(self, step: StepCompilation, plain: Program, ran: PhaseRecords) -> Report:
         compared = cost_of_comparing(step.compared or [], step.batch)

@@ -7,6 +7,7 @@ what the first one decided.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -142,22 +143,28 @@ def shard_data(step: StepCompilation) -> None:
 
 def compare_ranks(step: StepCompilation) -> None:
     """Let numbers travel with the loss by which ranks see that they have not diverged."""
-    options, place, parts = step.job.options, step.job.place, step.parts()
+    reduce_op = "avg" if _is_mean(step, step.parts()) else "sum"
+    step.compared = compared_by(step.job, step.made(), reduce_op, step.parts().shared_numbers)
+    step.run([CompareRanks(each.group, each.reduce_op, each.numbers) for each in step.compared])
+
+
+def compared_by(job: Job, program: Program, reduce_op: str, numbers: Sequence[str]) -> list[RankComparison]:
+    """What the ranks of a job compare at every step."""
+    options, place = job.options, job.place
     among = [(place.axes.whole.name, place.members, False)] if place.axes else []
     among += [(place.tensor.axis.name, place.tensor.members, True)] if place.tensor else []
-    step.compared = comparisons(
-        step.job.model,
-        step.job.optimizer,
-        step.made(),
+    return comparisons(
+        job.model,
+        job.optimizer,
+        program,
         among,
         every=options.check_every,
-        reduce_op="avg" if _is_mean(step, parts) else "sum",
+        reduce_op=reduce_op,
         whole_batch=options.batch == "global",
         replicated=place.mode == "replicate",
         one_stream=options.semantics == "global",
-        numbers=parts.shared_numbers,
+        numbers=numbers,
     )
-    step.run([CompareRanks(each.group, each.reduce_op, each.numbers) for each in step.compared])
 
 
 def optimizer(step: StepCompilation) -> None:

@@ -185,6 +185,14 @@ def below_autograd() -> Any:
     return torch._C._AutoDispatchBelowAutograd()
 
 
+def dispatch_modes() -> list[Any]:
+    """The modes that see every operator or function of torch now. Known on 2.11, 2.13."""
+    from torch.overrides import _get_current_function_mode_stack
+    from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+
+    return [*_get_current_dispatch_mode_stack(), *_get_current_function_mode_stack()]
+
+
 @contextlib.contextmanager
 def as_if_compiling() -> Iterator[None]:
     """Let `torch.compiler.is_compiling()` be true: models then avoid paths that look at numbers (transformers' masks).
