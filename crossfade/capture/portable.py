@@ -124,7 +124,7 @@ def described(value: Any) -> Hashable | None:
     """Code by its bytes, definitions and objects of known classes by name; None for whatever else.
 
     >>> described(torch.relu), described(object())
-    (('builtin_function_or_method', None, 'relu'), 'builtins.object')
+    (('builtin_function_or_method', 'torch', '_VariableFunctionsClass.relu'), 'builtins.object')
     >>> described(torch.Generator()) is None
     True
     """

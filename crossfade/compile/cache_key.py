@@ -128,6 +128,8 @@ def _settings_of_torch() -> Iterator[str]:
     yield f"ambient {ambient()}"
     yield f"threads {torch.get_num_threads()} grad {torch.is_grad_enabled()} {torch.is_inference_mode_enabled()}"
     yield f"precision {torch.get_float32_matmul_precision()} {torch.backends.mkldnn.enabled}"  # type: ignore[attr-defined]
+    einsum = torch.backends.opt_einsum
+    yield f"chosen {einsum.enabled} {einsum.strategy} {torch.backends.mha.get_fastpath_enabled()}"
     yield f"filled {torch.utils.deterministic.fill_uninitialized_memory}"  # type: ignore[attr-defined]
     yield f"debug {torch.is_deterministic_algorithms_warn_only_enabled()} {sys.flags} {platform.processor()}"
 

@@ -52,6 +52,8 @@ class NotKept(Exception):
 def written(kept: Kept, key: str) -> str:
     """The JSON of a compiled step, once it is known to be read back as the same; raises `NotKept` if it is not."""
     program = kept.program
+    if symbolic := next((node.name for node in program.graph.nodes if _has_symbols(node.meta.get("val"))), ""):
+        raise NotKept(f"the sizes of {symbolic} are symbols")
     text_of_program = render(program)
     constants = {name: _bytes_of(name, value) for name, value in program.constants.items() if _is_tensor(value)}
     content = {
@@ -119,6 +121,13 @@ def changed_file(text: str) -> str:
     """A file of the user's that the capture had loaded in the end and that is another now; empty if there is none."""
     files = json.loads(text)["files"]
     return next((path for path, content in files.items() if content_of(path) != content), "")
+
+
+def _has_symbols(value: Any) -> bool:
+    if isinstance(value, tuple | list):
+        return any(map(_has_symbols, value))
+    sizes = (*value.shape, *value.stride()) if isinstance(value, torch.Tensor) else (value,)
+    return any(isinstance(size, torch.SymInt) for size in sizes)
 
 
 def _sum(text: str) -> str:
