@@ -239,8 +239,8 @@ def options_key(optimizer: Optimizer, learned: Learned | None = None) -> tuple[A
     """
     changing = learned.changing if learned is not None else set()
 
-    def said(name: str, value: Any) -> str:
-        is_input = _is_rate(value) or (name in changing and is_plain_number(value))
+    def said(name: str, value: Any, *, in_group: bool = True) -> str:
+        is_input = (in_group and _is_rate(value)) or (name in changing and is_plain_number(value))
         return type(value).__name__ if is_input else str(value)
 
     groups = tuple(
@@ -248,7 +248,9 @@ def options_key(optimizer: Optimizer, learned: Learned | None = None) -> tuple[A
         + tuple(id(parameter) for parameter in group["params"])
         for index, group in enumerate(optimizer.param_groups)
     )
-    attributes = tuple((key, said(f"optimizer.{key}", value)) for key, value in own_attributes(optimizer).items())
+    attributes = tuple(
+        (key, said(f"optimizer.{key}", value, in_group=False)) for key, value in own_attributes(optimizer).items()
+    )
     return (groups, attributes, learned.answers() if learned is not None else ())
 
 

@@ -33,6 +33,7 @@ from crossfade.compile.job import Job
 from crossfade.compile.training_phases import GRADIENTS, TRAINING
 from crossfade.graph.private import dispatch_modes
 from crossfade.graph.strides import plain_strides
+from crossfade.shard.tensor.rules import REGISTERED
 
 _ADDRESS = re.compile(r"\b0x[0-9a-f]{6,}\b|<not described>")
 _NOT_DESCRIBED = "<not described>"
@@ -73,8 +74,8 @@ def _not_kept(job: Job) -> str:
         return "passes of one's own"
     if options.phases is not None and options.phases is not GRADIENTS and options.phases is not TRAINING:
         return "phases of one's own"
-    if place.device not in ("cpu", "cuda"):
-        return f"parameters on {place.device}"
+    if place.device != "cpu":
+        return f"parameters on {place.device}: only steps on the CPU are kept so far"
     modes = dispatch_modes()
     return f"{type(modes[0]).__name__}, which sees every operator" if modes else ""
 
@@ -101,6 +102,7 @@ def _of_place(job: Job) -> Iterator[str]:
     if tensor is not None:
         split = (sorted(tensor.parts.placements.items()), tensor.parts.aliases) if tensor.parts is not None else None
         yield f"plan {tensor.plan!r} over {tensor.axis.name} of {tensor.axis.size} on {tensor.axis.backend}, {split}"
+        yield f"rules {sorted(REGISTERED.items())}"
 
 
 def _of_tensors(job: Job, batch: tuple[Any, ...]) -> Iterator[str]:

@@ -45,19 +45,7 @@ def _settings_of_torch() -> Iterator[str]:
     yield f"chosen {einsum.enabled} {einsum.strategy} {torch.backends.mha.get_fastpath_enabled()}"
     yield f"filled {torch.utils.deterministic.fill_uninitialized_memory}"  # type: ignore[attr-defined]
     yield f"capability {torch.backends.cpu.get_cpu_capability()} {torch.is_anomaly_enabled()}"
-    yield from _settings_of_cuda()
     yield f"debug {torch.is_deterministic_algorithms_warn_only_enabled()} {sys.flags} {platform.processor()}"
-
-
-def _settings_of_cuda() -> Iterator[str]:
-    if not torch.cuda.is_available():
-        return
-    number = torch.cuda.current_device()
-    yield f"cuda {torch.version.cuda} {torch.cuda.get_device_name(number)} {torch.cuda.get_device_capability(number)}"
-    matmul, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
-    reduced = matmul.allow_fp16_reduced_precision_reduction, matmul.allow_bf16_reduced_precision_reduction
-    yield f"matmul {matmul.allow_tf32} {reduced} cudnn {cudnn.version()} {cudnn.enabled} {cudnn.allow_tf32}"
-    yield f"chosen by cudnn {cudnn.benchmark} {cudnn.deterministic}"
 
 
 def _environment() -> Iterator[str]:

@@ -48,32 +48,33 @@ def watching() -> Iterator[Watched]:
     >>> watched.warnings, watched.drew
     (['mind the gap'], True)
     """
-    watched, handler = Watched(), _Warnings()
+    watched, warnings = Watched(), _Warnings()
     _install()
     before = _generators()
     logger = logging.getLogger("crossfade")
-    logger.addHandler(handler)
+    logger.addFilter(warnings)  # a handler would keep Python from showing what has none
     _OPENED[threading.get_ident()] = watched.files
     try:
         yield watched
     finally:
         del _OPENED[threading.get_ident()]
-        logger.removeHandler(handler)
-        watched.warnings, watched.drew = handler.said, _generators() != before
+        logger.removeFilter(warnings)
+        watched.warnings, watched.drew = warnings.said, _generators() != before
 
 
-class _Warnings(logging.Handler):
-    """Keeps what one thread warns of."""
+class _Warnings(logging.Filter):
+    """Keeps what one thread warns of, and lets all of it through."""
 
     def __init__(self) -> None:
-        super().__init__(logging.WARNING)
+        super().__init__()
         self.said: list[str] = []
         self._thread = threading.get_ident()
 
-    def emit(self, record: logging.LogRecord) -> None:
+    def filter(self, record: logging.LogRecord) -> bool:
         """Keep a warning."""
-        if record.thread == self._thread:
+        if record.thread == self._thread and record.levelno >= logging.WARNING:
             self.said.append(record.getMessage())
+        return True
 
 
 def _generators() -> Any:

@@ -131,7 +131,6 @@ def _rest(kept: Kept) -> dict[str, Any]:
         "groups": dict(program.groups),
         "facts": sorted(program.facts),
         "sources": {node.name: line for node in program.graph.nodes if (line := source_line(node))},
-        "devices": _devices(program),
         "constants": {name: _bytes_of(name, value) for name, value in program.constants.items() if _is_tensor(value)},
         "report": json_text.dump(kept.report),
         "state_keys": dict(kept.state_keys),
@@ -210,28 +209,11 @@ def _decoded(text: str, where: str) -> FileValue:
 
 
 def _describe(program: Program, found: FileValue) -> None:
-    """Give nodes the source lines and the devices that a program's text has not."""
+    """Give nodes the source lines that a program's text has not."""
     sources = found["sources"].read_as(Mapping[str, str])
-    devices = {
-        name: device for device, names in found["devices"].entries().items() for name in names.read_as(tuple[str, ...])
-    }
     for node in program.graph.nodes:
         if node.name in sources:
             node.meta[MADE_FOR] = sources[node.name]
-        if node.name in devices:
-            value = node.meta["val"]
-            with program.fake_mode:
-                node.meta["val"] = torch.empty(value.shape, dtype=value.dtype, device=devices[node.name])
-
-
-def _devices(program: Program) -> dict[str, list[str]]:
-    """The nodes whose tensors are not on the CPU, by device; of results that are several, none is asked for."""
-    found: dict[str, list[str]] = {}
-    for node in program.graph.nodes:
-        value = node.meta.get("val")
-        if isinstance(value, Tensor) and value.device.type != "cpu":
-            found.setdefault(str(value.device), []).append(node.name)
-    return found
 
 
 def _phase(record: PhaseRecord) -> dict[str, Any]:
@@ -280,15 +262,13 @@ def _is_tensor(value: Any) -> bool:
 
 
 def _bytes_of(name: str, value: Any) -> dict[str, Any]:
-    plain = type(value) is Tensor and value.layout is torch.strided and value.device.type in ("cpu", "cuda")
+    plain = type(value) is Tensor and value.layout is torch.strided and value.device.type == "cpu"
     if not plain or value.is_quantized or value.dtype not in _NAMES or value.nbytes > _MOST_CONSTANTS:
         raise NotKept(f"the constant {name} is a {type(value).__name__} that has no plain form")
     if not value.is_contiguous() or value.is_conj() or value.is_neg():
         raise NotKept(f"the constant {name} does not lie in one piece")
-    device, value = str(value.device), value.detach().cpu()
-    raw = value.reshape(-1).view(torch.uint8).numpy().tobytes() if value.numel() else b""
-    text = base64.b64encode(raw).decode()
-    return {"dtype": _NAMES[value.dtype], "shape": list(value.shape), "device": device, "bytes": text}
+    raw = value.detach().reshape(-1).view(torch.uint8).numpy().tobytes() if value.numel() else b""
+    return {"dtype": _NAMES[value.dtype], "shape": list(value.shape), "bytes": base64.b64encode(raw).decode()}
 
 
 def _tensor(item: FileValue) -> Tensor:
@@ -301,5 +281,4 @@ def _tensor(item: FileValue) -> Tensor:
     like = torch.empty(shape, dtype=dtype, device="meta")
     if like.nbytes != len(raw):
         raise item["bytes"].wrong(f"{like.nbytes} bytes")
-    value = torch.frombuffer(bytearray(raw), dtype=dtype).reshape(shape) if raw else torch.empty(shape, dtype=dtype)
-    return value.to(item["device"].text())
+    return torch.frombuffer(bytearray(raw), dtype=dtype).reshape(shape) if raw else torch.empty(shape, dtype=dtype)

@@ -60,7 +60,8 @@ def test_what_is_taken_does_and_says_what_was_compiled(names: list[str], tmp_pat
     assert [name for name in names if compiled[name]["hit"]] == []
     assert [name for name in names if not taken[name]["hit"] or not all(taken[name].get("hits", [True]))] == []
     for name in names:
-        differ = [said for said in SAME if compiled[name].get(said) != taken[name].get(said)]
+        said_alike = [said for said in SAME if said != "timeline" or name in CASES]  # each rank predicts its own
+        differ = [said for said in said_alike if compiled[name].get(said) != taken[name].get(said)]
         assert differ == [], name
         assert "taken from" in taken[name]["cache"] and compiled[name]["cache"] == "kept for other processes"
 
