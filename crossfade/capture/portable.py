@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from crossfade.capture.reading import Reading
-from crossfade.capture.tokens import ObjectToken, Serials, memory_of, plain_token
+from crossfade.capture.tokens import ObjectToken, Serials, plain_token
 
 _OF_THEIR_CLASS = frozenset(
     {"_abc._abc_data", "_thread.lock", "_thread.RLock", "builtins.object", "_collections._tuplegetter"}
@@ -103,11 +103,9 @@ class _Described(Serials):
 class _PortableReading(Reading):
     """The same walk; of tensors that are part of a program, the contents count and not where they lie."""
 
-    def _tensor(self, path: str, tensor: torch.Tensor) -> None:
-        own = id(tensor) in self._own_tensors
-        contents = None if own else self._contents(memory_of(tensor), "tensors")
-        known = (like(tensor), contents) if own or contents is not None else (_UNKNOWN,)
-        self._set(path, ObjectToken(f"a tensor of shape {tuple(tensor.shape)}", known))
+    def facts_of(self, tensor: torch.Tensor, contents: bytes | None, *, own: bool) -> tuple[Any, ...]:
+        """What a tensor is; of one that is not the model's own, also what is in it."""
+        return (like(tensor), contents) if own or contents is not None else (_UNKNOWN,)
 
     def _members(self, path: str, members: Collection[Any]) -> None:
         if isinstance(members, set | frozenset):
