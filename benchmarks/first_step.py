@@ -22,7 +22,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -36,6 +36,7 @@ from crossfade import Ranks, compile_step
 GPT2 = {"layers": 12, "width": 768, "vocabulary": 50257}
 GROWTH = [{"layers": layers, "width": 64, "vocabulary": 1000} for layers in (3, 6, 12, 24)]
 MODES = ("replicate", "zero2")
+TORCH = "torch.compile"
 LIMIT = 3600.0
 """Seconds that a contender may take."""
 
@@ -47,24 +48,25 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--batch", type=int, default=4)
     parser.add_argument("--sequence", type=int, default=128)
+    parser.add_argument("--contenders", nargs="+", choices=(*MODES, TORCH), help="all, or some of them")
     parser.add_argument("--save", action="store_true", help="keep the figures as JSON")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.worker:
         print(json.dumps(_contender(json.loads(options.worker))))
         return
-    figures = measure(GROWTH if options.growth else [GPT2], options, with_torch=not options.growth)
+    contenders = options.contenders or [*MODES, *([] if options.growth else [TORCH])]
+    figures = measure(GROWTH if options.growth else [GPT2], options, contenders)
     _show(figures)
     if options.save:
         save(f"first-step-{'growth' if options.growth else 'gpt2'}", figures)
 
 
-def measure(models: list[dict[str, int]], options: argparse.Namespace, *, with_torch: bool) -> dict[str, Any]:
+def measure(models: list[dict[str, int]], options: argparse.Namespace, contenders: Sequence[str]) -> dict[str, Any]:
     """What each contender took on each model: medians over the rounds."""
     rows = []
     for model in models:
         shape = {**model, "batch": options.batch, "sequence": options.sequence}
-        contenders = [*MODES, *(["torch.compile"] if with_torch else [])]
         found: dict[str, list[dict[str, float]]] = {}
         for _ in range(options.rounds):
             for contender in contenders:
@@ -95,7 +97,7 @@ def _in_process(given: dict[str, Any], folder: str) -> dict[str, float]:
 
 
 def _contender(given: dict[str, Any]) -> dict[str, float]:
-    if given["contender"] == "torch.compile":
+    if given["contender"] == TORCH:
         return _of_torch(given)
     with Ranks(2, timeout=LIMIT) as ranks:
         return ranks.run(_of_crossfade, given)[0]

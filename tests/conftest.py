@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from collections.abc import Callable, Iterator
 
@@ -9,6 +10,8 @@ import pytest
 import torch
 
 from crossfade import Ranks
+
+os.environ["CROSSFADE_CACHE"] = "off"  # tests compile what they test; those of the cache have folders of their own
 
 
 @pytest.fixture(scope="session")

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from crossfade.errors import OptimizerError
-from crossfade.graph.private import branches_since, number_expression, python_function, symbolic_number
+from crossfade.graph.private import branches_since, number_expression, python_text, symbolic_number
 
 OF_SCHEDULERS = frozenset({"initial_lr", "min_lr", "max_lr", "base_momentum", "max_momentum", "swa_lr"})
 """What torch's schedulers keep in parameter groups: that they are there changes nothing."""
@@ -70,12 +70,35 @@ class Number:
 
 
 @dataclass(frozen=True)
+class Formula:
+    """A function of numbers, by its text.
+
+    >>> Formula("x + 2*y", ("x", "y"))(1, 0.5)
+    2.0
+    """
+
+    text: str
+    symbols: tuple[str, ...]
+
+    def __call__(self, *values: Any) -> Any:
+        """Its value."""
+        return self._function(*values)
+
+    @functools.cached_property
+    def _function(self) -> Callable[..., Any]:
+        function: Callable[..., Any] = eval(
+            f"lambda {', '.join(self.symbols)}: {self.text}", {"math": math, "torch": torch}
+        )
+        return function
+
+
+@dataclass(frozen=True)
 class Branch:
     """What captured code asked about some numbers; it runs as captured only while the answer is yes."""
 
     text: str
     numbers: tuple[Number, ...]
-    function: Callable[..., Any]
+    function: Formula
 
     def holds(self) -> bool:
         """Whether the answer is yes now."""
@@ -89,7 +112,7 @@ class NumberUpdate:
 
     number: Number
     sources: tuple[Number, ...]
-    function: Callable[..., Any]
+    function: Formula
 
     def new_value(self) -> Any:
         """What the next step finds."""
@@ -216,8 +239,8 @@ def options_key(optimizer: Optimizer, learned: Learned | None = None) -> tuple[A
     """
     changing = learned.changing if learned is not None else set()
 
-    def said(name: str, value: Any) -> str:
-        is_input = _is_rate(value) or (name in changing and is_plain_number(value))
+    def said(name: str, value: Any, *, in_group: bool = True) -> str:
+        is_input = (in_group and _is_rate(value)) or (name in changing and is_plain_number(value))
         return type(value).__name__ if is_input else str(value)
 
     groups = tuple(
@@ -225,7 +248,9 @@ def options_key(optimizer: Optimizer, learned: Learned | None = None) -> tuple[A
         + tuple(id(parameter) for parameter in group["params"])
         for index, group in enumerate(optimizer.param_groups)
     )
-    attributes = tuple((key, said(f"optimizer.{key}", value)) for key, value in own_attributes(optimizer).items())
+    attributes = tuple(
+        (key, said(f"optimizer.{key}", value, in_group=False)) for key, value in own_attributes(optimizer).items()
+    )
     return (groups, attributes, learned.answers() if learned is not None else ())
 
 
@@ -248,7 +273,7 @@ class SymbolicNumbers:
             if symbols and all(symbol in self._by_symbol for symbol in symbols):
                 numbers = tuple(self._by_symbol[symbol] for symbol in symbols)
                 text = str(asked.xreplace({s: type(s)(self._by_symbol[str(s)].name) for s in asked.free_symbols}))
-                found.append(Branch(text, numbers, python_function(asked, symbols)))
+                found.append(Branch(text, numbers, Formula(python_text(asked), tuple(symbols))))
         return found
 
     def updates(self, left: Mapping[Number, Any]) -> tuple[NumberUpdate, ...]:
@@ -267,5 +292,5 @@ class SymbolicNumbers:
                     remedy="keep a tensor of one element there instead, and leave out .item()",
                 )
             sources = tuple(self._by_symbol[symbol] for symbol in symbols)
-            found.append(NumberUpdate(number, sources, python_function(expression, symbols)))
+            found.append(NumberUpdate(number, sources, Formula(python_text(expression), tuple(symbols))))
         return tuple(found)

@@ -193,11 +193,15 @@ class Reading:
 
     def _tensor(self, path: str, tensor: torch.Tensor) -> None:
         """Of the model's own, the values are inputs of the program; of any other a part of it."""
-        facts: tuple[Any, ...] = (self._serials.of(tensor),)
-        if id(tensor) not in self._own_tensors:
-            facts += (*state_of_constant(tensor), self._contents(memory_of(tensor), f"tensors on {tensor.device.type}"))
+        own, contents = id(tensor) in self._own_tensors, None
+        if not own:
+            contents = self._contents(memory_of(tensor), f"tensors on {tensor.device.type}")
             self.watch.constant(tensor)
-        self._set(path, ObjectToken(_of_tensor(tensor), facts))
+        self._set(path, ObjectToken(_of_tensor(tensor), self.facts_of(tensor, contents, own=own)))
+
+    def facts_of(self, tensor: torch.Tensor, contents: bytes | None, *, own: bool) -> tuple[Any, ...]:
+        """What a tensor is known by, the model's own or another."""
+        return (self._serials.of(tensor), *(() if own else (*state_of_constant(tensor), contents)))
 
     def _array(self, path: str, array: np.ndarray) -> None:
         contents = self._contents(memory_of(array), "arrays")

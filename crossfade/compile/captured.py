@@ -54,8 +54,13 @@ class Captured:
 
     def mark(self) -> CaptureMark:
         """By what it is known again, without its graph."""
-        owners = tuple(weakref.ref(owner) for owner in (*self.model.modules(), *self.model.parameters()))
-        return CaptureMark(fingerprint(self.program), self.program.constants, self.loss_parts, self.conditions, owners)
+        text, owners = fingerprint(self.program), owners_of(self.model)
+        return CaptureMark(text, self.program.constants, self.loss_parts, self.conditions, owners)
+
+
+def owners_of(model: nn.Module) -> tuple[weakref.ref[Any], ...]:
+    """A model's modules and parameters, as long as there are any."""
+    return tuple(weakref.ref(owner) for owner in (*model.modules(), *model.parameters()))
 
 
 def _same(value: Any, other: Any) -> bool:

@@ -15,11 +15,13 @@ from crossfade.capture.baked_in import BakedIn, ambient
 from crossfade.capture.divide_batch import BatchLayout, Described, batch_key
 from crossfade.capture.numbers import options_key
 from crossfade.capture.optimizer import check_optimizer, optimizer_said, parameter_names
-from crossfade.capture.optimizer_state import first_states, lacking_state
+from crossfade.capture.optimizer_state import FirstState, first_states, lacking_state
 from crossfade.capture.symbolic_sizes import FittingSizes, SymbolicCapture, SymbolicSizes, is_plain, micro_batch_shapes
 from crossfade.capture.training import check_model
 from crossfade.compile.agreement import agree, agree_on_batch, agree_on_sizes, hold_together, telling
 from crossfade.compile.built import Built
+from crossfade.compile.cache import built_from, keep, look_up, not_looked_for
+from crossfade.compile.cache_watch import watching
 from crossfade.compile.captured import Captured
 from crossfade.compile.dynamic import Dynamic, Kind
 from crossfade.compile.job import Job
@@ -39,6 +41,7 @@ from crossfade.ranks.join_batches import joined
 from crossfade.ranks.members import Members
 from crossfade.report.report import PassVerdict, Report
 from crossfade.report.strict import Judged, Shortfall, shortfalls
+from crossfade.shard.loss_parts import LossParts
 from crossfade.tracebacks import users_level
 
 log = logging.getLogger("crossfade")
@@ -197,22 +200,41 @@ class StepCompiler:
         return self._build(asked)
 
     def _build(self, asked: _Request, symbolic: SymbolicCapture | None = None) -> Built:
-        self._learn_how_it_begins()
+        first = self._learn_how_it_begins()
+        asked.begun("cache")
+        lookup = look_up(self.job, asked.batch, first) if symbolic is None else not_looked_for("its sizes are symbols")
+        if lookup.found is not None:
+            built = built_from(lookup, self.job, asked.batch)
+            self._say(built.mark.loss_parts, built.layout)
+            return built
+        with watching() as watched:
+            built = self._compiled(asked, symbolic)
+        asked.begun("keep")
+        why_not = keep(lookup, built, self.job, watched)
+        facts = {**built.report.facts, **lookup.fact(why_not)}
+        return replace(built, report=replace(built.report, facts=facts))
+
+    def _say(self, parts: LossParts, layout: BatchLayout | None) -> None:
+        """Warn of what a capture has found out about losses and batches; once, on the first rank."""
+        if self.job.place.part_of_batch:
+            return
+        if warning := parts.warning(self.job.options.loss_is):
+            warnings.warn(warning, stacklevel=users_level())
+        if layout is not None and layout.undivided:
+            log.info("every rank computes all of this batch at once: %s", layout.undivided)
+
+    def _compiled(self, asked: _Request, symbolic: SymbolicCapture | None) -> Built:
         step = StepCompilation(
             job=self.job, batch=asked.batch, captured=asked.captured, symbolic=symbolic, begun=asked.begun
         )
         try:
             ran = (self.job.options.phases or TRAINING).run(step)
         finally:
-            parts = step.loss_parts
-            warning = parts.warning(self.job.options.loss_is) if parts is not None else ""
-            if warning and self.job.place.part_of_batch == 0:
-                warnings.warn(warning, stacklevel=users_level())
+            if step.loss_parts is not None:
+                self._say(step.loss_parts, step.layout)
         step.need(("program", "layout", "plain", "captured"), "a step")
         layout, plain, made = step.layout, step.plain, step.captured
         assert layout is not None and plain is not None and made is not None
-        if layout.undivided and self.job.place.part_of_batch == 0:
-            log.info("every rank computes all of this batch at once: %s", layout.undivided)
         report = self._report(step, plain, ran)
         stepped = {out.name for out in plain.outputs if out.kind is OutputKind.UPDATE}
         exchanges, short = events_of(plain).launches, self._shortfalls(step, plain, report)
@@ -234,12 +256,16 @@ class StepCompiler:
             step.regions,
         )
 
-    def _learn_how_it_begins(self) -> None:
-        """Find out whether the optimizer's first step is like later ones, if there is a first step to take."""
+    def _learn_how_it_begins(self) -> dict[str, FirstState]:
+        """Find out whether the optimizer's first step is like later ones, if there is a first step to take.
+
+        Returns the states that are not there yet.
+        """
         job, names = self.job, parameter_names(self.job.model)
         lacking = lacking_state(job.optimizer, names, job.trained())
-        states = first_states(job.optimizer, names, lacking, _without_memory(names)).values()
-        job.learned.starts_from_gradients |= any(first.from_gradient for first in states)
+        states = first_states(job.optimizer, names, lacking, _without_memory(names))
+        job.learned.starts_from_gradients |= any(first.from_gradient for first in states.values())
+        return states
 
     def _fitting(self, step: StepCompilation, layout: BatchLayout) -> FittingSizes:
         assert step.symbolic is not None

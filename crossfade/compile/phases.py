@@ -106,11 +106,13 @@ class PhaseRecord:
     passes: tuple[PassRecord, ...]
     seconds: float
     left_out: str = ""
+    earlier: bool = False
+    """Whether that was in an earlier process, whose result was taken from the cache."""
 
     def __str__(self) -> str:
         if self.left_out:
             return f"{self.phase.name:<20} left out: {self.left_out}"
-        lines = [f"{self.phase!s:<66} {self.seconds * 1e3:8.1f} ms"]
+        lines = [f"{self.phase!s:<66} {self.seconds * 1e3:8.1f} ms{' earlier' if self.earlier else ''}"]
         lines += [f"    {record.spelling}{'' if record.changed else ' (no change)'}" for record in self.passes]
         return "\n".join(lines)
 

@@ -120,6 +120,14 @@ class TensorParallel:
         tied = _first_names(self.model)
         return lambda state, batch: run_local(local, state, batch, tied)
 
+    def split_again(
+        self, placements: Mapping[str, Placement], aliases: Mapping[str, str], verdicts: tuple[Verdict, ...]
+    ) -> None:
+        """Split the model as an earlier process has, without exporting it."""
+        self.check()
+        self._split(dict(placements), aliases)
+        self.verdicts = verdicts
+
     def said(self) -> str:
         """What the plan came to, in a line."""
         reasons = Counter(verdict.reason for verdict in self.verdicts)

@@ -166,22 +166,30 @@ def shard_data(step: StepCompilation) -> None:
 
 def compare_ranks(step: StepCompilation) -> None:
     """Let numbers travel with the loss by which ranks see that they have not diverged."""
-    options, place, parts = step.job.options, step.job.place, step.parts()
+    step.compared = compared_by(step.job, step.divided(), step.parts(), step.made())
+    step.run([CompareRanks(each.group, each.reduce_op, each.numbers) for each in step.compared])
+
+
+def compared_by(
+    job: Job, layout: BatchLayout, parts: LossParts, program: Program, *, draws: bool | None = None
+) -> list[RankComparison]:
+    """What the ranks of a job compare at every step; whether it `draws` is seen in the program, or given."""
+    options, place = job.options, job.place
     among = [(place.axes.whole.name, place.members, False)] if place.axes else []
     among += [(place.tensor.axis.name, place.tensor.members, True)] if place.tensor else []
-    step.compared = comparisons(
-        step.job.model,
-        step.job.optimizer,
-        step.made(),
+    return comparisons(
+        job.model,
+        job.optimizer,
+        program,
         among,
         every=options.check_every,
-        reduce_op="avg" if _loss_is(step, parts) == "mean" else "sum",
+        reduce_op="avg" if loss_of_parts_is(job, layout, parts) == "mean" else "sum",
         whole_batch=options.batch == "global",
         replicated=place.mode == "replicate",
         one_stream=options.semantics == "global",
         numbers=parts.shared_numbers,
+        draws=draws,
     )
-    step.run([CompareRanks(each.group, each.reduce_op, each.numbers) for each in step.compared])
 
 
 def optimizer(step: StepCompilation) -> None:
@@ -307,8 +315,12 @@ def _fewer_calls(step: StepCompilation) -> list[Pass]:
 
 
 def _loss_is(step: StepCompilation, parts: LossParts) -> Literal["mean", "sum"]:
+    return loss_of_parts_is(step.job, step.divided(), parts)
+
+
+def loss_of_parts_is(job: Job, layout: BatchLayout, parts: LossParts) -> Literal["mean", "sum"]:
     """How losses of ranks are put together. Where each has the whole batch's, they are alike, and so is their mean."""
-    return "mean" if step.divided().whole else parts.put_together(step.job.options.loss_is)
+    return "mean" if layout.whole else parts.put_together(job.options.loss_is)
 
 
 def _may_spell_out(step: StepCompilation) -> bool:

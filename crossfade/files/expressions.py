@@ -11,7 +11,7 @@ from __future__ import annotations
 import ast
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 _FUNCTION_NAMES = (
     "Abs Add And CeilToInt CleanDiv Eq Equality Float FloatTrueDiv FloorDiv FloorToInt Ge GreaterThan Gt Identity "
@@ -44,7 +44,51 @@ def why_no_guard(text: str) -> str | None:
     return _why_not(text.partition("#")[0], _is_part_of_guard, "comparison of sizes")
 
 
-def _why_not(text: str, is_part: Callable[[ast.AST], bool], what: str) -> str | None:
+_OF_NUMBERS = frozenset(("abs", "bool", "float", "int", "max", "min", "round"))
+_OF_MATHS_NAMES = (
+    "acos asin atan ceil cos cosh exp fabs floor fmod inf isinf isnan log log10 log1p log2 nan pow sin sinh sqrt tan "
+    "tanh trunc"
+)
+_OF_MATHS = frozenset(_OF_MATHS_NAMES.split())
+
+
+def why_no_formula(text: str, symbols: Collection[str]) -> str | None:
+    """Why an expression is no arithmetic of Python's on some numbers, known by their symbols; None if it is.
+
+    >>> why_no_formula("x * math.sqrt(1 - y**step)", ("x", "y", "step"))
+    >>> why_no_formula("x.__class__", ("x",)), why_no_formula("9**9**9", ())
+    ('which is no arithmetic: x.__class__', 'which is no arithmetic: its powers are too large')
+    """
+    return _why_not(text, lambda node: _is_part_of_formula(node, symbols), "arithmetic", _power_of_formula)
+
+
+def _is_part_of_formula(node: ast.AST, symbols: Collection[str]) -> bool:
+    match node:
+        case ast.Name(id=name):
+            return name in symbols or name in _OF_NUMBERS or name in ("math", "torch")
+        case ast.Attribute(value=ast.Name(id="math"), attr=name):
+            return name in _OF_MATHS
+        case ast.Attribute(value=ast.Name(id="torch"), attr=name):
+            return name in ("sym_float", "sym_int", "sym_max", "sym_min")
+        case ast.Call(func=ast.Name(id=name), keywords=[]):
+            return name in _OF_NUMBERS
+        case ast.Call(func=ast.Attribute(), keywords=[]) | ast.Pow() | ast.IfExp():
+            return True
+        case ast.Constant(value=value):
+            return isinstance(value, (bool, float)) or (isinstance(value, int) and abs(value) < 2**64)
+    return isinstance(node, _ARITHMETIC)
+
+
+def _power_of_formula(node: ast.AST) -> int:
+    """As of sizes; but an exponent that is one of the numbers is no larger than these are."""
+    if not isinstance(node, ast.BinOp) or not isinstance(node.op, ast.Pow):
+        return 1
+    return _power(node) if any(isinstance(part, ast.Constant | ast.Pow) for part in ast.walk(node.right)) else 1
+
+
+def _why_not(
+    text: str, is_part: Callable[[ast.AST], bool], what: str, power: Callable[[ast.AST], int] | None = None
+) -> str | None:
     try:
         tree = ast.parse(text.strip(), mode="eval").body if len(text) <= _MOST_LETTERS else None
     except (SyntaxError, ValueError, RecursionError, MemoryError):
@@ -54,7 +98,11 @@ def _why_not(text: str, is_part: Callable[[ast.AST], bool], what: str) -> str | 
     nodes = list(ast.walk(tree))
     if stranger := next((node for node in nodes if not is_part(node)), None):
         return f"which is no {what}: {ast.unparse(stranger)[:200]}"
-    return f"which is no {what}: its powers are too large" if math.prod(map(_power, nodes)) > _MOST_POWER else None
+    return (
+        f"which is no {what}: its powers are too large"
+        if math.prod(map(power or _power, nodes)) > _MOST_POWER
+        else None
+    )
 
 
 def _power(node: ast.AST) -> int:

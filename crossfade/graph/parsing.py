@@ -72,7 +72,9 @@ def _normal(kind: str) -> str:
 class Parser:
     """One pass over the lines; each becomes a node whose metadata is computed on fake tensors."""
 
-    def __init__(self, text: str, groups: Mapping[str, int], constants: Mapping[str, Any]) -> None:
+    def __init__(
+        self, text: str, groups: Mapping[str, int], constants: Mapping[str, Any], *, as_written: bool = False
+    ) -> None:
         text = text.replace("\r\n", "\n").replace("\r", "\n")
         self.text, self.groups, self.constants = textwrap.dedent(text).strip(), groups, dict(constants)
         self.graph, self.mode = fx.Graph(), FakeTensorMode(shape_env=symbolic_shapes())
@@ -80,6 +82,7 @@ class Parser:
         self.functions: dict[str, fx.GraphModule] = {}
         self.nodes: dict[str, fx.Node] = {}
         self.inputs: list[Input] = []
+        self.as_written = as_written
 
     def program(self) -> Program:
         try:
@@ -130,7 +133,7 @@ class Parser:
         """A nested graph: its metadata belongs to the same mode, so that its caller can run it."""
         if definition.name in self.functions or definition.decorator_list or ast.unparse(definition.args):
             raise self.error(definition, "one function of this name, without arguments: its inputs are lines in it")
-        inside = Parser("", self.groups, {})
+        inside = Parser("", self.groups, {}, as_written=self.as_written)
         inside.mode, inside.sizes, inside.text = self.mode, self.sizes, self.text
         *lines, last = definition.body
         single = last.value if isinstance(last, ast.Return) and isinstance(last.value, ast.Name) else None
@@ -145,8 +148,10 @@ class Parser:
         if name in RESERVED:
             raise self.error(line, f"a name other than {name}, which is a value")
         node = self.defined(line, name, value, kind)
+        if self.as_written and kind is not None and node.op == "call_function":
+            node.meta["val"] = self.type_of(line, kind)
         found = render_type(node.meta["val"]) if "val" in node.meta else GRAPH
-        if kind is not None and _normal(found) != ast.unparse(kind):
+        if not self.as_written and kind is not None and _normal(found) != ast.unparse(kind):
             raise self.error(line, f"the type {found}")
         if node.name != name:
             raise self.error(line, f"a name that is not used twice or reserved ({node.name} would be free)")
@@ -199,6 +204,8 @@ class Parser:
         return self.compute(line, name, target, arguments, named)
 
     def compute(self, line: ast.stmt, name: str, target: Any, arguments: tuple, named: dict[str, Any]) -> fx.Node:
+        if self.as_written:
+            return self.graph.create_node("call_function", target, arguments, named, name)
         fakes = fx.map_arg((arguments, named), lambda n: described(n, self.constants))
         if too_large := why_too_large(target, *fakes):
             raise self.error(line, too_large)
@@ -241,6 +248,8 @@ class Parser:
                 return _TYPES[name]
             case ast.Constant(value=None):
                 return None
+            case ast.Tuple(elts=parts) if self.as_written:
+                return tuple(self.type_of(line, part) for part in parts)
             case ast.Subscript(value=ast.Name(id=name), slice=sizes) if name in ALL_DTYPES:
                 items = sizes.elts if isinstance(sizes, ast.Tuple) else [sizes]
                 with self.mode:

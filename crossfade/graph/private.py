@@ -88,19 +88,16 @@ def number_expression(number: Any) -> Any:
     return number.node.expr if isinstance(number, torch.SymInt | torch.SymFloat) else sympy.sympify(number)
 
 
-def python_function(expression: Any, symbols: Sequence[str]) -> Any:
-    """A sympy expression of torch's as a plain function of the values of its symbols. Known on 2.11, 2.13.
+def python_text(expression: Any) -> str:
+    """A sympy expression of torch's as Python computes it. Known on 2.11, 2.13.
 
     >>> import sympy
-    >>> python_function(sympy.Symbol("s") + 1, ["s"])(2)
-    3
+    >>> python_text(sympy.Symbol("s") + 1)
+    's + 1'
     """
-    import math
-
     from torch.utils._sympy.printers import PythonPrinter
 
-    text = PythonPrinter().doprint(expression)
-    return eval(f"lambda {', '.join(symbols)}: {text}", {"math": math, "torch": torch})
+    return str(PythonPrinter().doprint(expression))
 
 
 def bare_tensor(fake: FakeTensor) -> torch.Tensor:
@@ -233,6 +230,14 @@ def unwrapped_operator(operator: OpOverload) -> Any:
 def below_autograd() -> Any:
     """Run operators without asking autograd first, which with gradients off only costs. Known on 2.11, 2.13."""
     return torch._C._AutoDispatchBelowAutograd()
+
+
+def dispatch_modes() -> list[Any]:
+    """The modes that see every operator or function of torch now. Known on 2.11, 2.13."""
+    from torch.overrides import _get_current_function_mode_stack
+    from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+
+    return [*_get_current_dispatch_mode_stack(), *_get_current_function_mode_stack()]
 
 
 @contextlib.contextmanager

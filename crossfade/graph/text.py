@@ -74,10 +74,17 @@ def render_node(node: fx.Node) -> str:
     return _call(node)
 
 
-def parse(text: str, *, groups: Mapping[str, int] | None = None, constants: Mapping[str, Any] | None = None) -> Program:
+def parse(
+    text: str,
+    *,
+    groups: Mapping[str, int] | None = None,
+    constants: Mapping[str, Any] | None = None,
+    as_written: bool = False,
+) -> Program:
     """Build a program from its text. Shapes of inputs are read; all others are computed, and checked if written.
 
     The text has neither the sizes of groups nor the values of constants; without a value, a constant has only a type.
+    `as_written` takes all types as they are written, laid out without gaps: for programs that are only run.
 
     >>> program = parse('''
     ... x: f32[2, 3] = input("x")
@@ -89,7 +96,7 @@ def parse(text: str, *, groups: Mapping[str, int] | None = None, constants: Mapp
     y: f32[2] = aten.sum.dim_IntList(x, [1])
     return output("y", y)
     """
-    return Parser(text, groups or {}, constants or {}).program()
+    return Parser(text, groups or {}, constants or {}, as_written=as_written).program()
 
 
 def _line(node: fx.Node, inputs: Mapping[fx.Node, Input], graphs: Container[str]) -> str:

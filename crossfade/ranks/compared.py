@@ -27,6 +27,7 @@ _BY_PLAN = "the same batch on all ranks that hold parts of one model (tensor_par
 _SAMPLE_BY_PLAN = "let samplers split by the rank along dp alone, not along tp"
 _WHERE = "restart from the last checkpoint: this step has already used it"
 _PARAMETER_SAMPLE = 16384
+RANDOM_STREAM = "the random generator's state"
 
 
 def tensors_of(batch: Batch) -> dict[str, Tensor]:
@@ -172,7 +173,7 @@ def random_stream(model: nn.Module) -> RankInvariant:
         return zlib.crc32(b"".join(state.numpy().tobytes() for state in random_state(model).values()))
 
     return RankInvariant(
-        "the random generator's state",
+        RANDOM_STREAM,
         digest,
         lambda step: "its generator",
         'one stream of random numbers on all ranks (semantics="global"): dropout is no longer that of one device',
@@ -206,14 +207,16 @@ def comparisons(
     replicated: bool,
     one_stream: bool,
     numbers: Sequence[str] = (),
+    draws: bool | None = None,
 ) -> list[RankComparison]:
     """What ranks compare at every step, `among` groups by name: whether each trains parts of one model is the last.
 
     These must have the same batch; so must others if each is given the `whole_batch`, or else the same `numbers` of it
     that the loss depends on. Copies of parameters are compared where they are `replicated` (otherwise a row has one
-    owner, who hands it out), the random generator where all draw from `one_stream`.
+    owner, who hands it out), the random generator where all draw from `one_stream`: whether the program `draws`
+    is asked of it, or given.
     """
-    draws = one_stream and any(is_random(node) for node in program.graph.nodes)
+    draws = any(is_random(node) for node in program.graph.nodes) if draws is None else draws
     device = next((parameter.device.type for parameter in model.parameters()), "cpu")
     found = []
     for group, members, by_plan in among:
@@ -224,7 +227,7 @@ def comparisons(
         invariants += [same_sizes()] if not same else []
         invariants += [shared_numbers(numbers)] if numbers and not same else []
         invariants += [replicas(model, optimizer)] if replicated and not by_plan else []
-        invariants += [random_stream(model)] if draws else []
+        invariants += [random_stream(model)] if draws and one_stream else []
         found.append(RankComparison(group, members, invariants, every, device, reduce_op))
     return found
 

@@ -410,3 +410,24 @@ def test_only_what_works_element_by_element_may_update_parts(name: str) -> None:
     weight = model[0].weight
     found = reason_against_parts(make(model), parameter_names(model), weight, ((6, 5), (3, 5)))
     assert reason in found if reason else not found
+
+
+def test_a_changed_attribute_of_an_optimizer_is_captured_again() -> None:
+    class Scaled(torch.optim.SGD):
+        factor = 0.5
+
+        @torch.no_grad()
+        def step(self, closure: Any = None) -> None:  # type: ignore[override]
+            for parameter in self.param_groups[0]["params"]:
+                parameter.sub_(parameter.grad, alpha=self.factor)
+
+    model = model_of()
+    optimizer = Scaled(model.parameters(), lr=0.1)
+    optimizer.factor = 0.25
+    step = cf.compile_step(model, loss_of, optimizer)
+    [first, second] = batches(2)
+    step(*first)
+    before = model[0].weight.detach().clone()
+    optimizer.factor = 0.0
+    step(*second)
+    assert torch.equal(before, model[0].weight) and step.captures == 2

@@ -20,6 +20,8 @@ from crossfade.shard.tensor.placements import Placement
 RuleFunction = Callable[["PlacedCall"], Decision]
 
 _RULES: dict[str, RuleFunction] = {}
+REGISTERED: dict[str, str] = {}
+"""The rules that users have registered, by operator."""
 
 
 @dataclass
@@ -96,6 +98,7 @@ def register_rule(operator: Any, factors: str) -> None:
     >>> register_rule("mylib::low_rank", "... i, r i, o r -> ... o")
     """
     read_factors(factors)
+    REGISTERED[_name_of(operator)] = factors
     _RULES[_name_of(operator)] = lambda call: _checked(call, call.by_text(factors), factors)
 
 
