@@ -22,6 +22,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.figures import save
 from crossfade import compile_step
+from crossfade.compile.step import Step
 from crossfade.demo.model import SIZES, Size, batches, build, next_token_loss
 
 GPT = Size(width=1024, heads=16, layers=24, vocabulary=32_768, length=1024, batch=8)
@@ -30,17 +31,15 @@ PEER = "torch.compile"
 WARM_UP = 4
 
 
-def stepping(name: str, size: Size, dtype: torch.dtype, phases: bool) -> Callable[[], torch.Tensor]:
-    """One contender on one batch."""
+def stepping(name: str, size: Size, dtype: torch.dtype) -> tuple[Callable[[], torch.Tensor], Step | None]:
+    """One contender on one batch; of ours, the step."""
     model = build(size).to("cuda", dtype)
     ours = name.startswith("Crossfade")
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, **({} if ours else {"fused": True}))
     tokens, targets = (part.to("cuda") for part in batches(size, 1, 1)[0])
     if ours:
         step = compile_step(model, next_token_loss, optimizer, execute="eager" if "eager" in name else "auto")
-        step.prepare(tokens, targets) if phases else None
-        print(f"{step.pipeline}\n{step.report.facts.get('CUDA graphs')}" if phases else "", flush=True)
-        return lambda: step(tokens, targets)
+        return lambda: step(tokens, targets), step
 
     def loss_of(tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         return next_token_loss(model(tokens), targets)
@@ -55,7 +54,7 @@ def stepping(name: str, size: Size, dtype: torch.dtype, phases: bool) -> Callabl
         optimizer.zero_grad()
         return loss.detach().clone()
 
-    return train
+    return train, None
 
 
 def race(
@@ -67,8 +66,10 @@ def race(
     for name in names:
         torch.compiler.reset()
         before = torch.cuda.memory_allocated()
-        made[name] = stepping(name, size, dtype, phases)
+        made[name], step = stepping(name, size, dtype)
         found[name]["first_s"] = _timed(made[name])
+        if phases and step is not None:
+            print(f"{step.pipeline}\n{step.report.facts.get('CUDA graphs')}", flush=True)
         for _ in range(WARM_UP - 1):
             made[name]()
         torch.cuda.reset_peak_memory_stats()
@@ -78,10 +79,10 @@ def race(
         found[name]["peak_gib"] = (torch.cuda.max_memory_allocated() - before) / 2**30
     seconds: dict[str, list[float]] = {name: [] for name in names}
     for _ in range(steps):
-        for name, step in made.items():
-            seconds[name].append(_timed(step))
-    for name, step in made.items():
-        found[name] |= {"seconds": statistics.median(seconds[name]), **_launches(step), "loss": float(step())}
+        for name, run in made.items():
+            seconds[name].append(_timed(run))
+    for name, run in made.items():
+        found[name] |= {"seconds": statistics.median(seconds[name]), **_launches(run), "loss": float(run())}
     return found
 
 

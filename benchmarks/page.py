@@ -180,6 +180,24 @@ def _one_device(name: str, figures: Figures) -> str:
     return _origin(f"`{size}` on {device}", command, figures) + _table(["contender", "ms a step", "launches"], rows)
 
 
+def _gpu_step(name: str, figures: Figures) -> str:
+    size = name.removeprefix("gpu-step-")
+    rows = [
+        [
+            contender,
+            _ms(found["seconds"]),
+            f"{found['first_s']:.0f} s",
+            f"{found['peak_gib']:.1f}",
+            f"{found['launches']:.0f}",
+        ]
+        for contender, found in figures["contenders"].items()
+    ]
+    title = f"`{size}`, {figures['layers']} layers"
+    command = f"python -m benchmarks.gpu_step --size {size} --steps {figures['steps']}"
+    columns = ["contender", "ms a step", "first step", "peak GiB", "launches"]
+    return _origin(title, command, figures) + _table(columns, rows)
+
+
 def _memory(name: str, figures: Figures) -> str:
     size = name.removeprefix("memory-")
     rows = [[contender, f"{size:.0f}"] for contender, size in figures["megabytes_above_the_start"].items()]
@@ -278,6 +296,7 @@ def _first_step(name: str, figures: Figures) -> str:
 SECTIONS: list[tuple[str, str, Callable[[str, Figures], str]]] = [
     ("Step time against torch", "step-", _step),
     ("One device, nothing exchanged", "one-device-", _one_device),
+    ("One GPU, against torch.compile", "gpu-step-", _gpu_step),
     ("Until the first step is done", "first-step-", _first_step),
     ("Memory", "memory-", _memory),
     ("Collective matmul: a tensor-parallel transformer block", "collective-matmul-forward", _collective_matmul),

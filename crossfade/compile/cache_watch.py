@@ -20,6 +20,8 @@ import numpy as np
 from crossfade.compile.cache_surroundings import installed
 
 _OF_THE_SYSTEM = ("/proc/", "/sys/", "/dev/", "/etc/")
+_OF_PACKAGES = (".egg-info", ".dist-info")
+"""Folders in which packages say what they offer: torch asks all of them for backends when it first loads Dynamo."""
 _SOURCES = (".py", ".pyc", ".so", ".pyi")
 
 
@@ -101,5 +103,6 @@ def _heard(event: str, arguments: tuple[Any, ...]) -> None:
     path, (mode, flags) = os.path.realpath(os.fsdecode(arguments[0])), arguments[1:3]
     writes = not ({"r", "+"} & set(mode)) if isinstance(mode, str) else flags & os.O_ACCMODE == os.O_WRONLY
     known = path.startswith((*_OF_THE_SYSTEM, *installed(), sys.prefix, sys.base_prefix)) or path.endswith(_SOURCES)
+    known = known or os.path.dirname(path).endswith(_OF_PACKAGES)
     if not writes and not known and os.path.isfile(path):
         opened.append(path)
