@@ -31,7 +31,7 @@ from crossfade.capture.shadow import (
 from crossfade.capture.tracing import is_about_data, to_fake, trace
 from crossfade.capture.update_order import order_by_readiness
 from crossfade.errors import CaptureError, ModelError, OptimizerError
-from crossfade.graph.private import FakeTensor, as_if_compiling, has_hooks, has_step_hooks
+from crossfade.graph.private import FakeTensor, as_if_compiling, has_hooks, has_step_hooks, version_of
 from crossfade.graph.program import Input, InputKind, Output, OutputKind, Program, attribute
 from crossfade.graph.splice import inline
 
@@ -228,6 +228,17 @@ class _Tracer:
         return _Piece(list(self.ready), body, norm=True, updates=False)
 
 
+def _check_untouched(without: Mapping[str, Tensor]) -> None:
+    """Refuse a step that changes parameters which have no gradient: the program does not hold them."""
+    changed = next((name for name, tensor in without.items() if version_of(tensor)), None)
+    if changed is not None:
+        raise OptimizerError(
+            f"the optimizer changes {changed}, which has no gradient",
+            expected="updates of parameters with gradients",
+            remedy="skip parameters whose .grad is None, as torch's optimizers do",
+        )
+
+
 @dataclass(frozen=True)
 class _Piece:
     """A traced part of a step: of parameters, their gradients, their state and the numbers, the new values of all but
@@ -278,7 +289,11 @@ class _TracedStep:
         entries = {name: self._entries(name, state) for name, state in zip(self.stepped, states, strict=True)}
         shadow = shadow_of(optimizer)
         shadow.state = defaultdict(dict, {by_name[name]: held for name, held in entries.items()})
-        chosen = [[by_name[name] for name in names if name in by_name] for names in self._members()]
+        members = self._members()
+        without = self._without_gradients(members)
+        chosen = [
+            [(by_name | without)[name] for name in names if name in by_name or name in without] for names in members
+        ]
         give_groups(shadow, optimizer, chosen, capturable=self.capturable)
         numbers = self.symbolic.numbers.values()
         for number, value in zip(numbers, given, strict=True):
@@ -288,6 +303,7 @@ class _TracedStep:
         ordered = {name: by_name[name] for name in tracer.names.values() if name in by_name}
         norm = clipped_norm(ordered, self.limit, tracer.split_over)
         take_step(shadow)
+        _check_untouched(without)
         self.changing = check_unchanged(shadow, optimizer, self.symbolic.numbers)
         for name in self.stepped:
             self._check_entries(name, shadow.state[by_name[name]])
@@ -298,6 +314,15 @@ class _TracedStep:
             for key, like in state.items()
         ]
         return [*values, *new, *norm]
+
+    def _without_gradients(self, members: Sequence[Sequence[str]]) -> dict[str, Tensor]:
+        """Stand-ins for parameters that have no gradient: code of users may count them too."""
+        if updates_each_by_itself(self.tracer.optimizer):
+            return {}
+        missing = {
+            name: self.tracer.parameters[name] for names in members for name in names if name not in self.stepped
+        }
+        return {name: torch.empty(tuple(p.shape), dtype=p.dtype, device=p.device) for name, p in missing.items()}
 
     def _members(self) -> list[list[str]]:
         """The parameters of each group in their own order, which code of users may count on."""
