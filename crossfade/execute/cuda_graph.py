@@ -1,6 +1,7 @@
 """Stretches of a program recorded once as CUDA graphs, and replayed: one launch instead of hundreds.
 
-What reads numbers of the host, or talks to a backend whose collectives cannot be recorded, stays outside and cuts.
+What reads numbers of the host stays outside and cuts, and so do collectives: ranks that record at different moments
+must not wait for each other.
 The first run goes operator by operator (libraries set themselves up, kernels are tuned); the second records. Recorded
 kernels know addresses, so parameters, states and buckets must stay where they are: when one has moved, the stretch is
 recorded again. Whatever else comes in is copied to where the graph reads it; what the program returns is copied out,
@@ -22,8 +23,9 @@ from torch import Tensor, fx
 from crossfade.execute.codegen import compile_program
 from crossfade.execute.outline import Staged
 from crossfade.graph import collectives
+from crossfade.graph.effects import alias_roots
 from crossfade.graph.lasting import LASTING
-from crossfade.graph.private import OpOverload, backend_of_group
+from crossfade.graph.private import OpOverload
 from crossfade.graph.program import Input, InputKind, Output, OutputKind, Program
 
 log = logging.getLogger("crossfade")
@@ -103,11 +105,8 @@ def can_be_recorded(node: fx.Node) -> bool:
     """Whether all that a node does happens on a CUDA device, without the host looking."""
     if node.op != "call_function" or isinstance(node.target, Staged):
         return False
-    if collectives.is_wait(node):
-        start = collectives.started_by(node)
-        return start is not None and can_be_recorded(start)
-    if (started := collectives.view(node)) is not None:
-        return backend_of_group(started.group) == "nccl"
+    if collectives.is_wait(node) or collectives.is_collective(node):
+        return False
     if isinstance(node.target, OpOverload) and node.target.overloadpacket.__name__ in _READS_ON_HOST:
         return False
     given = [source.meta.get("val") for source in node.all_input_nodes]
@@ -124,18 +123,19 @@ def _is_on_device(value: Any) -> bool:
 class _Recorder:
     def __init__(self, program: Program, stretches: Sequence[list[fx.Node]]) -> None:
         self.program, self.stretches = program, stretches
+        self.recorded = {node for stretch in stretches for node in stretch}
         self.graph = fx.Graph()
         self.known: dict[fx.Node, fx.Node] = {}
+        self.roots = alias_roots(program.graph.nodes)
         self.stays = {node for item, node in program.named_inputs() if item.kind in LASTING}
         """Nodes whose memory is at the same place at every run."""
 
     def rewrite(self) -> Program:
         last = {stretch[-1]: stretch for stretch in self.stretches}
-        inside = {node for stretch in self.stretches for node in stretch}
         for node in self.program.graph.nodes:
             if node in last:
                 self._record(last[node])
-            elif node not in inside and node.op != "output":
+            elif node not in self.recorded and node.op != "output":
                 self.known[node] = self.graph.node_copy(node, self.known.__getitem__)
         results = [self._out(value) for value in self.program.results]
         output = self.graph.output(tuple(results))
@@ -144,7 +144,7 @@ class _Recorder:
 
     def _record(self, stretch: list[fx.Node]) -> None:
         inner, given, returned = _apart(self.program, stretch)
-        stays = [node in self.stays or node.op == "get_attr" for node in given]
+        stays = [self.roots[node] in self.stays or node in self.stays or node.op == "get_attr" for node in given]
         target = Replay(inner, stays)
         call = self.graph.create_node(
             "call_function", target, tuple(self.known[node] for node in given), {}, name="replay"
@@ -160,8 +160,7 @@ class _Recorder:
         if not isinstance(value, fx.Node):
             return value
         found = self.known[value]
-        recorded = any(value in stretch for stretch in map(set, self.stretches))
-        return self.graph.call_function(torch.ops.aten.clone.default, (found,)) if recorded else found
+        return self.graph.call_function(torch.ops.aten.clone.default, (found,)) if value in self.recorded else found
 
 
 def _apart(program: Program, stretch: list[fx.Node]) -> tuple[Program, list[fx.Node], list[fx.Node]]:
