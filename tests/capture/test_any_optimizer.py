@@ -107,7 +107,7 @@ OF_TORCH: dict[str, Callable[[nn.Module], Optimizer]] = {
 
 
 @pytest.mark.parametrize("name", OF_TORCH)
-def test_optimizers_of_torch_train_as_in_eager(name: str) -> None:
+def test_L2_optimizers_of_torch_train_as_in_eager(name: str) -> None:
     compare(OF_TORCH[name])
 
 
@@ -131,7 +131,7 @@ def test_a_first_dampened_step_is_captured_by_itself() -> None:
 
 
 @pytest.mark.parametrize("name", WRITTEN)
-def test_optimizers_that_users_write_train_as_in_eager(name: str) -> None:
+def test_L2_optimizers_that_users_write_train_as_in_eager(name: str) -> None:
     make, captures = WRITTEN[name]
     compare(make, captures=captures)
 
@@ -209,7 +209,7 @@ SCHEDULES: dict[str, tuple[Callable[[nn.Module], Optimizer], Callable[[Optimizer
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
-def test_numbers_that_change_between_steps_capture_once(name: str) -> None:
+def test_L2_numbers_that_change_between_steps_capture_once(name: str) -> None:
     make, schedule, captures = SCHEDULES[name]
     data, reference, model = batches(), model_of(), model_of()
     expected, optimizer = make(reference), make(model)

@@ -55,7 +55,7 @@ def process(where: Path, *command: str, variables: dict[str, str] | None = None)
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("names", [list(CASES), list(ON_RANKS)], ids=["one-device", "ranks"])
-def test_what_is_taken_does_and_says_what_was_compiled(names: list[str], tmp_path: Path) -> None:
+def test_L6_what_is_taken_does_and_says_what_was_compiled(names: list[str], tmp_path: Path) -> None:
     compiled, taken = (process(tmp_path, "-m", "tests.compile.cached_steps", *names) for _ in range(2))
     assert [name for name in names if compiled[name]["hit"]] == []
     assert [name for name in names if not taken[name]["hit"] or not all(taken[name].get("hits", [True]))] == []

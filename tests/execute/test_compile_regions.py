@@ -41,7 +41,7 @@ LAYERS = """
 
 
 @needs_compiler
-def test_equal_regions_are_compiled_once_and_compute_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_C1_equal_regions_are_compiled_once_and_compute_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_pays", lambda compiled, region: True)
     program = parse(LAYERS)
     regions = compile_regions(program)
@@ -89,7 +89,7 @@ def test_a_compiled_step_trains_as_eager_torch(name: str) -> None:
 @pytest.mark.models
 @pytest.mark.ranks
 @pytest.mark.parametrize("mode", ["replicate", "zero3"])
-def test_compiled_steps_on_ranks_equal_one_device(ranks: Any, mode: str) -> None:
+def test_C1_compiled_steps_on_ranks_equal_one_device(ranks: Any, mode: str) -> None:
     eager = train_eager("mlp")
     options = {"execute": "compiled", "data_parallel": mode, "clip_grad_norm": None}
     for trained in ranks(2).run(train_crossfade_on_ranks, "mlp", 2, options):

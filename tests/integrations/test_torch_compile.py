@@ -43,7 +43,7 @@ def test_a_network_trains_as_eagerly_at_every_size(given: dict[str, Any]) -> Non
 
 
 @pytest.mark.parametrize("given", BOTH)
-def test_a_transformer_trains_as_eagerly(given: dict[str, Any]) -> None:
+def test_C5_a_transformer_trains_as_eagerly(given: dict[str, Any]) -> None:
     torch.manual_seed(0)
     assert graphs(compare(Transformer(), [tokens(3, seed) for seed in range(3)], given)) == ["forward", "backward"]
 

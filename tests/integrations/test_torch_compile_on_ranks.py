@@ -39,7 +39,7 @@ def check(ranks: Callable[[int], Ranks], *given: Any, **dynamo: Any) -> list[Any
         ("simple-fsdp", 16, PARTS),
     ],
 )
-def test_a_transformer(ranks: Callable[[int], Ranks], wrapper: str, width: int, expected: list[Any]) -> None:
+def test_C5_a_transformer(ranks: Callable[[int], Ranks], wrapper: str, width: int, expected: list[Any]) -> None:
     assert check(ranks, wrapper, "transformer", EAGERLY, width, (4, 4, 4)) == expected
 
 

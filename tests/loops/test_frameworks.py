@@ -39,7 +39,7 @@ def numbers(logged: list[list[float | None]]) -> list[float]:
 
 
 @pytest.mark.ranks
-def test_trainer(tmp_path: Path) -> None:
+def test_L5_trainer(tmp_path: Path) -> None:
     for found in on_two_ranks("trainer", tmp_path):
         plain, (ours, captures) = found["ddp"][0], found["crossfade"]
         assert len(plain) == 6 and captures == 1
@@ -49,7 +49,7 @@ def test_trainer(tmp_path: Path) -> None:
 
 
 @pytest.mark.ranks
-def test_accelerate(tmp_path: Path) -> None:
+def test_L5_accelerate(tmp_path: Path) -> None:
     for found in on_two_ranks("accelerate", tmp_path):
         assert len(found["ddp"]) == 5
         assert found["crossfade"] == pytest.approx(found["ddp"], rel=1e-5)
@@ -57,7 +57,7 @@ def test_accelerate(tmp_path: Path) -> None:
 
 
 @pytest.mark.ranks
-def test_lightning(tmp_path: Path) -> None:
+def test_L5_lightning(tmp_path: Path) -> None:
     for found in on_two_ranks("lightning", tmp_path):
         (plain, _), (ours, captures) = found["ddp"], found["crossfade"]
         assert len(plain) == 9 and captures == 2  # another number in hparams is another program

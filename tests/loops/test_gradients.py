@@ -114,7 +114,7 @@ def assert_as_in_torch(found: Any, optimizer: str, loop: str) -> None:
 
 
 @pytest.mark.parametrize(("optimizer", "loop"), [("LBFGS", "closure"), *(("RMSprop", loop) for loop in LOOPS)])
-def test_on_one_device(optimizer: str, loop: str) -> None:
+def test_L3_on_one_device(optimizer: str, loop: str) -> None:
     assert_as_in_torch(train(optimizer, loop, options={}), optimizer, loop)
 
 
@@ -128,7 +128,7 @@ def test_on_one_device(optimizer: str, loop: str) -> None:
         ("RMSprop", "scaler", {"machine": "loopback-gloo"}),
     ],
 )
-def test_on_two_ranks(ranks: Any, optimizer: str, loop: str, options: dict[str, Any]) -> None:
+def test_L3_on_two_ranks(ranks: Any, optimizer: str, loop: str, options: dict[str, Any]) -> None:
     for found in ranks(2).run(train, optimizer, loop, 2, options):
         assert_as_in_torch(found, optimizer, loop)
 

@@ -87,7 +87,7 @@ LENGTHS = [(4, length) for length in range(5, 25)]
 
 
 @pytest.mark.parametrize(("dynamic", "captures"), [(None, 2), (True, 1), (False, 20)])
-def test_many_lengths_take_few_programs(dynamic: bool | None, captures: int) -> None:
+def test_L4_many_lengths_take_few_programs(dynamic: bool | None, captures: int) -> None:
     found = train(LENGTHS, dynamic=dynamic)
     assert found[2].captures == captures
     assert_as_eager(LENGTHS, found)

@@ -109,7 +109,7 @@ CASES: list[tuple[str, list[int], dict[str, Any]]] = [
 
 @pytest.mark.ranks
 @pytest.mark.parametrize(("name", "sizes", "options"), CASES, ids=[f"{name} {options}" for name, _, options in CASES])
-def test_the_last_batch_of_an_epoch_counts_with_all_its_samples(
+def test_L4_the_last_batch_of_an_epoch_counts_with_all_its_samples(
     ranks: Any, name: str, sizes: list[int], options: dict[str, Any]
 ) -> None:
     assert_as_one_process(name, sizes, ranks(2).run(on_ranks, name, sizes, options))

@@ -37,13 +37,13 @@ def close_on_ranks(ranks: Any, training: Training, **options: Any) -> bool:
         if training.name != COMPARES_SAMPLES
     ],
 )
-def test_two_ranks_train_as_eager_torch_in_one_process(ranks: Any, training: Training) -> None:
+def test_L1_two_ranks_train_as_eager_torch_in_one_process(ranks: Any, training: Training) -> None:
     assert close_on_ranks(ranks, training)
 
 
 @pytest.mark.models
 @pytest.mark.parametrize("training", list(trainings()), ids=str)
-def test_one_process_trains_as_eager_torch_bit_for_bit(training: Training) -> None:
+def test_L1_one_process_trains_as_eager_torch_bit_for_bit(training: Training) -> None:
     assert difference(train_compiled(training, 1), train_eager(training)) == 0.0
 
 
