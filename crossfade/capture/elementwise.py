@@ -105,7 +105,7 @@ def reason_against_parts(
         known = Learned(changing=set(learned.changing)) if learned is not None else Learned()
         program = _with_gradient(names[parameter], shape, parameter)
         own = frozenset(begins) & {names[parameter]}
-        program = trace_optimizer(program, optimizer, names, learned=known, begins=own).program
+        program = trace_optimizer(program, optimizer, names, learned=known, begins=own, alone=True).program
         program.graph.eliminate_dead_code()
         return program
 

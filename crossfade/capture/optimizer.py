@@ -128,6 +128,7 @@ def trace_optimizer(
     split_over: Mapping[str, str] | None = None,
     learned: Learned | None = None,
     begins: Collection[str] = (),
+    alone: bool = False,
 ) -> OptimizerStep:
     """Add the optimizer's step to a program with gradient outputs; gradients become updates of parameters and state.
 
@@ -136,9 +137,10 @@ def trace_optimizer(
     numbers are the same. Where the program returns a shard of a parameter, that is what is updated. `split_over`
     gives the parameters whose gradients are split, with the group: their norm is then that of all ranks' parts.
     `begins` are parameters of which this is the first step, which does something else than later ones.
-    What the code asked about numbers, and which of them it changes, is added to `learned`.
+    What the code asked about numbers, and which of them it changes, is added to `learned`. With `alone`, it is not shown
+    that there are parameters without gradients: these have some in training, and are left out of a trial.
     """
-    tracer = _Tracer(program.copy(), optimizer, names, clip_grad_norm, split_over or {}, frozenset(begins))
+    tracer = _Tracer(program.copy(), optimizer, names, clip_grad_norm, split_over or {}, frozenset(begins), alone)
     learned = Learned() if learned is None else learned
     try:
         return tracer.appended(learned, capturable=False)
@@ -159,6 +161,7 @@ class _Tracer:
     clip_grad_norm: float | None
     split_over: Mapping[str, str]
     begins: frozenset[str]
+    alone: bool = False
     attempts: int = 0
 
     def __post_init__(self) -> None:
@@ -317,7 +320,7 @@ class _TracedStep:
 
     def _without_gradients(self, members: Sequence[Sequence[str]]) -> dict[str, Tensor]:
         """Stand-ins for parameters that have no gradient: code of users may count them too."""
-        if updates_each_by_itself(self.tracer.optimizer):
+        if self.tracer.alone or updates_each_by_itself(self.tracer.optimizer):
             return {}
         missing = {
             name: self.tracer.parameters[name] for names in members for name in names if name not in self.stepped
