@@ -30,13 +30,10 @@ from crossfade.capture.shadow import (
 )
 from crossfade.capture.tracing import is_about_data, to_fake, trace
 from crossfade.capture.update_order import order_by_readiness
+from crossfade.capture.update_pieces import Piece, append_pieces, state_name
 from crossfade.errors import CaptureError, ModelError, OptimizerError
 from crossfade.graph.private import FakeTensor, as_if_compiling, has_hooks, has_step_hooks, version_of
-from crossfade.graph.program import Input, InputKind, Output, OutputKind, Program, attribute
-from crossfade.graph.splice import inline
-
-GRAD_NORM = "grad_norm"
-"""Name of the output that carries the gradient norm before clipping."""
+from crossfade.graph.program import OutputKind, Program
 
 
 class NoOptimizer(Optimizer):
@@ -137,8 +134,8 @@ def trace_optimizer(
     numbers are the same. Where the program returns a shard of a parameter, that is what is updated. `split_over`
     gives the parameters whose gradients are split, with the group: their norm is then that of all ranks' parts.
     `begins` are parameters of which this is the first step, which does something else than later ones.
-    What the code asked about numbers, and which of them it changes, is added to `learned`. With `alone`, it is not shown
-    that there are parameters without gradients: these have some in training, and are left out of a trial.
+    What the code asked about numbers, and which of them it changes, is added to `learned`. With `alone` it is a trial:
+    parameters without gradients, which have some in training, are not shown to it.
     """
     tracer = _Tracer(program.copy(), optimizer, names, clip_grad_norm, split_over or {}, frozenset(begins), alone)
     learned = Learned() if learned is None else learned
@@ -184,10 +181,11 @@ class _Tracer:
             learned.changing |= step.changing
         learned.branches.update({branch.text: branch for branch in symbolic.branches()})
         updates = symbolic.updates(step.left)
-        program, used = _append(self, pieces, symbolic)
+        program = self.program
+        used = append_pieces(program, pieces, symbolic, operands=self.operands, ready=self.ready, state=self.state)
         return OptimizerStep(program, StepNumbers({name: numbers[name] for name in used}, updates))
 
-    def _repeated(self, symbolic: SymbolicNumbers, capturable: bool) -> list[_Piece]:
+    def _repeated(self, symbolic: SymbolicNumbers, capturable: bool) -> list[Piece]:
         """The step in pieces, one a parameter, of which only those that differ are traced; none if it must be whole."""
         if self.begins or not updates_each_by_itself(self.optimizer) or not self._states_are_tensors():
             return []
@@ -195,7 +193,7 @@ class _Tracer:
         first = alike(self.optimizer, self.parameters, values, self.state)
         if 2 * len(set(first.values())) > len(first):  # a trace of its own for each costs more than one of all
             return []
-        traced: dict[str, _Piece] = {}
+        traced: dict[str, Piece] = {}
         for name in dict.fromkeys(first.values()):
             step = _TracedStep(self, symbolic, capturable, [name])
             traced[name] = step.trace(clips=False)
@@ -213,7 +211,7 @@ class _Tracer:
         known = [{**self.initial.get(n, {}), **self.optimizer.state.get(self.parameters[n], {})} for n in self.ready]
         return all(isinstance(value, Tensor) for state in known for value in state.values())
 
-    def _clipping(self) -> _Piece:
+    def _clipping(self) -> Piece:
         """The gradients of all parameters scaled down, and their norm."""
 
         def clip(values: list[Tensor], gradients: list[Tensor]) -> list[Tensor]:
@@ -228,7 +226,7 @@ class _Tracer:
         fakes = values, [self.ready[n].meta["val"] for n in self.ready]
         with torch.no_grad():
             body = trace(self.program.fake_mode, clip, fakes, "the norm of gradients", with_sources=False)
-        return _Piece(list(self.ready), body, norm=True, updates=False)
+        return Piece(list(self.ready), body, norm=True, updates=False)
 
 
 def _check_untouched(without: Mapping[str, Tensor]) -> None:
@@ -240,18 +238,6 @@ def _check_untouched(without: Mapping[str, Tensor]) -> None:
             expected="updates of parameters with gradients",
             remedy="skip parameters whose .grad is None, as torch's optimizers do",
         )
-
-
-@dataclass(frozen=True)
-class _Piece:
-    """A traced part of a step: of parameters, their gradients, their state and the numbers, the new values of all but
-    the gradients and the numbers. If it `updates` nothing, of parameters and gradients, the new gradients. The norm of
-    all gradients is the last result, if it has that."""
-
-    names: Sequence[str]
-    body: fx.GraphModule
-    norm: bool = False
-    updates: bool = True
 
 
 class _TracedStep:
@@ -266,7 +252,7 @@ class _TracedStep:
         self.left: dict[Number, Any] = {}
         self.changing: set[str] = set()
 
-    def trace(self, *, clips: bool = True) -> _Piece:
+    def trace(self, *, clips: bool = True) -> Piece:
         """The step of the parameters that are `stepped`, which first `clips` their gradients if that is asked for."""
         tracer = self.tracer
         self.limit = tracer.clip_grad_norm if clips else None
@@ -282,7 +268,7 @@ class _TracedStep:
         if not updates_each_by_itself(tracer.optimizer):
             count = len(self.stepped)
             order_by_readiness(body.graph, list(body.graph.find_nodes(op="placeholder"))[count : 2 * count])
-        return _Piece(self.stepped, body, norm=self.limit is not None)
+        return Piece(self.stepped, body, norm=self.limit is not None)
 
     def _update(
         self, values: list[Tensor], gradients: list[Tensor], states: list[dict[str, Tensor]], *given: Any
@@ -406,11 +392,6 @@ def state_of_number(number: Number, names: Mapping[Tensor, str]) -> str:
     return names[number.place[1]] if number.place[0] == "state" else ""
 
 
-def state_name(parameter: str, key: str) -> str:
-    """The program's name for one entry of one parameter's optimizer state."""
-    return f"{parameter}:{key}"
-
-
 def _gradients_in_order(program: Program) -> dict[str, fx.Node]:
     position = {node: index for index, node in enumerate(program.graph.nodes)}
     found = [(out.name, value) for out, value in program.named_results() if out.kind is OutputKind.GRADIENT]
@@ -446,62 +427,3 @@ def _initial_and_fake(
         n: {key: fake(n, value) for key, value in entries.items() if isinstance(value, Tensor)}
         for n, entries in real.items()
     }
-
-
-def _take_over_constants(program: Program, body: fx.GraphModule) -> None:
-    """Give a program the tensors that traced code made from Python's numbers."""
-    constants = dict(program.constants)
-    for node in body.graph.find_nodes(op="get_attr"):
-        name = f"of_optimizer{node.target}"
-        constants[name] = attribute(body, str(node.target))
-        node.target = name
-    program.constants = constants
-
-
-def _append(tracer: _Tracer, pieces: Sequence[_Piece], symbolic: SymbolicNumbers) -> tuple[Program, list[str]]:
-    """The program with a traced step, and the names of the numbers that it uses."""
-    program, ready, state = tracer.program, tracer.ready, tracer.state
-    bodies = list({id(piece.body): piece.body for piece in pieces if piece.updates}.values())
-    taken = [_last(body.graph, symbolic.symbols) for body in bodies]
-    used = [name for name in symbolic.symbols if any(numbers[name].users for numbers in taken)]
-    for piece in pieces:
-        _take_over_constants(program, piece.body)
-    entries = [(name, key) for name in ready for key in state[name]]
-    of_state = [(Input(InputKind.OPTIMIZER_STATE, state_name(n, key)), state[n][key].detach()) for n, key in entries]
-    of_numbers = [(Input(InputKind.SCALAR, name), symbolic.symbols[name]) for name in used]
-    added = program.add_inputs([*of_state, *of_numbers])
-    known = dict(zip([*entries, *used], added, strict=True))
-    gradients, norm = dict(ready), []
-    new: dict[Any, Any] = {}
-    for piece in pieces:
-        names, graph = piece.names, piece.body.graph
-        own = [(name, key) for name in names for key in state[name]]
-        given = [*(tracer.operands[n] for n in names), *(gradients[n] for n in names)]
-        arguments = dict(
-            zip(graph.find_nodes(op="placeholder"), [*given, *(known[entry] for entry in own)], strict=False)
-        )
-        if piece.updates:
-            arguments |= {node: known[name] for name, node in _last(graph, symbolic.symbols).items() if name in used}
-        results = inline(program, piece.body.graph, arguments, before=program.output_node)
-        norm += results[len(results) - piece.norm :]
-        if piece.updates:
-            new |= dict(zip([*names, *own], results, strict=False))
-        else:
-            gradients = dict(zip(names, results, strict=False))
-    kept = [(out, value) for out, value in program.named_results() if out.kind not in _TAKEN]
-    kept += [(Output(OutputKind.UPDATE, name), new[name]) for name in ready]
-    kept += [(Output(OutputKind.UPDATE, state_name(*entry)), new[entry]) for entry in entries]
-    kept += [(Output(OutputKind.OUTPUT, GRAD_NORM), value) for value in norm]
-    program.set_results([value for _, value in kept], tuple(out for out, _ in kept))
-    program.facts |= {"optimizer"}
-    return program, used
-
-
-_TAKEN = (OutputKind.GRADIENT, OutputKind.SHARD)
-"""What a step takes of a program's results."""
-
-
-def _last(graph: fx.Graph, names: Collection[str]) -> dict[str, fx.Node]:
-    """The last inputs of a graph, by their names."""
-    inputs = list(graph.find_nodes(op="placeholder"))
-    return dict(zip(names, inputs[len(inputs) - len(names) :], strict=True))

@@ -25,6 +25,7 @@ from crossfade.compile.cache_watch import watching
 from crossfade.compile.captured import Captured
 from crossfade.compile.dynamic import Dynamic, Kind
 from crossfade.compile.job import Job
+from crossfade.compile.options import Exchange
 from crossfade.compile.phases import PhaseRecords
 from crossfade.compile.pipeline import copy_kernel
 from crossfade.compile.progress import Progress
@@ -78,7 +79,7 @@ class StepCompiler:
     def key(self, batch: tuple[Any, ...]) -> StepKey:
         """What a captured program depends on."""
         job = self.job
-        given = job.options.batch, batch_key(batch)
+        given = job.options.batch, job.options.exchange, batch_key(batch)
         options = options_key(job.optimizer, job.learned), job.begins()
         return StepKey(given, job.baked_in.number(), options, ambient())
 
@@ -97,11 +98,14 @@ class StepCompiler:
             return None
         open_sizes = tuple((len(leaf[0]), *leaf[1:]) if isinstance(leaf, Described) else leaf for leaf in leaves)
         options = options_key(self.job.optimizer, self.job.learned)
-        settings = self.job.options.batch, undivided, self.job.begins(), options, ambient()
+        settings = self.job.options.batch, self.job.options.exchange, undivided, self.job.begins(), options, ambient()
         return Kind((structure, open_sizes), settings, self.job.baked_in.number())
 
-    def given(self, batch: tuple[Any, ...]) -> tuple[StepCompiler, tuple[Any, ...]]:
+    def given(self, batch: tuple[Any, ...], exchange: Exchange = "now") -> tuple[StepCompiler, tuple[Any, ...]]:
         """What compiles a batch, and the batch: all ranks' samples where these bring different numbers of them."""
+        if exchange != self.job.options.exchange:
+            options = replace(self.job.options, exchange=exchange)
+            return replace(self, job=replace(self.job, options=options)).given(batch, exchange)
         place, options = self.job.place, self.job.options
         if options.batch != "uneven" or place.axes is None or place.members is None:
             return self, batch

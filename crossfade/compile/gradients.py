@@ -5,9 +5,9 @@ from __future__ import annotations
 import contextlib
 import gc
 import logging
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -15,19 +15,21 @@ from torch.autograd.function import once_differentiable
 from torch.optim import Optimizer
 
 from crossfade.capture.baked_in import BakedIn
-from crossfade.capture.divide_batch import BatchIs
+from crossfade.capture.divide_batch import BatchIs, as_batch
 from crossfade.capture.optimizer import NoOptimizer, parameter_names
 from crossfade.capture.training import LossFunction, check_model
+from crossfade.compile.built import Built
 from crossfade.compile.compiler import StepCompiler
 from crossfade.compile.habits import check_model_and_loss, inside_compiled
 from crossfade.compile.job import Job
-from crossfade.compile.options import Options
+from crossfade.compile.options import Exchange, Options
 from crossfade.compile.phases import PhaseRecords, Phases
 from crossfade.compile.pipeline import DataParallelMode, LossIs, Semantics
 from crossfade.compile.place import Place
 from crossfade.compile.step import Step
 from crossfade.compile.tensor_parallel import check_not_split
 from crossfade.compile.training_phases import GRADIENTS
+from crossfade.compile.waiting_gradients import WaitingGradients
 from crossfade.cost.machine import Machine
 from crossfade.errors import CrossfadeError, NotYetError, OptimizerError
 from crossfade.execute.compile_regions import Execute
@@ -123,24 +125,28 @@ def compile_gradients(
     place = Place.open(model, loss_fn, unused, mesh, options)
     _hand_over(optimizers, before, model)
     job = Job(model, loss_fn, unused, options, place, BakedIn([model], loss_fn))
-    return Gradients(Step(model, unused, StepCompiler(job), place), place)
+    return Gradients(Step(model, unused, StepCompiler(job), place), place, loss_is)
 
 
 class Gradients:
     """Forward, loss, backward and exchange; made by `crossfade.compile_gradients`, which explains it."""
 
-    def __init__(self, step: Step, place: Place) -> None:
-        self.model = step.model
+    def __init__(self, step: Step, place: Place, loss_is: LossIs = "auto") -> None:
+        self.model, self._loss_is = step.model, loss_is
         self._step, self._place = step, place
         self._handed_over: _HandedOver | None = None
         self._warned = False
+        self._waiting = WaitingGradients(place.axes.whole.size if place.axes is not None else 1)
+        self._deferred = 0
+        self._wanted: Callable[[], bool] = lambda: True
 
     def __call__(self, *batch: Any, **named: Any) -> Tensor:
         """The loss of one batch, whose `backward()` adds this batch's gradients to `.grad`.
 
         They are computed here: without `backward()` they are lost. What is named goes where `Step` passes it.
         """
-        loss = self._step(*batch, **named).detach()
+        exchange, waiting = self._exchange(), self._waiting.seen()
+        loss = self._step.with_gradients(as_batch(batch, named), exchange, self._earlier).detach()
         found = self._step.outputs
         trained = {name: p for name, p in self.model.named_parameters() if name in found and p.requires_grad}
         self._warn_of_unused()
@@ -150,9 +156,74 @@ class Gradients:
             return loss
         if (shards := self._place.shards) is not None:
             own = [shards.gradient(n, g) if shards.has(n) else g for n, g in zip(trained, own, strict=True)]
-        self._handed_over = _HandedOver(own)
+        self._handed_over = _HandedOver(own, self._begun(exchange, trained, waiting))
         delivered: Tensor = _Delivery.apply(loss, self._handed_over, *trained.values())
         return delivered
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Keep gradients on each rank, to be exchanged by the next call outside: for accumulation, as DDP's `no_sync`.
+
+        Until then `.grad` is each rank's own; clearing it drops what waits.
+
+            >>> model = nn.Linear(2, 1)
+            >>> gradients = compile_gradients(model, nn.functional.mse_loss)
+            >>> with gradients.no_sync():
+            ...     gradients(torch.ones(4, 2), torch.zeros(4, 1)).backward()
+            >>> gradients(torch.ones(4, 2), torch.zeros(4, 1)).backward()
+        """
+        self._check_replicated()
+        self._deferred += 1
+        try:
+            yield
+        finally:
+            self._deferred -= 1
+
+    def exchange_when(self, wanted: Callable[[], bool]) -> None:
+        """Ask a framework at every call whether gradients are to be exchanged by it: `no_sync` where not.
+
+        >>> gradients = compile_gradients(nn.Linear(2, 1), nn.functional.mse_loss)
+        >>> gradients.exchange_when(lambda: True)
+        """
+        self._check_replicated()
+        self._wanted = wanted
+
+    def _check_replicated(self) -> None:
+        if self._place.shards is not None:
+            raise NotYetError(
+                f"no_sync() with data_parallel={self._place.mode!r}",
+                expected='"replicate", where ranks have whole gradients to keep',
+                remedy="leave it out: every call exchanges, or pass the whole batch with accumulate=",
+            )
+
+    def _exchange(self) -> Exchange:
+        if self._place.axes is None:
+            return "now"
+        if self._deferred or not self._wanted():
+            return "later"
+        return "with-earlier" if self._waiting else "now"
+
+    def _earlier(self, built: Built) -> dict[str, Tensor]:
+        """What has waited for a program that exchanges it."""
+        return self._waiting.for_exchange(self._put_together(built)) if self._waiting else {}
+
+    def _put_together(self, built: Built) -> Literal["mean", "sum"]:
+        return "mean" if built.layout.whole else built.mark.loss_parts.put_together(self._loss_is)
+
+    def _begun(
+        self, exchange: Exchange, trained: dict[str, nn.Parameter], waiting: dict[str, tuple[Tensor, int]]
+    ) -> Callable[[Tensor], float]:
+        """What a backward does first, given what the loss was multiplied by: returns what gradients are to be."""
+        loss_is = self._put_together(self._step.last_built)
+
+        def begun(weight: Tensor) -> float:
+            if exchange == "later":
+                return self._waiting.kept(trained, weight, loss_is)
+            if exchange == "with-earlier":
+                self._waiting.exchanged(waiting, weight)
+            return 1.0
+
+        return begun
 
     def _warn_of_unused(self) -> None:
         """Who comes from `compile_step` may leave out `backward()`: nothing would be trained, and nothing said."""
@@ -207,6 +278,7 @@ class _HandedOver:
     """The gradients of one call, until `backward()` takes them."""
 
     gradients: list[Tensor] | None
+    begun: Callable[[Tensor], float]
 
 
 class _Delivery(torch.autograd.Function):
@@ -229,6 +301,8 @@ class _Delivery(torch.autograd.Function):
                 expected="one: its gradients were handed over at the first",
                 remedy="call the compiled gradients again, and add up in .grad what belongs together",
             )
+        if (factor := ctx.handed_over.begun(wanted)) != 1:
+            wanted = wanted * factor
         if wanted.device.type != "cpu" or wanted.item() != 1:  # asking a GPU would wait for it
             gradients = [gradient * wanted.to(gradient.dtype) for gradient in gradients]
         return None, None, *gradients

@@ -20,6 +20,9 @@ from crossfade.graph.passes import Pass
 from crossfade.report.expect import Expect
 from crossfade.shard.tensor.plan import Plan
 
+Exchange = Literal["now", "later", "with-earlier"]
+"""When gradients are exchanged: at once, not in this program, or together with those that were kept before."""
+
 KeepWhole = Literal["auto"] | Collection[str]
 """Parameters to keep whole: their names, or patterns; or as many as pay."""
 
@@ -44,6 +47,7 @@ class Options:
     check_every: int = 1
     dynamic: bool | None = None
     execute: Execute = "auto"
+    exchange: Exchange = "now"
     timeout: float = 60.0
     expect: Expect | None = None
 
@@ -77,6 +81,7 @@ class Options:
             "check_every": self.check_every,
             "dynamic": self.dynamic,
             "execute": self.execute,
+            "exchange": self.exchange,
             "strict": self.expect,
             "passes": None if self.passes is None else [own.spelling for own in self.passes],
             "phases": None if self.phases is None else self.phases.settings(),

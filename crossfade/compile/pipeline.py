@@ -145,19 +145,21 @@ def gradient_exchange(
     whole: tuple[str, ...] = (),
     *,
     gathers_rows: bool = False,
+    gradients: bool = True,
 ) -> list[Pass]:
     """Passes that put the ranks' gradients together: whole on every rank, or each rank's rows.
 
     `whole` names the parameters that every rank holds whole where the others are split. With `gathers_rows`, gradients
     of embeddings as rows, if every rank holds all parameters whole: for planned steps, in which these gathers do not
-    stand in the way.
+    stand in the way. Without `gradients` only losses are put together, and replicas keep
+    their gradients for a later exchange.
     """
     reduce_op = "avg" if loss_is == "mean" else "sum"
     along = axes.whole if mode == "replicate" else axes.split
     by_rows = gathers_rows and mode in ("replicate", "zero1")
     rows: list[Pass] = [GatherRowGradients(along.name, along.size)] if by_rows else []
     if mode == "replicate":
-        return [AverageGradients(axes.whole.name, reduce_op), *rows]
+        return [AverageGradients(axes.whole.name, reduce_op, gradients), *rows]
     copies = axes.copies.name if axes.copies is not None else ""
     held = mode == "zero1" or whole
     return [ScatterGradients(axes.split.name, axes.split.size, reduce_op, held, copies, axes.whole.name), *rows]

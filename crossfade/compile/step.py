@@ -6,7 +6,7 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -21,9 +21,10 @@ from crossfade.compile.captured import Captured
 from crossfade.compile.compiler import StepCompiler, StepKey
 from crossfade.compile.dynamic import Dynamic, Kind
 from crossfade.compile.habits import already_stepped
+from crossfade.compile.options import Exchange
 from crossfade.compile.phases import PhaseRecords
 from crossfade.compile.place import Place
-from crossfade.compile.step_inputs import StepInputs
+from crossfade.compile.step_inputs import StepInputs, earlier_inputs
 from crossfade.cost.timeline import Timeline
 from crossfade.errors import CrossfadeError, RankFailedError
 from crossfade.execute.bound import Bound
@@ -166,6 +167,20 @@ class Step:
             self._last, values = ready, self._taken(ready, batch)
             del batch
             return already_stepped(self._train(ready, ready.executable, values))
+
+    def with_gradients(
+        self, batch: tuple[Any, ...], exchange: Exchange, earlier_for: Callable[[Built], Mapping[str, Tensor]]
+    ) -> Tensor:
+        """The loss of one batch where the optimizer is outside: gradients are in `outputs`, exchanged now or later.
+
+        `earlier_for` gives those that were kept on this rank, by the names that a program has for them.
+        """
+        with users_frames, self._turn:
+            ready, batch = self._prepared(batch, exchange)
+            earlier = earlier_for(ready.built) if exchange == "with-earlier" else {}
+            given = earlier_inputs(ready.built.program, earlier)
+            self._last, values = ready, self._taken(ready, batch)
+            return self._train(ready, ready.executable, values | given)
 
     def profile(self, /, *batch: Any, **named: Any) -> Timeline:
         """Train on one batch as a call does, and return what this rank did when; see `crossfade.execute.stopwatch`.
@@ -330,13 +345,13 @@ class Step:
         assert self._compiler is not None, "a step that compile_step did not make"
         return self._compiler
 
-    def _prepared(self, batch: tuple[Any, ...]) -> tuple[_Ready, tuple[Any, ...]]:
+    def _prepared(self, batch: tuple[Any, ...], exchange: Exchange = "now") -> tuple[_Ready, tuple[Any, ...]]:
         """A program for a batch, and the batch: all samples of all ranks where these bring different numbers."""
         self._check_open()
         if self._place.shards is not None:
             self._place.shards.check()
         try:
-            compiler, batch = self._made_by().given(batch)
+            compiler, batch = self._made_by().given(batch, exchange)
         except RankFailedError as error:
             raise self._given_up(error) from error.__cause__
         found = self._found(compiler.key(batch))
@@ -463,6 +478,11 @@ class Step:
                 split.check()
         keys = self._compiler.state_keys() if self._compiler is not None else {}
         self._create_state([(name, self.model.get_parameter(name), entries) for name, entries in keys.items()])
+
+    @property
+    def last_built(self) -> Built:
+        """What was compiled for the batch that ran last."""
+        return self._latest("program")
 
     def kept_memory(self) -> list[Tensor]:
         """The memory that programs keep from call to call, and write again in the next."""

@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 from crossfade.capture.numbers import Number
 from crossfade.compile.place import Place
+from crossfade.errors import CrossfadeError
 from crossfade.execute.bound import Bound, BoundValue, watch
 from crossfade.graph.private import own_buffers
 from crossfade.graph.program import InputKind, Program
@@ -34,7 +35,7 @@ class StepInputs:
         lasting: dict[int, Callable[[], BoundValue]] = {}
         fresh: dict[int, Callable[[dict[str, Any]], Any]] = {}
         for place, (item, node) in enumerate(program.named_inputs()):
-            if item.kind in (InputKind.INPUT, InputKind.ALIKE):
+            if item.kind in (InputKind.INPUT, InputKind.ALIKE, InputKind.EARLIER):
                 fresh[place] = partial(_taken_out, item.name)
             elif item.kind is InputKind.SCALAR and item.name in numbers:
                 fresh[place] = partial(_number, numbers[item.name])
@@ -99,6 +100,23 @@ class StepInputs:
         used = {_workspace_key(item.name, node) for item, node in named if item.kind is InputKind.WORKSPACE}
         for key in [key for key in self._workspaces if key not in used]:
             del self._workspaces[key]
+
+
+def earlier_inputs(program: Program, earlier: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """What a program that exchanges kept gradients is given of them: zeros for those that nothing was kept of."""
+    taken = {item.name: node.meta["val"] for item, node in program.named_inputs() if item.kind is InputKind.EARLIER}
+    if left := [name for name in earlier if name not in taken]:
+        raise CrossfadeError(
+            f"{left[0]}: a gradient that waits for its exchange, which this batch has none of",
+            expected="a last micro-batch that has gradients of the same parameters",
+            remedy="leave no_sync() out around batches that use other parameters",
+        )
+    zeros = {
+        name: torch.zeros(like.shape, dtype=like.dtype, device=like.device)
+        for name, like in taken.items()
+        if name not in earlier
+    }
+    return {**zeros, **earlier}
 
 
 def _workspace_key(name: str, node: fx.Node) -> Hashable:

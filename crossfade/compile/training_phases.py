@@ -46,6 +46,7 @@ from crossfade.graph.passes import Pass, run_passes
 from crossfade.graph.program import OutputKind, Program
 from crossfade.ranks.alike import RankComparison
 from crossfade.ranks.compared import comparisons
+from crossfade.shard.add_earlier_gradients import AddEarlierGradients
 from crossfade.shard.compare_ranks import CompareRanks
 from crossfade.shard.count_globally import CountGlobally
 from crossfade.shard.loss_parts import LossParts
@@ -143,6 +144,11 @@ def accumulate(step: StepCompilation) -> None:
         step.run([CountGlobally("", 1, times, step.parts().unproved)])
 
 
+def add_earlier(step: StepCompilation) -> None:
+    """The gradients that this rank has kept of earlier micro-batches, for one exchange of all."""
+    step.run([AddEarlierGradients()])
+
+
 def shard_data(step: StepCompilation) -> None:
     """One rank's program: its part of the batch, its part of the parameters, everyone's gradients."""
     options, place, parts = step.job.options, step.job.place, step.parts()
@@ -160,7 +166,9 @@ def shard_data(step: StepCompilation) -> None:
     )
     by_rows = place.can_gather and place.machine is not None
     loss_is = _loss_is(step, parts)
-    exchange = gradient_exchange(place.mode, axes, loss_is, place.kept_whole, gathers_rows=by_rows)
+    exchange = gradient_exchange(
+        place.mode, axes, loss_is, place.kept_whole, gathers_rows=by_rows, gradients=options.exchange != "later"
+    )
     step.run([*gathered_once, *batch, *exchange])
 
 
@@ -337,6 +345,10 @@ def _one_device(step: StepCompilation) -> str:
     return "" if step.job.place.axes is not None else "the batch is not split over ranks"
 
 
+def _none_earlier(step: StepCompilation) -> str:
+    return "" if step.job.options.exchange == "with-earlier" else "no gradients wait for this exchange"
+
+
 def _unplanned(step: StepCompilation) -> str:
     if step.job.options.passes is not None:
         return "passes= says what to do instead"
@@ -395,7 +407,9 @@ TRAINING = Phases(
 )
 """The compiler. `compile_step(..., phases=TRAINING.without_pass("simplify-nodes"))` changes it by name."""
 
-GRADIENTS = TRAINING.without("optimizer").before(
-    "simplify", Phase("gradients", keep_gradients, gives=("program", "plain"))
+GRADIENTS = (
+    TRAINING.without("optimizer")
+    .before("shard-data", Phase("add-earlier", add_earlier, why_not=_none_earlier))
+    .before("simplify", Phase("gradients", keep_gradients, gives=("program", "plain")))
 )
-"""The compiler of `compile_gradients`: the same, without the optimizer."""
+"""The compiler of `compile_gradients`: the same without the optimizer, and with gradients of earlier micro-batches."""

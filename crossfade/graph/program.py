@@ -31,7 +31,8 @@ from crossfade.graph.private import FakeTensor, FakeTensorMode, OperatorBase, sy
 
 class InputKind(StrEnum):
     """What a graph input is to the user. A `workspace` is memory kept between runs, with nothing in it before one;
-    `alike` numbers sum up what must be alike on all ranks."""
+    `alike` numbers sum up what must be alike on all ranks; `earlier` are gradients of earlier micro-batches, which
+    ranks have not exchanged yet."""
 
     PARAMETER = "parameter"
     BUFFER = "buffer"
@@ -40,6 +41,7 @@ class InputKind(StrEnum):
     SCALAR = "scalar"
     WORKSPACE = "workspace"
     ALIKE = "alike"
+    EARLIER = "earlier"
 
 
 class OutputKind(StrEnum):

@@ -33,13 +33,17 @@ def compile_gradients(
     """`crossfade.compile_gradients` on an accelerator's ranks, device and precision, for batches of its loaders.
 
     The model is prepared here (moved, run in the accelerator's mixed precision, saved by `accelerator.save_state`), but
-    not wrapped: evaluate it as it is. Options are those of `crossfade.compile_gradients`.
+    not wrapped: evaluate it as it is. Inside `accelerator.accumulate`, gradients are exchanged where it steps.
+    Options are those of `crossfade.compile_gradients`.
     """
     check_kind(accelerator)
     prepared = prepared_without_wrapping(accelerator, model)
     ranks = accelerator.num_processes
     mesh = {"dp": ranks} if ranks > 1 else None
-    return compile_plainly(prepared, loss_fn, mesh, **{"batch": "local", **options})
+    gradients = compile_plainly(prepared, loss_fn, mesh, **{"batch": "local", **options})
+    if options.get("data_parallel", "replicate") == "replicate":
+        gradients.exchange_when(lambda: accelerator.sync_gradients)
+    return gradients
 
 
 def prepared_without_wrapping(accelerator: Accelerator, model: nn.Module) -> nn.Module:

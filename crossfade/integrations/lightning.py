@@ -40,6 +40,7 @@ class CrossfadeStrategy(DDPStrategy):  # type: ignore[misc]
         self._options = {"batch": "local", **(crossfade or {})}
         self._step: _TrainingStep | None = None
         self._gradients: Gradients | None = None
+        self._accumulates = False
 
     @property
     def gradients(self) -> Gradients:
@@ -65,10 +66,20 @@ class CrossfadeStrategy(DDPStrategy):  # type: ignore[misc]
             self._step = _TrainingStep(module)
             ranks = dist.get_world_size()
             self._gradients = compile_gradients(self._step, None, {"dp": ranks} if ranks > 1 else None, **self._options)
+            self._gradients.exchange_when(lambda: not self._accumulates)
         with self.precision_plugin.train_step_context():
             loss = self._gradients(*_without_index(module, args, kwargs))
         self._step.log(self._gradients.outputs)
         return loss
+
+    @contextlib.contextmanager
+    def block_backward_sync(self) -> Iterator[None]:
+        """Let gradients wait for the next batch's: Lightning enters this for all but the last that it adds up."""
+        self._accumulates = True
+        try:
+            yield
+        finally:
+            self._accumulates = False
 
     def teardown(self) -> None:
         """Give back what training held."""

@@ -64,7 +64,9 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
     def _compile(self, model: nn.Module) -> Gradients:
         ranks = self.accelerator.num_processes
         loss_fn = _called_by_trainer(self._own_loss(model)) if self._has_own_loss else _picked
-        return compile_gradients(model, loss_fn, {"dp": ranks} if ranks > 1 else None, **self._options)
+        gradients = compile_gradients(model, loss_fn, {"dp": ranks} if ranks > 1 else None, **self._options)
+        gradients.exchange_when(lambda: self.accelerator.sync_gradients)
+        return gradients
 
     @property
     def _has_own_loss(self) -> bool:

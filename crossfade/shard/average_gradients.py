@@ -17,7 +17,8 @@ class AverageGradients(Pass):
     """Insert one averaged all-reduce per gradient, where the gradient is ready, and one for the loss.
 
     Each rank computes the mean loss of its own samples; the average over the ranks is that of the whole batch. For a
-    loss that sums over samples, `reduce_op` is `"sum"`.
+    loss that sums over samples, `reduce_op` is `"sum"`. With `gradients=False` only the loss is averaged: gradients
+    stay those of each rank, to be exchanged with later ones.
 
     Also known as: the gradient all-reduce of torch's DDP; `jax.lax.pmean` of gradients; Megatron's
     `finalize_model_grads`.
@@ -41,6 +42,7 @@ class AverageGradients(Pass):
 
     group: str = "dp"
     reduce_op: str = "avg"
+    gradients: bool = True
 
     def run(self, program: Program) -> PassResult:
         """Replace each gradient and loss among the program's results by its average."""
@@ -48,7 +50,8 @@ class AverageGradients(Pass):
         return PassResult(bool(verdicts), {"inserted": len(verdicts)}, verdicts)
 
     def _reason(self, out: Output, value: fx.Node) -> str | None:
-        what = {OutputKind.GRADIENT: "a gradient", OutputKind.LOSS: "the loss"}.get(out.kind)
+        exchanged = {OutputKind.LOSS: "the loss"} | ({OutputKind.GRADIENT: "a gradient"} if self.gradients else {})
+        what = exchanged.get(out.kind)
         return f"{'averages' if self.reduce_op == 'avg' else 'sums'} {what}, where it is ready" if what else None
 
     def _average(self, value: Tensor) -> Tensor:
