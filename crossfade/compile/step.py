@@ -228,14 +228,13 @@ class Step:
             ...     whole(torch.ones(3, 2)).shape
             torch.Size([3, 1])
         """
-        split = self._place.shards or self._place.tensor
-        if split is None:
+        if self._place.shards is None and self._place.tensor is None:
             yield self.model
             return
         with contextlib.ExitStack() as whole:
             with users_frames, self._together("gather the model"):
-                model = whole.enter_context(split.gathered())
-            yield model
+                whole.enter_context(self._place.gathered())
+            yield self.model
 
     def own_parts(self, whole: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """This rank's parts of whole parameters, where the model is split over an axis by a plan.

@@ -106,18 +106,18 @@ class StepCompilation(Compilation):
 def choose_whole(step: StepCompilation) -> None:
     """Choose the parameters to keep whole (`keep_whole="auto"`) by a capture of its own, and split the others."""
     job, place = step.job, step.job.place
-    members, axes, shards, machine = place.members, place.axes, place.shards, step.context["machine"]
-    assert members is not None and axes is not None and shards is not None
+    everyone, axes, machine = place.everyone, place.axes, step.context["machine"]
+    assert everyone is not None and axes is not None
     step.layout = job.layout(step.batch)
     captured, parts = job.capture(step.batch, step.layout)
     repeated = repeat_on_micro_batches(captured, step.layout.accumulate, mean=_loss_is(step, parts) == "mean")
     whole = run_passes(repeated, step.edited(simplification()))
     here = measured_operators(whole, _may_spell_out(step), place.device)  # on all ranks at once, as in a step
     split = axes.split
-    chosen = members.share(lambda: parameters_to_keep_whole(whole, machine, here, split.name, split.size))
-    with meeting(members):
-        members.agree(" ".join(chosen), "\n".join(chosen))
-    shards.split_all_but(chosen)
+    chosen = everyone.share(lambda: parameters_to_keep_whole(whole, machine, here, split.name, split.size))
+    with meeting(everyone):
+        everyone.agree(" ".join(chosen), "\n".join(chosen))
+    place.split_all_but(chosen)
 
 
 def capture(step: StepCompilation) -> None:

@@ -1,0 +1,146 @@
+"""Rows of a plan's parts (ZeRO with tensor parallelism): training equals one device's, checkpoints go anywhere."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed import checkpoint
+from torch.distributed.tensor import DTensor
+
+import crossfade as cf
+from tests.models.choice import some
+
+BEFORE, AFTER = 2, 2
+MODES = ["zero1", "zero2", "zero3"]
+PLAN: dict[str, Any] = {
+    "token": "rowwise",
+    "gate_up": cf.Fused("colwise", blocks=2),
+    "down": "rowwise",
+    "up": "colwise",
+    "out": "rowwise",
+}
+
+
+class Net(nn.Module):
+    """A tied vocabulary, weights split by rows, by columns and in blocks, a single number; rows that divide nowhere."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.token, self.head = nn.Embedding(14, 9), nn.Linear(9, 14, bias=False)
+        self.head.weight = self.token.weight
+        self.gate_up, self.down = nn.Linear(9, 20), nn.Linear(10, 9)
+        self.up, self.out = nn.Linear(9, 6, bias=False), nn.Linear(6, 9)
+        self.norm, self.drop = nn.LayerNorm(9), nn.Dropout(0.1)
+        self.scale = nn.Parameter(torch.tensor(0.7))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.token(tokens)
+        gate, up = self.gate_up(self.norm(x)).chunk(2, -1)
+        x = x + self.drop(self.down(gate.sigmoid() * up))
+        return self.head(x + self.scale * self.out(self.up(x).relu()))
+
+
+OPTIMIZERS: dict[str, Any] = {
+    "adamw": lambda p: torch.optim.AdamW(p, lr=0.01),
+    "momentum": lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9),
+    "rmsprop": lambda p: torch.optim.RMSprop(p, lr=0.003),
+    "adagrad": lambda p: torch.optim.Adagrad(p, lr=0.01),
+}
+
+
+def loss_of(logits: Tensor, targets: Tensor) -> Tensor:
+    return nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+def batches(count: int) -> list[tuple[Tensor, Tensor]]:
+    draw = torch.Generator().manual_seed(1)
+    return [tuple(torch.randint(14, (8, 3), generator=draw) for _ in range(2)) for _ in range(count)]  # type: ignore[misc]
+
+
+def begin(mesh: dict[str, int] | None, mode: str = "replicate", optimizer: str = "adamw", **options: Any) -> Any:
+    torch.manual_seed(options.pop("seed", 0))
+    model = Net()
+    plan = {"tensor_parallel": PLAN} if mesh and "tp" in mesh else {}
+    built = OPTIMIZERS[optimizer](model.parameters())
+    torch.manual_seed(3)
+    given = {"data_parallel": mode, "clip_grad_norm": 0.5, "timeout": 60, **plan, **options}
+    return cf.compile_step(model, loss_of, built, mesh, **given)
+
+
+def trained_alone(
+    steps: int, optimizer: str = "adamw", clip: float | None = 0.5, accumulate: int = 1
+) -> tuple[list[float], dict[str, Tensor], list[float]]:
+    """By eager torch on one device: losses, parameters, norms of gradients."""
+    torch.manual_seed(0)
+    model = Net()
+    built = OPTIMIZERS[optimizer](model.parameters())
+    torch.manual_seed(3)
+    losses, norms = [], []
+    for tokens, targets in batches(steps):
+        total = 0.0
+        for part in range(accumulate):
+            loss = loss_of(model(tokens.chunk(accumulate)[part]), targets.chunk(accumulate)[part]) / accumulate
+            loss.backward()
+            total += float(loss.detach())
+        norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), clip if clip is not None else 1e9)))
+        built.step()
+        built.zero_grad()
+        losses.append(total)
+    return losses, model.state_dict(), norms
+
+
+def whole_state(step: Any) -> dict[str, Tensor]:
+    with step.gathered() as model:
+        return {name: value.detach().clone() for name, value in model.state_dict().items()}
+
+
+def train(mesh: dict[str, int], mode: str, options: dict[str, Any]) -> tuple[list[float], dict[str, Tensor], list]:
+    step = begin(mesh, mode, **options)
+    losses, norms = [], []
+    part = torch.distributed.get_rank() // mesh["tp"]
+    for batch in batches(BEFORE + AFTER):
+        own = [value.chunk(mesh["dp"])[part] for value in batch] if options.get("batch") == "local" else batch
+        losses.append(float(step(*own)))
+        norms.append(float(step.outputs["grad_norm"]))
+    assert step.captures == 1
+    return losses, whole_state(step), norms
+
+
+def assert_equal(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    for name, value in found.items():
+        torch.testing.assert_close(value, expected[name], rtol=1e-5, atol=3e-6, msg=lambda text, n=name: f"{n}: {text}")
+
+
+GIVEN: dict[str, dict[str, Any]] = {
+    "as it is": {},
+    "planned": {"machine": "ethernet-1gbit", "optimizer": "momentum"},
+    "two micro-batches": {"accumulate": 2, "optimizer": "rmsprop"},
+    "within memory": {"machine": "ethernet-1gbit", "memory_limit": 10**7, "optimizer": "adagrad"},
+    "some whole": {"keep_whole": ["down.*", "token.weight"]},
+    "whole as it pays": {"keep_whole": "auto", "machine": "ethernet-1gbit"},
+    "compared seldom": {"check_every": 3, "batch": "local"},
+}
+"""By name, options beside the mode."""
+FITTING = [
+    (mode, name)
+    for name, mode in itertools.product(GIVEN, MODES)
+    if not ((name == "some whole" and mode == "zero1") or (name == "whole as it pays" and mode != "zero2"))
+]
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(("mode", "name"), FITTING)
+def test_rows_of_parts_train_as_one_device(ranks: Any, mode: str, name: str) -> None:
+    given = GIVEN[name]
+    losses, state, norms = trained_alone(BEFORE + AFTER, given.get("optimizer", "adamw"), 0.5, given.get("accumulate", 1))
+    for found in ranks(4).run(train, {"dp": 2, "tp": 2}, mode, given):
+        assert found[0] == pytest.approx(losses, rel=1e-5)
+        assert found[2] == pytest.approx(norms, rel=1e-5)
+        assert_equal(found[1], state)
