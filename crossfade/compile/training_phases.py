@@ -110,6 +110,7 @@ def choose_whole(step: StepCompilation) -> None:
     assert everyone is not None and axes is not None
     step.layout = job.layout(step.batch)
     captured, parts = job.capture(step.batch, step.layout)
+    captured.groups = place.sizes
     repeated = repeat_on_micro_batches(captured, step.layout.accumulate, mean=_loss_is(step, parts) == "mean")
     whole = run_passes(repeated, step.edited(simplification()))
     here = measured_operators(whole, _may_spell_out(step), place.device)  # on all ranks at once, as in a step

@@ -144,3 +144,85 @@ def test_rows_of_parts_train_as_one_device(ranks: Any, mode: str, name: str) -> 
         assert found[0] == pytest.approx(losses, rel=1e-5)
         assert found[2] == pytest.approx(norms, rel=1e-5)
         assert_equal(found[1], state)
+
+
+def train_and_save(mesh: dict[str, int] | None, mode: str, folder: str, by_hand: bool) -> dict[str, str]:
+    """Two steps and a checkpoint, by `step.save` or by torch itself; returns how the state lies on the mesh."""
+    step = begin(mesh, mode)
+    for batch in batches(BEFORE):
+        step(*batch)
+    state = step.state_dict()
+    held = {**state["model"], **{f"{n}:{k}": v for n, own in state["optimizer"].items() for k, v in own.items()}}
+    if by_hand:
+        checkpoint.save(state, checkpoint_id=folder)
+    else:
+        step.save(folder)
+    return {name: str(value.placements) for name, value in held.items() if isinstance(value, DTensor)}
+
+
+def load_and_train(
+    mesh: dict[str, int] | None, mode: str, folder: str, after_a_step: bool
+) -> tuple[list[float], dict[str, Tensor], int]:
+    """Loaded into a model that is split already, or before it is."""
+    step = begin(mesh, mode, seed=5)
+    if after_a_step:
+        step(*batches(1)[0])
+    step.load(folder)
+    losses = [float(step(*batch)) for batch in batches(BEFORE + AFTER)[BEFORE:]]
+    return losses, whole_state(step), step.steps
+
+
+def assert_goes_on(losses: list[float], state: dict[str, Tensor], steps: int) -> None:
+    expected, whole, _ = trained_alone(BEFORE + AFTER)
+    assert losses == pytest.approx(expected[BEFORE:], rel=1e-5)
+    assert steps == BEFORE + AFTER
+    assert_equal(state, whole)
+
+
+BOTH = {"dp": 2, "tp": 2}
+ELSEWHERE: list[tuple[dict[str, int], str, bool]] = [
+    ({"dp": 4}, "zero3", False),
+    (BOTH, "zero1", True),
+    (BOTH, "zero3", True),
+    (BOTH, "replicate", False),
+    ({"tp": 2, "dp": 2}, "zero2", True),
+]
+ROWS, ROWS_OF_ROWS = "(Shard(dim=0), Replicate())", "(_StridedShard(dim=0, sf=2), Shard(dim=0))"
+PLACED = {
+    **dict.fromkeys(("token.weight", "head.weight", "gate_up.weight", "gate_up.bias", "up.weight"), ROWS_OF_ROWS),
+    **dict.fromkeys(("down.weight", "out.weight"), "(Shard(dim=0), Shard(dim=1))"),
+    **dict.fromkeys(("down.bias", "out.bias", "norm.weight", "norm.bias"), ROWS),
+}
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("by_hand", [False, pytest.param(True, marks=pytest.mark.models)])
+def test_what_is_saved_goes_on_on_other_meshes_and_one_device(ranks: Any, tmp_path: Path, by_hand: bool) -> None:
+    folder = str(tmp_path / "saved")
+    for places in ranks(4).run(train_and_save, BOTH, "zero3", folder, by_hand):
+        assert {name: place for name, place in places.items() if ":" not in name} == PLACED
+        moments = {name.partition(":")[0]: place for name, place in places.items() if name.endswith(":exp_avg")}
+        assert moments == {name: place for name, place in PLACED.items() if name != "head.weight"}
+    assert_goes_on(*load_and_train(None, "replicate", folder, True))
+    for mesh, mode, after_a_step in ELSEWHERE if not by_hand else ELSEWHERE[:1]:
+        for found in ranks(4).run(load_and_train, mesh, mode, folder, after_a_step):
+            assert_goes_on(*found)
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(
+    ("mesh", "mode"), [(None, "replicate"), *((mesh, mode) for mesh, mode, _ in ELSEWHERE)], ids=str
+)
+@pytest.mark.models
+def test_what_others_saved_goes_on_in_rows_of_parts(
+    ranks: Any, tmp_path: Path, mesh: dict[str, int] | None, mode: str
+) -> None:
+    folder = str(tmp_path / "saved")
+    if mesh is None:
+        train_and_save(None, mode, folder, False)
+    else:
+        ranks(4).run(train_and_save, mesh, mode, folder, False)
+    for loading in ("zero1", "zero2"):
+        for after_a_step in (False, True):
+            for found in ranks(4).run(load_and_train, BOTH, loading, folder, after_a_step):
+                assert_goes_on(*found)
