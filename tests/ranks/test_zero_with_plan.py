@@ -14,7 +14,10 @@ from torch.distributed import checkpoint
 from torch.distributed.tensor import DTensor
 
 import crossfade as cf
+from crossfade.shard.tensor.plan import Plan
+from tests.models import zoo
 from tests.models.choice import some
+from tests.ranks.test_tensor_parallel_training import language_batches, language_loss, started
 
 BEFORE, AFTER = 2, 2
 MODES = ["zero1", "zero2", "zero3"]
@@ -226,3 +229,38 @@ def test_what_others_saved_goes_on_in_rows_of_parts(
         for after_a_step in (False, True):
             for found in ranks(4).run(load_and_train, BOTH, loading, folder, after_a_step):
                 assert_goes_on(*found)
+
+
+def train_architecture(name: str, mode: str, machine: str | None) -> tuple[list[float], list[float], float, int]:
+    """Losses, one device's, how far any parameter is from one device's, and how many of them the plan splits."""
+    (model, optimizer), (alone, alone_optimizer) = started(name), started(name)
+    plan = Plan.megatron(zoo.architecture(name).export(), vocab=True)
+    step = cf.compile_step(
+        model, language_loss, optimizer, BOTH, data_parallel=mode, tensor_parallel=plan, machine=machine, timeout=60
+    )
+    losses, expected = [], []
+    for inputs, labels in language_batches():
+        losses.append(float(step(inputs, labels)))
+        loss = language_loss(alone(**inputs), labels)
+        loss.backward()
+        alone_optimizer.step()
+        alone_optimizer.zero_grad()
+        expected.append(float(loss.detach()))
+    state = whole_state(step)
+    worst = max(float((state[name] - whole.detach()).abs().max()) for name, whole in alone.named_parameters())
+    return losses, expected, worst, int(step.report.facts["split by the plan"].split()[0])
+
+
+DECODERS = [each.name for each in zoo.ARCHITECTURES if list(each.dynamic_dims) == ["input_ids"]]
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("name", some(DECODERS, often=["qwen2"]))
+def test_rows_of_parts_of_decoders_train_as_one_device(ranks: Any, name: str) -> None:
+    """Each in one of the modes, planned for a machine or not."""
+    place = DECODERS.index(name)
+    mode, machine = MODES[place % 3], (None, "ethernet-1gbit")[place // 3 % 2]
+    for losses, expected, worst, split in ranks(4).run(train_architecture, name, mode, machine):
+        assert losses == pytest.approx(expected, rel=1e-5)
+        assert worst < 5e-6
+        assert split > 3
