@@ -28,6 +28,7 @@ from crossfade.compile.job import Job
 from crossfade.compile.phases import PhaseRecords
 from crossfade.compile.pipeline import copy_kernel
 from crossfade.compile.progress import Progress
+from crossfade.compile.step_plan import Origin
 from crossfade.compile.training_phases import TRAINING, StepCompilation
 from crossfade.errors import BatchError, RankFailedError
 from crossfade.graph.effects import is_random
@@ -253,6 +254,7 @@ class StepCompiler:
             mark,
             step.numbers,
             fitting,
+            Origin.of(plain),
             step.regions,
         )
 

@@ -160,6 +160,8 @@ class Place:
         with together:
             if options.passes is not None:
                 return None
+            if options.plan is not None:
+                return options.plan.machine
             return machine_for(given, self.mode, self.axes, self.groups, self.everyones_group, model)
 
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -23,6 +24,7 @@ from crossfade.compile.dynamic import Dynamic, Kind
 from crossfade.compile.habits import already_stepped
 from crossfade.compile.phases import PhaseRecords
 from crossfade.compile.place import Place
+from crossfade.compile.planned import plan_of
 from crossfade.compile.step_inputs import StepInputs
 from crossfade.cost.timeline import Timeline
 from crossfade.errors import CrossfadeError, RankFailedError
@@ -30,7 +32,7 @@ from crossfade.execute.bound import Bound
 from crossfade.execute.cuda_graph import said_of_replays
 from crossfade.execute.executable import Executable
 from crossfade.execute.stopwatch import Stopwatch
-from crossfade.graph.private import group_named, mark_optimizer_stepped
+from crossfade.graph.private import group_named, mark_optimizer_stepped, tree_map_only
 from crossfade.graph.program import InputKind, OutputKind, Program
 from crossfade.ranks import checkpoint
 from crossfade.ranks.one_at_a_time import CAPTURING
@@ -58,6 +60,8 @@ class _Ready:
     bound: Bound
     batch_names: list[str]
     state_keys: list[tuple[str, nn.Parameter, Collection[str]]]
+    batch: tuple[Any, ...]
+    """A batch that it is for, as fakes without numbers."""
     kind: Kind | None = None
     """Of which batches; those of other sizes may fit."""
 
@@ -296,6 +300,28 @@ class Step:
             checkpoint.load(state, folder, self._group())
             self.load_state_dict(state)
 
+    @users_frames
+    def save_plan(self, path: str | Path) -> None:
+        """Write everything that was chosen for the programs compiled so far, for `compile_step(..., plan=path)`.
+
+        The first rank writes it. It is text to review and to compare (`crossfade plan diff before.json after.json`),
+        and the same choice gives the same bytes.
+
+            >>> import tempfile, torch
+            >>> from crossfade.compile.training import compile_step
+            >>> def begin(**options):
+            ...     model = nn.Linear(2, 1)
+            ...     return compile_step(model, nn.functional.mse_loss, torch.optim.SGD(model.parameters()), **options)
+            >>> path = Path(tempfile.mkdtemp()) / "plan.json"
+            >>> begin().prepare(torch.ones(4, 2), torch.ones(4, 1)).save_plan(path)
+            >>> begin(plan=path)(torch.ones(4, 2), torch.ones(4, 1)).shape
+            torch.Size([])
+        """
+        self._latest("plan")
+        plan = plan_of(self._made_by().job, [(ready.batch, ready.built) for ready in self._ready.values()])
+        if self._place.everyone is None or not self._place.everyone.rank:
+            plan.save(path)
+
     @contextlib.contextmanager
     def _together(self, what: str) -> Iterator[None]:
         """Do something that all ranks must do now: see that they do, and say who did not where it fails."""
@@ -418,7 +444,8 @@ class Step:
         keys = [(name, self.model.get_parameter(name), entries) for name, entries in built.state_keys.items()]
         names = [item.name for item in built.program.inputs if item.kind is InputKind.INPUT]
         bound = self._inputs.bound(built.program, built.numbers.inputs)
-        ready = _Ready(built, executable, bound, names, keys, compiler.kind(batch))
+        shapes = tree_map_only(Tensor, lambda given: torch.empty_like(given, device="meta"), batch)
+        ready = _Ready(built, executable, bound, names, keys, shapes, compiler.kind(batch))
         self._keep(compiler, batch, ready)
         self.captures += 1
         if self.captures in (5, 20, 100):

@@ -33,6 +33,7 @@ from crossfade.compile.pipeline import (
     simplification,
     updates_gathered,
 )
+from crossfade.compile.planned import run_as_planned
 from crossfade.cost.measure import measure
 from crossfade.cost.timeline import Timeline
 from crossfade.execute.codegen import native
@@ -225,6 +226,13 @@ def simplify(step: StepCompilation) -> None:
     step.plain = step.made()
 
 
+def as_planned(step: StepCompilation) -> None:
+    """What a plan file says: its passes, with the decisions that were taken when it was made."""
+    plan = step.job.options.plan
+    assert plan is not None
+    step.take(run_as_planned(plan, step.job, step.batch, step.made()))
+
+
 def exchange_factors(step: StepCompilation) -> None:
     """Exchange factors of gradients where they arrive sooner than their products."""
     axes = step.job.place.axes
@@ -338,7 +346,17 @@ def _one_device(step: StepCompilation) -> str:
     return "" if step.job.place.axes is not None else "the batch is not split over ranks"
 
 
+def _no_plan_file(step: StepCompilation) -> str:
+    return "" if step.job.options.plan is not None else "no plan file is given"
+
+
+def _plan_file(step: StepCompilation) -> str:
+    return "a plan file says what to do instead" if step.job.options.plan is not None else ""
+
+
 def _unplanned(step: StepCompilation) -> str:
+    if why_not := _plan_file(step):
+        return why_not
     if step.job.options.passes is not None:
         return "passes= says what to do instead"
     if step.job.place.everyone is None:
@@ -347,7 +365,7 @@ def _unplanned(step: StepCompilation) -> str:
 
 
 def _planned(step: StepCompilation) -> str:
-    return "the phase schedule has chosen buckets and order" if step.is_scheduled else ""
+    return _plan_file(step) or ("the phase schedule has chosen buckets and order" if step.is_scheduled else "")
 
 
 def _nothing_split(step: StepCompilation) -> str:
@@ -382,14 +400,15 @@ TRAINING = Phases(
         Phase("compare-ranks", compare_ranks, ("program", "loss_parts"), ("program", "compared")),
         Phase("optimizer", optimizer, gives=("program", "plain")),
         Phase("simplify", simplify, gives=("program", "plain")),
+        Phase("as-planned", as_planned, why_not=_no_plan_file),
         Phase("exchange-factors", exchange_factors, why_not=_nothing_split),
         Phase("measure", measure_operators, gives=("measured",), why_not=_unplanned),
         Phase("spell-out", spell_out, ("program", "measured"), why_not=_nothing_slow),
         Phase("collective-matmul", collective_matmul, ("program", "measured"), why_not=_no_plan),
         Phase("schedule", schedule, ("program", "measured"), why_not=_unplanned),
         Phase("communicate", communicate, why_not=_planned),
-        Phase("lower", lower),
-        Phase("finish", finish),
+        Phase("lower", lower, why_not=_plan_file),
+        Phase("finish", finish, why_not=_plan_file),
         Phase("compile-regions", compile_computation, gives=("program", "regions"), why_not=_computed_eagerly),
         Phase("predict", predict, ("program", "measured"), ("timeline",), _unplanned),
     ]

@@ -81,3 +81,5 @@ class PassRecord:
     nodes_after: int
     before: str = ""
     after: str = ""
+    decided: str | None = None
+    """The spelling of a pass that does the same without knowing the machine; None where the pass cannot say."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import itertools
 from pathlib import Path
 from typing import Any
@@ -142,7 +141,9 @@ FITTING = [
 @pytest.mark.parametrize(("mode", "name"), FITTING)
 def test_rows_of_parts_train_as_one_device(ranks: Any, mode: str, name: str) -> None:
     given = GIVEN[name]
-    losses, state, norms = trained_alone(BEFORE + AFTER, given.get("optimizer", "adamw"), 0.5, given.get("accumulate", 1))
+    losses, state, norms = trained_alone(
+        BEFORE + AFTER, given.get("optimizer", "adamw"), 0.5, given.get("accumulate", 1)
+    )
     for found in ranks(4).run(train, {"dp": 2, "tp": 2}, mode, given):
         assert found[0] == pytest.approx(losses, rel=1e-5)
         assert found[2] == pytest.approx(norms, rel=1e-5)
