@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import platform
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,17 +18,18 @@ from crossfade.compile.step_plan import Origin, PlannedProgram, StepPlan, differ
 from crossfade.cost.machine import Machine
 from crossfade.errors import CrossfadeError, NotYetError, PlanDriftError
 from crossfade.graph import collectives
-from crossfade.graph.passes import fingerprint, run_passes
+from crossfade.graph.passes import Outcome, PassRecord, fingerprint, run_passes
 from crossfade.graph.program import MADE_FOR, Program
 from crossfade.ranks.compared import tensors_of
 from crossfade.ranks.mesh import MeshLike
 from crossfade.shard.tensor.placements import Shard
 from crossfade.shard.tensor.plan import Plan
 
-REPLAYED = "as-planned"
-"""The phase that does what a plan file says."""
-_CHOOSING = ("exchange-factors", "spell-out", "collective-matmul", "schedule", "communicate", "lower", "finish")
-"""The phases in whose place it runs."""
+_CHOOSING = (
+    "as-planned",
+    *("exchange-factors", "spell-out", "collective-matmul", "schedule", "communicate", "lower", "finish"),
+)
+"""The phase that does what a plan file says, and those in whose place it runs."""
 _AGAIN = "plan again: compile without plan=, then step.save_plan(...)"
 
 
@@ -56,21 +57,30 @@ def _planned(batch: tuple[Any, ...], built: Built, job: Job) -> PlannedProgram:
             remedy="leave phases= out, or put the phase optimizer back",
         )
     starts = [_launched(start) for start in collectives.find(built.program.graph)]
-    passes = tuple(_decided(built))
-    return PlannedProgram(batch_lines(batch), built.origin, passes, tuple(starts), fingerprint(built.program))
+    chosen = [record for phase in built.phases if phase.phase.name in _CHOOSING for record in phase.passes]
+    passes, buckets = tuple(_decided(chosen)), tuple(_buckets(chosen))
+    return PlannedProgram(batch_lines(batch), built.origin, passes, buckets, tuple(starts), fingerprint(built.program))
 
 
-def _decided(built: Built) -> Iterable[str]:
-    for phase in built.phases:
-        for record in phase.passes if phase.phase.name in (*_CHOOSING, REPLAYED) else ():
-            if record.decided is None:
-                raise NotYetError(
-                    f"a plan file of what {record.name} has chosen",
-                    expected="passes that can say what they decided",
-                    remedy=f"leave it out: phases=crossfade.TRAINING.without_pass({record.name!r})",
-                )
-            if record.changed:
-                yield record.decided
+def _decided(records: Iterable[PassRecord]) -> Iterator[str]:
+    for record in records:
+        if record.decided is None:
+            raise NotYetError(
+                f"a plan file of what {record.name} has chosen",
+                expected="passes that can say what they decided",
+                remedy=f"leave it out: phases=crossfade.TRAINING.without_pass({record.name!r})",
+            )
+        if record.changed:
+            yield record.decided
+
+
+def _buckets(records: Iterable[PassRecord]) -> Iterator[str]:
+    for record in records:
+        members: dict[str, list[str]] = {}
+        for verdict in record.verdicts:
+            if verdict.outcome is Outcome.BUCKETED:
+                members.setdefault(verdict.detail, []).append(verdict.source or verdict.subject)
+        yield from (f"{record.name}, {detail}: {', '.join(names)}" for detail, names in members.items())
 
 
 def _launched(start: collectives.Collective) -> str:

@@ -55,6 +55,8 @@ class PlannedProgram:
     origin: Origin
     passes: tuple[str, ...]
     """Spellings of the passes that were run over it, with their decisions."""
+    buckets: tuple[str, ...]
+    """What travels together, for the reader."""
     collectives: tuple[str, ...]
     """What is launched in which order, for the reader."""
     result: str
@@ -154,6 +156,7 @@ def _program_as_json(program: PlannedProgram) -> dict[str, Any]:
         "captured": program.origin.fingerprint,
         "operators": dict(program.origin.operators),
         "passes": [_pass_as_json(spelling) for spelling in program.passes],
+        "buckets": list(program.buckets),
         "collectives": list(program.collectives),
         "result": program.result,
     }
@@ -175,8 +178,8 @@ def _plain(value: Any) -> Any:
 def _read_program(found: FileValue) -> PlannedProgram:
     origin = Origin(found["captured"].text(), found["operators"].read_as(Mapping[str, int]))
     spellings = tuple(map(_read_pass, found["passes"].items()))
-    lines = [found[key].read_as(tuple[str, ...]) for key in ("batch", "collectives")]
-    return PlannedProgram(lines[0], origin, spellings, lines[1], found["result"].text())
+    batch, buckets, collectives = (found[key].read_as(tuple[str, ...]) for key in ("batch", "buckets", "collectives"))
+    return PlannedProgram(batch, origin, spellings, buckets, collectives, found["result"].text())
 
 
 def _read_pass(found: FileValue) -> str:

@@ -115,7 +115,7 @@ def refused() -> list[str]:
 def test_what_cannot_be_split_says_so(ranks: Any) -> None:
     for messages in ranks(2).run(refused):
         assert "an axis called tp" in messages[0]
-        assert "together with tensor_parallel" in messages[1]
+        assert "on a mesh with an axis tp alone" in messages[1]
 
 
 def two_shapes() -> tuple[list[float], list[float]]:

@@ -13,6 +13,8 @@ from torch.distributed import checkpoint
 from torch.distributed.tensor import DTensor
 
 import crossfade as cf
+from crossfade.errors import CrossfadeError
+from crossfade.graph.passes import fingerprint
 from crossfade.shard.tensor.plan import Plan
 from tests.models import zoo
 from tests.models.choice import some
@@ -137,8 +139,13 @@ FITTING = [
 ]
 
 
+CHOSEN = [
+    pytest.param(*case, marks=() if case == ("zero2", "some whole") else (pytest.mark.models,)) for case in FITTING
+]
+
+
 @pytest.mark.ranks
-@pytest.mark.parametrize(("mode", "name"), FITTING)
+@pytest.mark.parametrize(("mode", "name"), CHOSEN)
 def test_rows_of_parts_train_as_one_device(ranks: Any, mode: str, name: str) -> None:
     given = GIVEN[name]
     losses, state, norms = trained_alone(
@@ -200,15 +207,25 @@ PLACED = {
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("by_hand", [False, pytest.param(True, marks=pytest.mark.models)])
-def test_what_is_saved_goes_on_on_other_meshes_and_one_device(ranks: Any, tmp_path: Path, by_hand: bool) -> None:
+@pytest.mark.parametrize(
+    ("by_hand", "elsewhere"),
+    [
+        (False, [(BOTH, "zero1", False)]),
+        pytest.param(False, ELSEWHERE, marks=pytest.mark.models),
+        pytest.param(True, ELSEWHERE[:1], marks=pytest.mark.models),
+    ],
+    ids=["often", "everywhere", "by hand"],
+)
+def test_what_is_saved_goes_on_on_other_meshes_and_one_device(
+    ranks: Any, tmp_path: Path, by_hand: bool, elsewhere: list[tuple[dict[str, int], str, bool]]
+) -> None:
     folder = str(tmp_path / "saved")
     for places in ranks(4).run(train_and_save, BOTH, "zero3", folder, by_hand):
         assert {name: place for name, place in places.items() if ":" not in name} == PLACED
         moments = {name.partition(":")[0]: place for name, place in places.items() if name.endswith(":exp_avg")}
         assert moments == {name: place for name, place in PLACED.items() if name != "head.weight"}
     assert_goes_on(*load_and_train(None, "replicate", folder, True))
-    for mesh, mode, after_a_step in ELSEWHERE if not by_hand else ELSEWHERE[:1]:
+    for mesh, mode, after_a_step in elsewhere:
         for found in ranks(4).run(load_and_train, mesh, mode, folder, after_a_step):
             assert_goes_on(*found)
 
@@ -265,3 +282,85 @@ def test_rows_of_parts_of_decoders_train_as_one_device(ranks: Any, name: str) ->
         assert losses == pytest.approx(expected, rel=1e-5)
         assert worst < 5e-6
         assert split > 3
+
+
+HYBRID = {"dp_replicate": 2, "dp_shard": 2, "tp": 2}
+
+
+@pytest.mark.ranks
+@pytest.mark.models
+@pytest.mark.parametrize("mode", MODES)
+def test_hybrid_rows_of_parts_train_as_one_device(ranks: Any, tmp_path: Path, mode: str) -> None:
+    """Rows split over two pairs, parts over each pair, all of it twice."""
+    folder, given = str(tmp_path / "saved"), {"accumulate": 2}
+    losses, state, norms = trained_alone(BEFORE + AFTER, accumulate=2)
+    for found in ranks(8).run(train, HYBRID, mode, given):
+        assert found[0] == pytest.approx(losses, rel=1e-5)
+        assert found[2] == pytest.approx(norms, rel=1e-5)
+        assert_equal(found[1], state)
+    ranks(8).run(train_and_save, HYBRID, mode, folder, False)
+    assert_goes_on(*load_and_train(None, "replicate", folder, False))
+    for found in ranks(8).run(load_and_train, HYBRID, "zero2", folder, True):
+        assert_goes_on(*found)
+
+
+def refused() -> list[str]:
+    """What cannot be split says so."""
+    messages = []
+    attempts: list[dict[str, Any]] = [
+        {"mesh": {"tp": 2}, "mode": "zero2"},
+        {"mesh": {"dp": 1, "tp": 2}, "mode": "zero1"},
+        {"mesh": {"tp": 1, "tp2": 2}, "mode": "replicate"},
+        {"mesh": {"dp": 2}, "mode": "zero3", "tensor_parallel": None},
+    ]
+    for attempt in attempts:
+        mesh, mode = attempt.pop("mesh"), attempt.pop("mode")
+        try:
+            step = begin(mesh, mode, **attempt)
+            cf.compile_step(step.model, loss_of, step.optimizer, {"tp": 2}, tensor_parallel=PLAN, timeout=20)
+        except CrossfadeError as error:
+            messages.append(str(error))
+    return messages
+
+
+@pytest.mark.ranks
+def test_what_cannot_be_split_says_so(ranks: Any) -> None:
+    for messages in ranks(2).run(refused):
+        assert "data_parallel='zero2' on a mesh with an axis tp alone" in messages[0]
+        assert "data_parallel='zero1' on a mesh that splits nothing" in messages[1]
+        assert "in which nothing would be split over tp2" in messages[2] and "mesh={'tp': 2}" in messages[2]
+        assert "parameter token.weight as a DTensor, together with tensor_parallel" in messages[3]
+
+
+def compile_as_planned(path: str, mesh: dict[str, int], mode: str, given: dict[str, Any]) -> tuple[bool, bool, bool]:
+    """Whether losses and the program are those of the step that was planned, and its plan the same file."""
+    first = begin(mesh, mode, **given)
+    losses = [float(first(*batch)) for batch in batches(BEFORE)]
+    first.save_plan(path)
+    torch.distributed.barrier()
+    torch.manual_seed(0)
+    model = Net()
+    optimizer = OPTIMIZERS[given.get("optimizer", "adamw")](model.parameters())
+    torch.manual_seed(3)
+    second = cf.compile_step(
+        model, loss_of, optimizer, plan=path, clip_grad_norm=0.5, accumulate=given.get("accumulate", 1), timeout=60
+    )
+    again = [float(second(*batch)) for batch in batches(BEFORE)]
+    second.save_plan(f"{path}.again")
+    torch.distributed.barrier()
+    same = Path(path).read_bytes() == Path(f"{path}.again").read_bytes()
+    return again == losses, fingerprint(second.program) == fingerprint(first.program), same
+
+
+@pytest.mark.ranks
+@pytest.mark.models
+@pytest.mark.parametrize("name", ["planned", "two micro-batches", "whole as it pays"])
+def test_a_plan_file_gives_the_same_step(ranks: Any, tmp_path: Path, name: str) -> None:
+    found = ranks(4).run(compile_as_planned, str(tmp_path / "plan.json"), BOTH, "zero2", GIVEN[name])
+    assert found == [(True, True, True)] * 4
+
+
+@pytest.mark.ranks
+def test_a_plan_file_gives_the_same_step_on_two_ranks(ranks: Any, tmp_path: Path) -> None:
+    path, given = str(tmp_path / "plan.json"), {"machine": "ethernet-1gbit", "optimizer": "momentum"}
+    assert ranks(2).run(compile_as_planned, path, {"dp": 2}, "zero1", given) == [(True, True, True)] * 2
