@@ -236,10 +236,10 @@ def _of_lists(before: Sequence[Any], after: Sequence[Any], path: str) -> Iterato
         for index, (old, new) in enumerate(zip(before, after, strict=True)):
             yield from _differences(old, new, f"{path}[{index}]")
         return
-    lines = [[_short(entry) for entry in entries] for entries in (before, after)]
-    for line in difflib.ndiff(*lines):
-        if line[:2] in ("- ", "+ "):
-            yield f"{path}: {line}"
+    old, new = ([_short(entry) for entry in entries] for entries in (before, after))
+    for line in difflib.unified_diff(old, new, n=0, lineterm=""):
+        if line[:1] in ("-", "+") and line not in ("--- ", "+++ "):
+            yield f"{path}: {line[0]} {line[1:]}"
 
 
 def _short(value: Any) -> str:

@@ -67,7 +67,7 @@ class Parts:
     def whole(self, name: str, part: Tensor) -> Tensor:
         """All ranks' parts put together, blocks in their order; of parts whose rows are split, these first."""
         place = self.placement(name)
-        part = part.full_tensor() if is_rows(part) else part
+        part = part.full_tensor() if is_rows(part) else part  # type: ignore[attr-defined]
         return gathered(part, place, group_named(self.group)) if isinstance(place, Shard) else part
 
     def seen(self, name: str, part: Tensor) -> Any:
