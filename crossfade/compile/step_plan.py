@@ -206,12 +206,14 @@ def differences(before: Any, after: Any, path: str = "") -> list[str]:
 
     >>> differences({"mesh": {"dp": 2}, "order": ["a", "b"]}, {"mesh": {"dp": 4}, "order": ["b"]})
     ['mesh.dp: 2 -> 4', 'order: - a']
+    >>> differences({"mesh": {"dp": 2, "tp": 2}}, {"mesh": {"tp": 2, "dp": 2}})
+    ['mesh: dp, tp -> tp, dp']
     """
-    return list(_differences(before, after, path)) if before != after else []
+    return list(_differences(before, after, path))
 
 
 def _differences(before: Any, after: Any, path: str) -> Iterator[str]:
-    if before == after:
+    if json.dumps(before) == json.dumps(after):  # of a mesh, the order of its axes counts
         return
     if isinstance(before, dict) and isinstance(after, dict):
         for name in dict.fromkeys([*before, *after]):
@@ -222,8 +224,8 @@ def _differences(before: Any, after: Any, path: str) -> Iterator[str]:
                 yield f"{place}: + {_short(after[name])}"
             else:
                 yield from _differences(before[name], after[name], place)
-        if before.keys() == after.keys() and before == dict(after) and list(before) != list(after):
-            yield f"{path}: in another order"
+        if before.keys() == after.keys() and list(before) != list(after):
+            yield f"{path}: {', '.join(before)} -> {', '.join(after)}"
     elif isinstance(before, list) and isinstance(after, list):
         yield from _of_lists(before, after, path)
     else:
