@@ -94,7 +94,7 @@ class StepPlan:
 
     def text(self) -> str:
         """What the file holds."""
-        return json.dumps(self.as_json(), indent=1, allow_nan=False) + "\n"
+        return json.dumps(self.as_json(), indent=1) + "\n"
 
     def save(self, path: str | Path) -> None:
         """Write the file; an earlier one stays until this one is whole."""
@@ -184,11 +184,11 @@ def _read_program(found: FileValue) -> PlannedProgram:
 
 def _read_pass(found: FileValue) -> str:
     options = {name: entry for name, entry in found.entries().items() if name != "pass"}
-    given = ",".join(f"{name}={_spelled(entry.value)}" for name, entry in options.items())
-    spelling = f"{found['pass'].text()}({given})" if options else found["pass"].text()
+    name = found["pass"].text()
     try:
-        return pass_from_spelling(spelling).spelling
-    except PassError as error:
+        given = ",".join(f"{option}={_spelled(entry.value)}" for option, entry in options.items())
+        return pass_from_spelling(f"{name}({given})" if options else name).spelling
+    except (PassError, RecursionError) as error:
         raise found.wrong("a known pass, with options that it has") from error
 
 
