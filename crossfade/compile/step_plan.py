@@ -20,11 +20,12 @@ from typing import Any
 from crossfade.compile.catalogue import literals_of, pass_from_spelling
 from crossfade.cost.machine import Machine
 from crossfade.cost.presets import PRESETS, preset
-from crossfade.errors import CrossfadeError, PassError
+from crossfade.errors import CrossfadeError, PassError, PlanError
 from crossfade.files.found import FileValue
 from crossfade.files.plain import read_json
 from crossfade.graph.passes import Pass, fingerprint
 from crossfade.graph.program import Program
+from crossfade.shard.tensor.plan import Plan
 
 FORMAT = 1
 _REMEDY = "save the plan again (step.save_plan), from a step that was compiled without plan="
@@ -146,8 +147,14 @@ def _check_chosen(found: FileValue) -> None:
     found["keep_whole"].read_as(tuple[str, ...])
     found["machine"].read_as(str | None)
     found["memory_limit"].read_as(int | None)
-    if found["tensor_parallel"].value is not None:
-        found["tensor_parallel"].entries()
+    entries = found["tensor_parallel"]
+    if entries.value is not None:
+        try:
+            Plan(entries.value)
+        except PlanError as error:
+            raise entries.error(
+                f"{entries.file}, {entries.place}: {error.found}", expected=error.expected, remedy=error.remedy
+            ) from error
 
 
 def _program_as_json(program: PlannedProgram) -> dict[str, Any]:
