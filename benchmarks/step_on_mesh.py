@@ -4,8 +4,9 @@
     python -m benchmarks.step_on_mesh --size deep --save    # also keep the figures in benchmarks/results/
 
 All ranks share this machine's processors and its loopback: with fewer cores than ranks, times say how much work and
-how many messages a step takes, and little about hiding. Contenders take turns in one run, a step of each; times are
-medians, of the slowest rank. `steady` steps run back to back, by fours of each in turn, the first not counted.
+how many messages a step takes, and little about hiding. Steps are planned for the preset of a
+loopback. Contenders take turns in one run, a step of each; times are medians, of the slowest rank. `steady` steps run
+back to back, by fours of each in turn, the first not counted.
 """
 
 from __future__ import annotations
@@ -102,8 +103,8 @@ def work(size: str, steps: int) -> dict[str, Any]:
     chosen = SIZES[size]
     makers: list[Callable[[], Contender]] = [
         *(partial(torchs, chosen, reshard=reshard) for reshard in (False, True)),
-        *(partial(ours, chosen, mode, "calibrate") for mode in ("zero1", "zero2", "zero3")),
-        partial(ours, chosen, "replicate", "calibrate"),
+        *(partial(ours, chosen, mode, "loopback-gloo") for mode in ("zero1", "zero2", "zero3")),
+        partial(ours, chosen, "replicate", "loopback-gloo"),
     ]
     entered = [make() for make in makers]
     measured = race(entered, chosen, steps=steps)
@@ -131,7 +132,7 @@ def finish(figures: dict[str, Any], options: argparse.Namespace) -> None:
         table.add_row(name, *row, "" if counts is None else str(counts))
     Console().print(table)
     if options.save:
-        save(f"step-on-mesh-{options.size}-loopback", figures)
+        save(f"on-mesh-{options.size}-loopback", {**figures, "steps": options.steps})
 
 
 def main() -> None:
@@ -141,7 +142,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--save", action="store_true", help="keep the figures as JSON")
     options = parser.parse_args()
-    with Ranks(4, timeout=900) as ranks:
+    with Ranks(4, timeout=1800) as ranks:
         finish(ranks.run(work, options.size, options.steps)[0], options)
 
 
