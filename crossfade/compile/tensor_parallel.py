@@ -253,7 +253,7 @@ def run_local(local: LocalProgram, state: dict[str, Tensor], batch: tuple[Any, .
             values.append(state[name])
         else:
             values.append(local.exported.constants[str(spec.target)])
-    results = fx.Interpreter(local.exported.graph_module).run(*values)
+    results = _Differentiable(local.exported.graph_module).run(*values)
     loss = None
     for spec, value in zip(signature.output_specs, results, strict=True):
         if spec.kind is OutputKind.USER_OUTPUT:
@@ -263,6 +263,16 @@ def run_local(local: LocalProgram, state: dict[str, Tensor], batch: tuple[Any, .
         else:
             raise CaptureError(f"an output of kind {spec.kind.name}", remedy="return only the loss from the model")
     return loss
+
+
+class _Differentiable(fx.Interpreter):
+    """Runs a graph that autograd records: of the functional `copy`, that knows the derivative of the form in place."""
+
+    def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call an operator."""
+        if target is torch.ops.aten.copy.default:
+            return torch.empty_like(args[0]).copy_(args[1])
+        return super().call_function(target, args, kwargs)
 
 
 def _named_state(model: nn.Module) -> dict[str, Tensor]:
