@@ -293,8 +293,21 @@ def _first_step(name: str, figures: Figures) -> str:
     return _origin(title, command, figures) + _table(columns, rows)
 
 
+def _on_mesh(name: str, figures: Figures) -> str:
+    size = name.removeprefix("on-mesh-").removesuffix("-loopback")
+    rows = [
+        [contender, _ms(seconds), _ms(figures["steady"][contender]), str(figures["collectives"].get(contender, ""))]
+        for contender, seconds in sorted(figures["times"].items(), key=lambda item: item[1])
+    ]
+    command = f"python -m benchmarks.step_on_mesh --size {size} --steps {figures['steps']}"
+    columns = ["contender", "ms a step, in turns", "back to back", "collectives"]
+    title = f"`{size}` on {figures['ranks']} ranks, dp=2 x tp=2, all on one machine's loopback"
+    return _origin(title, command, figures) + _table(columns, rows)
+
+
 SECTIONS: list[tuple[str, str, Callable[[str, Figures], str]]] = [
     ("Step time against torch", "step-", _step),
+    ("ZeRO with tensor parallelism against FSDP2 with DTensor's", "on-mesh-", _on_mesh),
     ("One device, nothing exchanged", "one-device-", _one_device),
     ("One GPU, against torch.compile", "gpu-step-", _gpu_step),
     ("Until the first step is done", "first-step-", _first_step),

@@ -50,6 +50,10 @@ class PlanError(CrossfadeError):
     """A tensor-parallel plan cannot be read, does not fit the program, or contradicts itself."""
 
 
+class PlanDriftError(CrossfadeError):
+    """A plan file was made for something else than what is compiled now; the message shows what differs."""
+
+
 class StateError(CrossfadeError):
     """A state does not fit the program that it is for."""
 

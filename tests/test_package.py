@@ -41,6 +41,7 @@ def test_the_public_names_are_these() -> None:
         "Phases",
         "Pipeline",
         "Plan",
+        "PlanDriftError",
         "PlanError",
         "Program",
         "RankFailedError",

@@ -11,10 +11,13 @@ from torch import Tensor
 from crossfade.graph import collectives
 
 
-def clipped_norm(parameters: Mapping[str, Tensor], limit: float | None, split_over: Mapping[str, str]) -> list[Tensor]:
+def clipped_norm(
+    parameters: Mapping[str, Tensor], limit: float | None, split_over: Mapping[str, tuple[str, ...]]
+) -> list[Tensor]:
     """The norm of all gradients, which are scaled down to the limit in place; nothing without a limit.
 
-    `split_over` has the parameters of which a rank has parts, each with the group whose ranks have the others.
+    `split_over` has the parameters of which a rank has parts, each with the groups whose ranks have the others: a part
+    along one group may be split again along the next.
 
     >>> weight = torch.zeros(2, requires_grad=True)
     >>> weight.grad = torch.tensor([3.0, 4.0])
@@ -34,17 +37,27 @@ def clipped_norm(parameters: Mapping[str, Tensor], limit: float | None, split_ov
     return [norm.to(kind)]
 
 
-def _norm_of_all(gradients: Mapping[str, Tensor], split_over: Mapping[str, str], wide: torch.dtype) -> Tensor:
-    """The norm of gradients of which each rank of a group has a part, or all where they are not split.
+def _norm_of_all(
+    gradients: Mapping[str, Tensor], split_over: Mapping[str, tuple[str, ...]], wide: torch.dtype
+) -> Tensor:
+    """The norm of gradients of which each rank of some groups has a part, or all where they are not split.
 
-    Squares are summed in float32 at least: those of half precision overflow at a norm of 256.
+    Squares are summed in float32 at least: those of half precision overflow at a norm of 256. Sums travel along one
+    group after the other, each number once: what is alike along a group joins after it.
     """
     total = next(iter(gradients.values())).new_zeros((), dtype=wide)
-    for group in dict.fromkeys(split_over.values()):
-        own = [gradient for name, gradient in gradients.items() if split_over.get(name) == group]
+    sums: dict[tuple[str, ...], Tensor] = {}
+    for groups in dict.fromkeys(split_over.values()):
+        own = [gradient for name, gradient in gradients.items() if split_over.get(name) == groups]
         if own:
-            squares = torch.stack([_square_of_norm(gradient, wide) for gradient in own]).sum()
-            total = total + collectives.wait(collectives.all_reduce(squares, "sum", group))
+            sums[groups] = torch.stack([_square_of_norm(gradient, wide) for gradient in own]).sum()
+    while sums:
+        groups = max(sums, key=len)
+        reduced = collectives.wait(collectives.all_reduce(sums.pop(groups), "sum", groups[0]))
+        if rest := groups[1:]:
+            sums[rest] = sums[rest] + reduced if rest in sums else reduced
+        else:
+            total = total + reduced
     for name, gradient in gradients.items():
         if name not in split_over:
             total = total + _square_of_norm(gradient, wide)

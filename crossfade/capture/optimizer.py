@@ -122,7 +122,7 @@ def trace_optimizer(
     names: Mapping[Tensor, str],
     *,
     clip_grad_norm: float | None = None,
-    split_over: Mapping[str, str] | None = None,
+    split_over: Mapping[str, tuple[str, ...]] | None = None,
     learned: Learned | None = None,
     begins: Collection[str] = (),
     alone: bool = False,
@@ -132,7 +132,7 @@ def trace_optimizer(
     Parameters are updated in the order in which their gradients become ready, so that early updates run while late
     gradients still travel. `foreach` optimizers are captured as one update per parameter, for the same reason: the
     numbers are the same. Where the program returns a shard of a parameter, that is what is updated. `split_over`
-    gives the parameters whose gradients are split, with the group: their norm is then that of all ranks' parts.
+    gives the parameters whose gradients are split, with the groups: their norm is then that of all ranks' parts.
     `begins` are parameters of which this is the first step, which does something else than later ones.
     What the code asked about numbers, and which of them it changes, is added to `learned`. With `alone` it is a trial:
     parameters without gradients, which have some in training, are not shown to it.
@@ -156,7 +156,7 @@ class _Tracer:
     optimizer: Optimizer
     names: Mapping[Tensor, str]
     clip_grad_norm: float | None
-    split_over: Mapping[str, str]
+    split_over: Mapping[str, tuple[str, ...]]
     begins: frozenset[str]
     alone: bool = False
     attempts: int = 0

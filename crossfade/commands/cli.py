@@ -254,6 +254,23 @@ def run(
         console.print(f"outputs: {output}", soft_wrap=True)
 
 
+plans = typer.Typer(help="Plan files of compiled steps (step.save_plan).", no_args_is_help=True)
+app.add_typer(plans, name="plan")
+
+
+@plans.command()
+def diff(
+    before: Annotated[Path, typer.Argument(help="A plan file.", exists=True)],
+    after: Annotated[Path, typer.Argument(help="Another one.", exists=True)],
+) -> None:
+    """Show what two plan files choose differently; exits with 1 if anything."""
+    from crossfade.compile.step_plan import StepPlan, differences
+
+    found = differences(StepPlan.load(before).as_json(), StepPlan.load(after).as_json())
+    console.print("\n".join(found) or "the same", highlight=False, markup=False, soft_wrap=True)
+    raise typer.Exit(1 if found else 0)
+
+
 @app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
 def launch(
     context: typer.Context,

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from dataclasses import dataclass, field
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -33,7 +33,8 @@ class ExchangeFactors(Pass):
     is added up afterwards, and the product can be left for later, when something else travels.
 
     The `machine` says how long things travel; without one, their bytes count. Only products of one `group`: where
-    layers are split over another, the second factor would be a weight.
+    layers are split over another, the second factor would be a weight. `chosen` names the reduce-scatters to replace
+    instead, each with the number of pieces that its first factor is exchanged in: what a plan file says.
 
     Also known as: sufficient factor broadcasting (Poseidon).
 
@@ -68,16 +69,19 @@ class ExchangeFactors(Pass):
 
     machine: Machine | None = from_context()
     group: str = "dp"
+    chosen: tuple[tuple[str, int], ...] | None = None
 
     def run(self, program: Program) -> PassResult:
         """Replace each reduce-scatter of a product whose factors travel faster."""
-        work = _Exchange(program, self.machine, Order(program.graph).rewritten())
+        given = None if self.chosen is None else dict(self.chosen)
+        work = _Exchange(program, self.machine, Order(program.graph).rewritten(), given)
         for scatter in collectives.find(program.graph):
             scatters = scatter.kind is Kind.REDUCE_SCATTER and scatter.group == self.group
             if scatters and collectives.reduced_value(scatter).target is torch.ops.aten.mm.default:
                 work.consider(scatter)
         work.replaced.finish()
-        return PassResult.of(work.verdicts, Outcome.REPLACED, done="replaced")
+        decided = replace(self, chosen=tuple(work.pieces.items()))
+        return replace(PassResult.of(work.verdicts, Outcome.REPLACED, done="replaced"), decided=decided)
 
 
 def factors_pay(
@@ -111,7 +115,10 @@ class _Exchange:
     program: Program
     machine: Machine | None
     written: Collection[fx.Node]
+    chosen: Mapping[str, int] | None
     verdicts: list[Verdict] = field(default_factory=list)
+    pieces: dict[str, int] = field(default_factory=dict)
+    """What was replaced, and in how many pieces its first factor is exchanged."""
     _gathered: dict[tuple[Any, str | None], fx.Node] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -143,6 +150,8 @@ class _Exchange:
         left, right = (_value(factor) for factor in product.args)
         if not all(isinstance(size, int) for size in (*left.shape, *right.shape)):
             return "its sizes are not known before it runs"
+        if self.chosen is not None:
+            return None if scatter.node.name in self.chosen else "it is not among those chosen"
         shared = self._key(scatter) in self._gathered
         if not factors_pay(self.machine, left, right, ranks_of(scatter), scatter.group, right_is_there=shared):
             return "its factors would not travel in less time"
@@ -154,9 +163,10 @@ class _Exchange:
     def _replace(self, scatter: Collective) -> None:
         product, ranks = scatter.inputs[0], ranks_of(scatter)
         rows, inner = _value(product.args[0]).shape
+        count = self.pieces[scatter.node.name] = self._pieces(scatter)
 
         def exchange(left: Tensor) -> list[Tensor]:
-            columns, count = left.view(ranks, rows // ranks, inner).transpose(1, 2), self._pieces(scatter)
+            columns = left.view(ranks, rows // ranks, inner).transpose(1, 2)
             pieces = columns.chunk(count, 1) if count > 1 else [columns]
             return [collectives.all_to_all(piece.reshape(-1, rows // ranks), ranks, scatter.group) for piece in pieces]
 
@@ -174,6 +184,8 @@ class _Exchange:
 
     def _pieces(self, scatter: Collective) -> int:
         """Into how many pieces to cut an exchange, which backends may do slowly in one."""
+        if self.chosen is not None:
+            return self.chosen[scatter.node.name]
         piece = self.machine and self.machine.piece(Kind.ALL_TO_ALL, ranks_of(scatter), scatter.group)
         return max(1, round(tensor_bytes(_value(scatter.inputs[0].args[0])) / piece)) if piece else 1
 

@@ -10,6 +10,7 @@ from crossfade.capture.numbers import StepNumbers
 from crossfade.capture.symbolic_sizes import FittingSizes
 from crossfade.compile.captured import CaptureMark
 from crossfade.compile.phases import PhaseRecords
+from crossfade.compile.step_plan import Origin
 from crossfade.execute.compile_regions import CompiledRegions
 from crossfade.graph.launches import Launch
 from crossfade.graph.program import Program
@@ -41,5 +42,7 @@ class Built:
     """The optimizer's numbers that the program takes, and those that the step changes."""
     fitting: FittingSizes | None = None
     """Which sizes it is right for, where these are symbols."""
+    origin: Origin | None = None
+    """By what the program that choices were made for is known again."""
     regions: CompiledRegions | None = None
     """What is compiled of the program; None where all of it runs eagerly."""

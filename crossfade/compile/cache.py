@@ -199,6 +199,7 @@ def built_from(lookup: Lookup, job: Job, batch: tuple[Any, ...]) -> Built:
         PhaseRecords([taken, *earlier]),
         mark,
         numbers.step,
+        origin=kept.origin,
     )
 
 

@@ -161,7 +161,7 @@ def pass_from_spelling(spelling: str) -> Pass:
     >>> pass_from_spelling("simplify-nodes(passes=('remove-aliases',))").spelling
     "simplify-nodes(passes=('remove-aliases',))"
     """
-    name, _, options = spelling.partition("(")
+    name = spelling.partition("(")[0]
     if name not in known_passes():
         near = difflib.get_close_matches(name, known_passes(), n=1)
         remedy = f"did you mean {near[0]}" if near else "`crossfade passes` lists them"
@@ -169,12 +169,21 @@ def pass_from_spelling(spelling: str) -> Pass:
     kind = known_passes()[name]
     defaults: dict[str, Any] = {option.name: option.default for option in option_fields(kind)}
     try:
-        values = _literals(f"options({options}" if options else "options()")
+        values = literals_of(spelling)
         kinds = get_type_hints(kind)
         return kind(**{key: _as_option(kinds[key], defaults[key], value) for key, value in values.items()})
     except (SyntaxError, ValueError, KeyError, TypeError, RecursionError, MemoryError) as error:
         expected = ", ".join(options_of(kind)) or "no options"
         raise PassError(f"the options of {spelling}", expected=expected, remedy="correct them") from error
+
+
+def literals_of(spelling: str) -> dict[str, Any]:
+    """The options in a pass's spelling by name, each a literal and there once; ValueError if there is anything else.
+
+    >>> literals_of("bucket-all-reduces(cap_mb=(2, 8))"), literals_of("sink-waits")
+    ({'cap_mb': (2, 8)}, {})
+    """
+    return _literals(f"options({spelling.partition('(')[2] or ')'}")
 
 
 def _literals(call: str) -> dict[str, Any]:

@@ -29,6 +29,7 @@ from crossfade.compile.options import Exchange
 from crossfade.compile.phases import PhaseRecords
 from crossfade.compile.pipeline import copy_kernel
 from crossfade.compile.progress import Progress
+from crossfade.compile.step_plan import Origin
 from crossfade.compile.training_phases import TRAINING, StepCompilation
 from crossfade.errors import BatchError, RankFailedError
 from crossfade.graph.effects import is_random
@@ -257,6 +258,7 @@ class StepCompiler:
             mark,
             step.numbers,
             fitting,
+            Origin.of(plain),
             step.regions,
         )
 

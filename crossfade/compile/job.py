@@ -54,29 +54,36 @@ class Job:
         unmade = {name for parameter, name in trained.items() if not has_state(self.optimizer, parameter)}
         return frozenset(unmade | self.learned.not_begun)
 
-    def split_over(self) -> dict[str, str]:
-        """The parameters of which this rank has a part, with the axis that the parts are spread over."""
+    def split_over(self) -> dict[str, tuple[str, ...]]:
+        """The parameters of which this rank has a part, with the axes that the parts are spread over: the plan's, then
+        that of rows of these."""
         place = self.place
-        if place.tensor is not None:
-            return place.tensor.split_over()
-        if place.axes is None or place.shards is None:
-            return {}
-        names = parameter_names(self.model)
-        return {name: place.axes.split.name for parameter, name in names.items() if parameter.dim()}
+        by_plan = place.tensor.split_over() if place.tensor is not None else {}
+        rows = place.axes.split.name if place.axes is not None and place.shards is not None else ""
+        found: dict[str, tuple[str, ...]] = {}
+        for parameter, name in parameter_names(self.model).items():
+            axes = [*([by_plan[name]] if name in by_plan else []), *([rows] if rows and parameter.dim() else [])]
+            if axes:
+                found[name] = tuple(axes)
+        return found
 
     def check_split(self) -> None:
         """Refuse an optimizer that needs whole parameters where this rank has parts."""
         place, names, split = self.place, parameter_names(self.model), self.split_over()
         shapes: dict[str, Shapes] = {}
         for parameter, name in names.items():
-            shape = tuple(parameter.shape)
+            whole = part = tuple(parameter.shape)
             if name not in split:
                 continue
             if place.tensor is not None and place.tensor.parts is not None:
-                shapes[name] = tuple(place.tensor.parts.whole_shape(name, parameter.shape)), shape
-            elif place.shards is not None and place.shards.ranks > 1:
-                shapes[name] = shape, (rows_per_rank(shape[0], place.shards.ranks), *shape[1:])
-        where = f"data_parallel={place.mode!r}" if place.tensor is None else "tensor_parallel"
+                whole = tuple(place.tensor.parts.whole_shape(name, parameter.shape))
+            if place.shards is not None:
+                part = rows_per_rank(part[0], place.shards.ranks), *part[1:]
+            if whole != part:
+                shapes[name] = whole, part
+        reasons = [] if place.tensor is None else ["tensor_parallel"]
+        reasons += [] if place.shards is None else [f"data_parallel={place.mode!r}"]
+        where = " and ".join(reasons)
         check_elementwise(self.optimizer, names, shapes, learned=self.learned, begins=self.begins(), where=where)
 
     def layout(self, batch: tuple[Any, ...]) -> BatchLayout:
@@ -142,6 +149,8 @@ class Job:
         """One capture; another one where the model fixes sizes that were to be symbols."""
         tensor = self.place.tensor
         while True:
+            forward = tensor.forward(resized(batch, size, layout)) if tensor is not None else None
+            self.place.begin_rows(self.options.keep_whole)
             program = capture_forward_backward(
                 self.model,
                 self.loss_fn,
@@ -150,7 +159,7 @@ class Job:
                 trained=trained,
                 layout=layout,
                 plain_norms=layout.ranks > 1 and self.options.semantics == "global",
-                forward=tensor.forward(resized(batch, size, layout)) if tensor is not None else None,
+                forward=forward,
                 sizes=symbolic.sizes if symbolic is not None else None,
                 lines=symbolic.lines if symbolic is not None else None,
                 with_sources=with_sources,

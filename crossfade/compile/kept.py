@@ -23,6 +23,7 @@ from crossfade.compile.job import Job
 from crossfade.compile.kept_numbers import KeptNumbers, NotKept, as_json, read
 from crossfade.compile.kept_split import KeptSplit
 from crossfade.compile.phases import Phase, PhaseRecord, PhaseRecords
+from crossfade.compile.step_plan import Origin
 from crossfade.errors import CrossfadeError, StateError
 from crossfade.files.found import FileValue
 from crossfade.files.plain import decoded_json
@@ -75,6 +76,8 @@ class Kept:
     """What was warned of in the log while it was compiled."""
     split: KeptSplit
     """How parameters were split on the way."""
+    origin: Origin | None = None
+    """What a plan file begins with."""
 
     @classmethod
     def of(cls, built: Built, *, draws: bool, warnings: tuple[str, ...], split: KeptSplit) -> Kept:
@@ -92,6 +95,7 @@ class Kept:
             (built.mark.text, built.mark.constants),
             warnings,
             split,
+            built.origin,
         )
 
 
@@ -148,6 +152,7 @@ def _rest(kept: Kept) -> dict[str, Any]:
         "captured_graphs": [name for name, value in constants.items() if not _is_tensor(value)],
         "warnings": list(kept.warnings),
         "split": kept.split.as_json(),
+        "origin": None if kept.origin is None else asdict(kept.origin),
     }
 
 
@@ -197,6 +202,7 @@ def read_rest(text: str, where: str) -> Kept:
         (found["captured"].text(), captured),
         found["warnings"].read_as(tuple[str, ...]),
         KeptSplit.read(found["split"]),
+        found["origin"].read_as(Origin | None),
     )
 
 

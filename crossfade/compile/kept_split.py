@@ -36,7 +36,7 @@ class KeptSplit:
         shards, tensor = place.shards, place.tensor
         if (shards is None and self.whole is not None) or (tensor is None) != (self.placements is None):
             return "another place"
-        if shards is not None and not shards.will_split and shards.whole != self.whole:
+        if shards is not None and shards.has_begun and not shards.will_split and shards.whole != self.whole:
             return "other parameters are split"
         if tensor is not None and tensor.parts is not None and tensor.parts.placements != self.placements:
             return "a plan has split the model otherwise"
@@ -44,10 +44,11 @@ class KeptSplit:
 
     def apply(self, place: Place) -> None:
         """Split what is not split yet."""
-        if place.shards is not None and place.shards.will_split:
-            place.shards.split_all_but(self.whole or ())
         if place.tensor is not None and self.placements is not None:
             place.tensor.split_again(self.placements, self.aliases, self.verdicts)
+        place.begin_rows(self.whole)
+        if place.shards is not None and place.shards.will_split:
+            place.split_all_but(self.whole or ())
 
     def as_json(self) -> dict[str, Any]:
         """All of it."""

@@ -13,6 +13,7 @@ from torch import nn
 from crossfade.capture.divide_batch import BatchIs
 from crossfade.compile.phases import Phases
 from crossfade.compile.pipeline import DataParallelMode, LossIs, Semantics
+from crossfade.compile.step_plan import StepPlan
 from crossfade.cost.machine import Machine
 from crossfade.errors import CrossfadeError
 from crossfade.execute.compile_regions import Execute
@@ -50,6 +51,7 @@ class Options:
     exchange: Exchange = "now"
     timeout: float = 60.0
     expect: Expect | None = None
+    plan: StepPlan | None = None
 
     def __post_init__(self) -> None:
         _check_words(
@@ -86,6 +88,7 @@ class Options:
             "passes": None if self.passes is None else [own.spelling for own in self.passes],
             "phases": None if self.phases is None else self.phases.settings(),
             "timeout": self.timeout,
+            "plan": self.plan,
         }
         return [f"{name} = {value}" for name, value in common.items()]
 

@@ -113,7 +113,7 @@ class PhaseRecord:
         if self.left_out:
             return f"{self.phase.name:<20} left out: {self.left_out}"
         lines = [f"{self.phase!s:<66} {self.seconds * 1e3:8.1f} ms{' earlier' if self.earlier else ''}"]
-        lines += [f"    {record.spelling}{'' if record.changed else ' (no change)'}" for record in self.passes]
+        lines += [f"    {record.shown}{'' if record.changed else ' (no change)'}" for record in self.passes]
         return "\n".join(lines)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -63,20 +63,50 @@ class Place:
         present = _agree_on_settings(mesh, lease, options)
         tensor: TensorParallel | None = None
         if options.tensor_parallel is not None:
-            _check_replicated(options.data_parallel)
+            _check_not_in_rows(model)
             loss = _loss_of(loss_fn)
             plan = options.tensor_parallel
             tensor, mesh = TensorParallel.of(plan, mesh, model, optimizer, loss, timeout, lease, present)
         axes = data_parallel_axes(mesh)
-        mode: DataParallelMode = options.data_parallel if axes is not None else "replicate"
+        mode = _mode_over(axes, options.data_parallel, by_plan=tensor is not None)
         _check_wholeness(model, mode, options.keep_whole)
         members, groups = _open_groups(axes, mode, timeout, lease) if axes is not None else (None, {})
         groups |= {tensor.axis.name: tensor.group} if tensor else {}
         place = cls(axes, mode, members, groups, tensor, device=device, lease=lease)
         place = replace(place, machine=place._machine(options, model))
         _check_planned(options, axes, place)
-        shards = shards_of(model, optimizer, axes, mode, members, options.keep_whole) if axes and members else None
+        if axes is None or members is None:
+            return place
+        later = tensor is not None
+        shards = shards_of(model, optimizer, axes, mode, members, options.keep_whole, after_plan=later)
         return replace(place, shards=shards)
+
+    def begin_rows(self, whole: Collection[str] | None) -> None:
+        """Split the rows of what a plan has just made parts of, but those of parameters to keep `whole`."""
+        if self.shards is None or self.shards.has_begun:
+            return
+        self.shards.begin()
+        if self.mode != "zero1" and whole is not None:
+            self.split_all_but(whole)
+
+    def split_all_but(self, whole: Collection[str]) -> None:
+        """Split the rows of all parameters but these; once only."""
+        assert self.shards is not None
+        self.shards.split_all_but(whole)
+        if self.tensor is not None:
+            self.tensor.hold()
+
+    @contextlib.contextmanager
+    def gathered(self) -> Iterator[None]:
+        """With the model's whole parameters for a while. All ranks must enter."""
+        for split in (self.shards, self.tensor):
+            if split is not None:
+                split.check()
+        with contextlib.ExitStack() as whole:
+            for split in (self.shards, self.tensor):  # rows first: a plan's parts are put together of all their rows
+                if split is not None:
+                    whole.enter_context(split.gathered())
+            yield
 
     @property
     def everyone(self) -> Members | None:
@@ -130,6 +160,8 @@ class Place:
         with together:
             if options.passes is not None:
                 return None
+            if options.plan is not None:
+                return options.plan.machine
             return machine_for(given, self.mode, self.axes, self.groups, self.everyones_group, model)
 
 
@@ -137,14 +169,25 @@ def _loss_of(loss_fn: LossFunction | None) -> Callable[[Callable[..., Any], tupl
     return lambda call, batch: loss_of(call, loss_fn, batch)
 
 
-def _check_replicated(mode: DataParallelMode) -> None:
-    """Refuse what is not possible together with a plan."""
-    if mode != "replicate":
-        raise NotYetError(
-            f"data_parallel={mode!r} together with tensor_parallel",
-            expected='data_parallel="replicate" over the other axis',
-            remedy="leave out one of the two",
+def _check_not_in_rows(model: nn.Module) -> None:
+    """Refuse to split by a plan what an earlier step has split by rows."""
+    if split := [name for name, parameter in model.named_parameters() if is_distributed(parameter)]:
+        raise ModelError(
+            f"parameter {split[0]} as a DTensor, together with tensor_parallel",
+            expected="whole parameters, of which the plan makes parts",
+            remedy="build the model again and load a checkpoint into it (step.save, step.load)",
         )
+
+
+def _mode_over(axes: DataParallel | None, asked: DataParallelMode, *, by_plan: bool) -> DataParallelMode:
+    """The mode over the data-parallel axes; on one device every mode is the same."""
+    if axes is None and by_plan and asked != "replicate":
+        raise MeshError(
+            f"data_parallel={asked!r} on a mesh with an axis tp alone",
+            expected=f"an axis dp beside it, or {COPY_AXIS} and {SPLIT_AXIS}",
+            remedy='pass mesh={"dp": ..., "tp": ...}, or leave data_parallel out',
+        )
+    return asked if axes is not None else "replicate"
 
 
 def _check_planned(options: Options, axes: DataParallel | None, place: Place) -> None:
@@ -273,10 +316,13 @@ def shards_of(
     mode: DataParallelMode,
     members: Members,
     kept_whole: Collection[str] | None = (),
+    *,
+    after_plan: bool = False,
 ) -> Shards | None:
     """The parts that this rank keeps, each of its own model: so all ranks must have built the same one.
 
-    Parameters are split here, but those to keep whole; where these are to be chosen, once they are.
+    Parameters are split here, but those to keep whole; where these are to be chosen, once they are. With a plan nothing
+    is split before that has split the model.
     """
     if mode == "replicate":
         return None
@@ -296,6 +342,9 @@ def shards_of(
     lines = [f"keep_whole = {'auto' if kept_whole is None else sorted(kept_whole)}", *checksums(model, optimizer)]
     members.agree(" ".join(lines), "\n".join(lines))
     mesh = axes.device_mesh(device, members)
+    if after_plan:
+        will_split = kept_whole is None and mode != "zero1"
+        return Shards(model, optimizer, mesh, will_split=will_split, begins=False, guard=members.guard)
     shards = Shards(model, optimizer, mesh, will_split=kept_whole is None, guard=members.guard)
     if mode != "zero1" and kept_whole is not None:
         shards.split_all_but(kept_whole)

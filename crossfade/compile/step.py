@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -24,6 +25,7 @@ from crossfade.compile.habits import already_stepped
 from crossfade.compile.options import Exchange
 from crossfade.compile.phases import PhaseRecords
 from crossfade.compile.place import Place
+from crossfade.compile.planned import plan_of
 from crossfade.compile.step_inputs import StepInputs, earlier_inputs
 from crossfade.cost.timeline import Timeline
 from crossfade.errors import CrossfadeError, RankFailedError
@@ -31,7 +33,7 @@ from crossfade.execute.bound import Bound
 from crossfade.execute.cuda_graph import said_of_replays
 from crossfade.execute.executable import Executable
 from crossfade.execute.stopwatch import Stopwatch
-from crossfade.graph.private import group_named, mark_optimizer_stepped
+from crossfade.graph.private import group_named, mark_optimizer_stepped, tree_map_only
 from crossfade.graph.program import InputKind, OutputKind, Program
 from crossfade.ranks import checkpoint
 from crossfade.ranks.one_at_a_time import CAPTURING
@@ -59,6 +61,8 @@ class _Ready:
     bound: Bound
     batch_names: list[str]
     state_keys: list[tuple[str, nn.Parameter, Collection[str]]]
+    batch: tuple[Any, ...]
+    """A batch that it is for, as fakes without numbers."""
     kind: Kind | None = None
     """Of which batches; those of other sizes may fit."""
 
@@ -243,14 +247,13 @@ class Step:
             ...     whole(torch.ones(3, 2)).shape
             torch.Size([3, 1])
         """
-        split = self._place.shards or self._place.tensor
-        if split is None:
+        if self._place.shards is None and self._place.tensor is None:
             yield self.model
             return
         with contextlib.ExitStack() as whole:
             with users_frames, self._together("gather the model"):
-                model = whole.enter_context(split.gathered())
-            yield model
+                whole.enter_context(self._place.gathered())
+            yield self.model
 
     def own_parts(self, whole: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """This rank's parts of whole parameters, where the model is split over an axis by a plan.
@@ -311,6 +314,28 @@ class Step:
             state = self.state_dict()
             checkpoint.load(state, folder, self._group())
             self.load_state_dict(state)
+
+    @users_frames
+    def save_plan(self, path: str | Path) -> None:
+        """Write everything that was chosen for the programs compiled so far, for `compile_step(..., plan=path)`.
+
+        The first rank writes it. It is text to review and to compare (`crossfade plan diff before.json after.json`),
+        and the same choice gives the same bytes.
+
+            >>> import tempfile, torch
+            >>> from crossfade.compile.training import compile_step
+            >>> def begin(**options):
+            ...     model = nn.Linear(2, 1)
+            ...     return compile_step(model, nn.functional.mse_loss, torch.optim.SGD(model.parameters()), **options)
+            >>> path = Path(tempfile.mkdtemp()) / "plan.json"
+            >>> begin().prepare(torch.ones(4, 2), torch.ones(4, 1)).save_plan(path)
+            >>> begin(plan=path)(torch.ones(4, 2), torch.ones(4, 1)).shape
+            torch.Size([])
+        """
+        self._latest("plan")
+        plan = plan_of(self._made_by().job, [(ready.batch, ready.built) for ready in self._ready.values()])
+        if self._place.everyone is None or not self._place.everyone.rank:
+            plan.save(path)
 
     @contextlib.contextmanager
     def _together(self, what: str) -> Iterator[None]:
@@ -434,7 +459,8 @@ class Step:
         keys = [(name, self.model.get_parameter(name), entries) for name, entries in built.state_keys.items()]
         names = [item.name for item in built.program.inputs if item.kind is InputKind.INPUT]
         bound = self._inputs.bound(built.program, built.numbers.inputs)
-        ready = _Ready(built, executable, bound, names, keys, compiler.kind(batch))
+        shapes = tree_map_only(Tensor, lambda given: torch.empty_like(given, device="meta"), batch)
+        ready = _Ready(built, executable, bound, names, keys, shapes, compiler.kind(batch))
         self._keep(compiler, batch, ready)
         self.captures += 1
         if self.captures in (5, 20, 100):

@@ -22,6 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.export.graph_signature import InputKind, OutputKind
 from torch.optim import Optimizer
 
+from crossfade.capture.tracing import to_fake
 from crossfade.errors import CaptureError, MeshError, ModelError, NotYetError, PlanError
 from crossfade.graph.passes import Outcome, Verdict
 from crossfade.graph.private import FakeTensorMode, has_forward_hooks, own_buffers, tree_flatten
@@ -58,6 +59,8 @@ class TensorParallel:
     model: nn.Module
     optimizer: Optimizer
     loss: Loss
+    mesh: DeviceMesh
+    """All axes."""
     parts: Parts | None = None
     """How the model is split; None until it is."""
     verdicts: tuple[Verdict, ...] = ()
@@ -79,7 +82,8 @@ class TensorParallel:
         """Get ready to compute `loss(model, batch)` split over the mesh's axis `tp`; and the mesh of the other axes.
 
         `present` are the ranks of the mesh; the lease keeps what is opened."""
-        axis, others = without_axis(mesh, "tp", present)
+        device = next(model.parameters()).device.type
+        axis, others, whole = without_axis(mesh, "tp", present, device)
         if axis.size == 1:
             raise MeshError("an axis tp of one rank", remedy="give it ranks, or pass no tensor_parallel plan")
         if has_forward_hooks(model):
@@ -94,7 +98,7 @@ class TensorParallel:
             ranks = mesh.mesh.flatten().tolist() if isinstance(mesh, DeviceMesh) else range(dist.get_world_size())
             everyone = Axis("all", tuple(ranks), list(ranks).index(dist.get_rank()), axis.backend).open(timeout, lease)
         chosen = plan if isinstance(plan, Plan) else Plan(plan)
-        return cls(chosen, axis, members, group, everyone, model, optimizer, loss), others
+        return cls(chosen, axis, members, group, everyone, model, optimizer, loss, whole), others
 
     @property
     def beyond(self) -> Members | None:
@@ -151,8 +155,10 @@ class TensorParallel:
 
     @contextlib.contextmanager
     def gathered(self) -> Iterator[nn.Module]:
-        """The model with its whole parameters and buffers, for evaluation or export. All ranks must enter."""
-        self.check()
+        """The model with its whole parameters and buffers, for evaluation or export. All ranks must enter.
+
+        Where rows of parts are split, after these were gathered.
+        """
         parts = self.parts
         split = {name: tensor for name, tensor in _named_state(self.model).items() if parts and parts.is_split(name)}
         with replaced(
@@ -172,6 +178,10 @@ class TensorParallel:
                     remedy="load by step.load or step.load_state_dict, outside step.gathered(); or compile again",
                 )
 
+    def hold(self) -> None:
+        """Take the model's tensors for the parts from now on: their rows have been split, which replaces parameters."""
+        self._held = _named_state(self.model)
+
     def _without_numbers(self) -> nn.Module:
         """A copy of the model as it is now that computes the loss; its parameters and buffers are whole, without data.
 
@@ -180,7 +190,7 @@ class TensorParallel:
         mode = FakeTensorMode(allow_non_fake_inputs=True)
         memo: dict[int, Any] = {}
         for name, tensor in _named_state(self.model).items():
-            fake: Tensor = mode.from_tensor(tensor.data)
+            fake: Tensor = to_fake(mode, tensor)
             if self.parts is not None and self.parts.is_split(name):
                 fake = fake.new_empty(self.parts.whole_shape(name, tensor.shape))
             memo[id(tensor)] = like(fake, tensor)
@@ -204,7 +214,7 @@ class TensorParallel:
             return
         device = next(self.model.parameters()).device
         size, rank = self.axis.size, self.axis.index
-        parts = Parts(placements, aliases, self.axis.name, self.group, rank, size, device.type)
+        parts = Parts(placements, aliases, self.axis.name, self.group, rank, size, device.type, self.mesh)
         for name, tensor in _named_state(self.model).items():
             whole = tensor.shape
             tensor.data = parts.part(name, tensor.data)
@@ -243,7 +253,7 @@ def run_local(local: LocalProgram, state: dict[str, Tensor], batch: tuple[Any, .
             values.append(state[name])
         else:
             values.append(local.exported.constants[str(spec.target)])
-    results = fx.Interpreter(local.exported.graph_module).run(*values)
+    results = _Differentiable(local.exported.graph_module).run(*values)
     loss = None
     for spec, value in zip(signature.output_specs, results, strict=True):
         if spec.kind is OutputKind.USER_OUTPUT:
@@ -253,6 +263,16 @@ def run_local(local: LocalProgram, state: dict[str, Tensor], batch: tuple[Any, .
         else:
             raise CaptureError(f"an output of kind {spec.kind.name}", remedy="return only the loss from the model")
     return loss
+
+
+class _Differentiable(fx.Interpreter):
+    """Runs a graph that autograd records: of the functional `copy`, that knows the derivative of the form in place."""
+
+    def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call an operator."""
+        if target is torch.ops.aten.copy.default:
+            return torch.empty_like(args[0]).copy_(args[1])
+        return super().call_function(target, args, kwargs)
 
 
 def _named_state(model: nn.Module) -> dict[str, Tensor]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from torch import nn
@@ -20,9 +21,12 @@ from crossfade.compile.options import KeepWhole, Options, names_to_keep_whole
 from crossfade.compile.phases import Phases
 from crossfade.compile.pipeline import DataParallelMode, LossIs, Semantics
 from crossfade.compile.place import Place
+from crossfade.compile.planned import check_before, take
 from crossfade.compile.step import Step
+from crossfade.compile.step_plan import StepPlan
 from crossfade.compile.tensor_parallel import check_not_split
 from crossfade.cost.machine import Machine
+from crossfade.errors import CrossfadeError
 from crossfade.execute.compile_regions import Execute
 from crossfade.graph.passes import Pass
 from crossfade.ranks.mesh import MeshLike
@@ -54,6 +58,7 @@ def compile_step(
     dynamic: bool | None = None,
     execute: Execute = "auto",
     timeout: float = 60.0,
+    plan: str | Path | None = None,
     strict: Expect | Mapping[str, Any] | str | bool | None = None,
 ) -> Step:
     """One training step of a plain single-device model as one graph, data-parallel over a mesh.
@@ -123,6 +128,9 @@ def compile_step(
             `"auto"`: compiled on CUDA with Triton, eager elsewhere. On CUDA, unless eager, whatever can be is also
             recorded at the second step and replayed as a CUDA graph. The report says what became of each region.
         timeout: seconds after which a collective, or the check that all ranks run the same program, fails.
+        plan: a file that `step.save_plan` wrote: the mesh, the modes, what stays whole and everything that was chosen
+            for each program are taken from it, and nothing is measured or planned again. What is also given here must
+            be the same, and so must the model, torch, the device and the batches: an error shows what differs.
         strict: what is expected of the compiled step, as `Expect` or a text like `"exposed<=5ms bucketed:gradients"`;
             True for `no-remedies rules`. The first step raises what falls short, on every rank, before it trains.
 
@@ -138,6 +146,25 @@ def compile_step(
     """
     model = inside_compiled(model)
     check_arguments(model, loss_fn, optimizer)
+    planned = None if plan is None else StepPlan.load(plan)
+    if planned is not None:
+        if passes is not None or phases is not None:
+            raise CrossfadeError(
+                f"{'passes' if passes is not None else 'phases'}= together with plan=",
+                expected="the passes that the plan file has",
+                remedy="leave one of the two out",
+            )
+        taken = take(
+            planned,
+            mesh=mesh,
+            data_parallel=data_parallel,
+            keep_whole=keep_whole,
+            tensor_parallel=tensor_parallel,
+            machine=machine,
+            memory_limit=memory_limit,
+        )
+        mesh, data_parallel, keep_whole = taken["mesh"], taken["data_parallel"], taken["keep_whole"]
+        tensor_parallel, memory_limit, dynamic = taken["tensor_parallel"], taken["memory_limit"], False
     expect = Expect.of(strict)
     options = Options(
         data_parallel=data_parallel,
@@ -156,12 +183,15 @@ def compile_step(
         execute=execute,
         timeout=timeout,
         expect=expect,
+        plan=planned,
     )
     options = replace(options, keep_whole=names_to_keep_whole(keep_whole, data_parallel, model, memory_limit))
     check_model(model)
     check_optimizer(optimizer, parameter_names(model))
     check_no_gradients(optimizer, parameter_names(model))
     check_not_split(model)
+    if planned is not None:
+        check_before(planned, model, optimizer, options)
     place = Place.open(model, loss_fn, optimizer, mesh, options)
     compiler = StepCompiler(Job(model, loss_fn, optimizer, options, place, BakedIn([model], loss_fn)))
     return Step(model, optimizer, compiler, place)

@@ -33,6 +33,7 @@ from crossfade.compile.pipeline import (
     simplification,
     updates_gathered,
 )
+from crossfade.compile.planned import run_as_planned
 from crossfade.cost.measure import measure
 from crossfade.cost.timeline import Timeline
 from crossfade.execute.codegen import native
@@ -107,18 +108,19 @@ class StepCompilation(Compilation):
 def choose_whole(step: StepCompilation) -> None:
     """Choose the parameters to keep whole (`keep_whole="auto"`) by a capture of its own, and split the others."""
     job, place = step.job, step.job.place
-    members, axes, shards, machine = place.members, place.axes, place.shards, step.context["machine"]
-    assert members is not None and axes is not None and shards is not None
+    everyone, axes, machine = place.everyone, place.axes, step.context["machine"]
+    assert everyone is not None and axes is not None
     step.layout = job.layout(step.batch)
     captured, parts = job.capture(step.batch, step.layout)
+    captured.groups = place.sizes
     repeated = repeat_on_micro_batches(captured, step.layout.accumulate, mean=_loss_is(step, parts) == "mean")
     whole = run_passes(repeated, step.edited(simplification()))
     here = measured_operators(whole, _may_spell_out(step), place.device)  # on all ranks at once, as in a step
     split = axes.split
-    chosen = members.share(lambda: parameters_to_keep_whole(whole, machine, here, split.name, split.size))
-    with meeting(members):
-        members.agree(" ".join(chosen), "\n".join(chosen))
-    shards.split_all_but(chosen)
+    chosen = everyone.share(lambda: parameters_to_keep_whole(whole, machine, here, split.name, split.size))
+    with meeting(everyone):
+        everyone.agree(" ".join(chosen), "\n".join(chosen))
+    place.split_all_but(chosen)
 
 
 def capture(step: StepCompilation) -> None:
@@ -230,6 +232,13 @@ def simplify(step: StepCompilation) -> None:
     """Fewer nodes, bit for bit."""
     step.run(simplification())
     step.plain = step.made()
+
+
+def as_planned(step: StepCompilation) -> None:
+    """What a plan file says: its passes, with the decisions that were taken when it was made."""
+    plan = step.job.options.plan
+    assert plan is not None
+    step.take(run_as_planned(plan, step.job, step.batch, step.made()))
 
 
 def exchange_factors(step: StepCompilation) -> None:
@@ -349,7 +358,17 @@ def _none_earlier(step: StepCompilation) -> str:
     return "" if step.job.options.exchange == "with-earlier" else "no gradients wait for this exchange"
 
 
+def _no_plan_file(step: StepCompilation) -> str:
+    return "" if step.job.options.plan is not None else "no plan file is given"
+
+
+def _plan_file(step: StepCompilation) -> str:
+    return "a plan file says what to do instead" if step.job.options.plan is not None else ""
+
+
 def _unplanned(step: StepCompilation) -> str:
+    if why_not := _plan_file(step):
+        return why_not
     if step.job.options.passes is not None:
         return "passes= says what to do instead"
     if step.job.place.everyone is None:
@@ -358,7 +377,7 @@ def _unplanned(step: StepCompilation) -> str:
 
 
 def _planned(step: StepCompilation) -> str:
-    return "the phase schedule has chosen buckets and order" if step.is_scheduled else ""
+    return _plan_file(step) or ("the phase schedule has chosen buckets and order" if step.is_scheduled else "")
 
 
 def _nothing_split(step: StepCompilation) -> str:
@@ -393,14 +412,15 @@ TRAINING = Phases(
         Phase("compare-ranks", compare_ranks, ("program", "loss_parts"), ("program", "compared")),
         Phase("optimizer", optimizer, gives=("program", "plain")),
         Phase("simplify", simplify, gives=("program", "plain")),
+        Phase("as-planned", as_planned, why_not=_no_plan_file),
         Phase("exchange-factors", exchange_factors, why_not=_nothing_split),
         Phase("measure", measure_operators, gives=("measured",), why_not=_unplanned),
         Phase("spell-out", spell_out, ("program", "measured"), why_not=_nothing_slow),
         Phase("collective-matmul", collective_matmul, ("program", "measured"), why_not=_no_plan),
         Phase("schedule", schedule, ("program", "measured"), why_not=_unplanned),
         Phase("communicate", communicate, why_not=_planned),
-        Phase("lower", lower),
-        Phase("finish", finish),
+        Phase("lower", lower, why_not=_plan_file),
+        Phase("finish", finish, why_not=_plan_file),
         Phase("compile-regions", compile_computation, gives=("program", "regions"), why_not=_computed_eagerly),
         Phase("predict", predict, ("program", "measured"), ("timeline",), _unplanned),
     ]

@@ -66,6 +66,9 @@ class Verdict:
         return f"{self.subject}{where}: {self.outcome}: {self.reason}{detail}{remedy}"
 
 
+_SHOWN = 240
+
+
 @dataclass(frozen=True, slots=True)
 class PassRecord:
     """One line of a program's history. Texts are empty where nothing changed or the program was too large to print."""
@@ -81,3 +84,10 @@ class PassRecord:
     nodes_after: int
     before: str = ""
     after: str = ""
+    decided: str | None = None
+    """The spelling of a pass that does the same without knowing the machine; None where the pass cannot say."""
+
+    @property
+    def shown(self) -> str:
+        """The spelling, cut where it is long: orders of whole programs are options too."""
+        return self.spelling if len(self.spelling) <= _SHOWN else f"{self.spelling[: _SHOWN - 3]}..."

@@ -39,11 +39,13 @@ class Numerics(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class PassResult:
-    """What a pass did: whether it changed the program, what it counted, and its verdicts."""
+    """What a pass did: whether it changed the program, what it counted, and its verdicts. `decided` is a pass that does
+    the same to the same program without knowing the machine, of one that asked for that."""
 
     changed: bool
     counts: Mapping[str, int] = field(default_factory=dict)
     verdicts: tuple[Verdict, ...] = ()
+    decided: Pass | None = None
 
     @classmethod
     def of(cls, verdicts: Iterable[Verdict], did: Outcome, *, done: str, left: str = "") -> PassResult:
@@ -286,9 +288,18 @@ def _run_recorded(program: Program, pass_: Pass, keep_text: bool | None, look: _
             node_count(program),
             before if result.changed else "",
             after,
+            _decided(pass_, result),
         ),
     )
     return _Look(hash_after, after or before)
+
+
+def _decided(pass_: Pass, result: PassResult) -> str | None:
+    """How to have what a pass did again, without the context that it had."""
+    if result.decided is not None:
+        return result.decided.spelling
+    asks = any(_FROM_CONTEXT in slot.metadata for slot in fields(pass_))
+    return None if asks and result.changed else pass_.spelling
 
 
 def _run_checked(program: Program, pass_: Pass, hash_before: str = "") -> tuple[PassResult, float, str]:

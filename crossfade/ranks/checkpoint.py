@@ -106,10 +106,12 @@ def _own(parts: SplitState | None, name: str, value: Any, live: Any) -> Any:
 
 
 def _split_like(live: Any, value: Any) -> Any:
-    """A value in parts if the live tensor is, and it is whole."""
+    """A value in parts if the live tensor is, and it is whole; whole if the live tensor is, and it is in parts."""
     from torch.distributed.tensor import DTensor, distribute_tensor
 
-    if not isinstance(live, DTensor) or isinstance(value, DTensor):
+    if isinstance(value, DTensor):
+        return value if isinstance(live, DTensor) else value.full_tensor()
+    if not isinstance(live, DTensor):
         return value
     return distribute_tensor(value, live.device_mesh, live.placements, src_data_rank=None)
 

@@ -44,6 +44,8 @@ class Axis:
 SPLIT_AXIS, COPY_AXIS = "dp_shard", "dp_replicate"
 """The axes of a mesh over which rows are split, and over which those parts are copied, where there are both."""
 
+_OF_BATCHES = frozenset({"dp", SPLIT_AXIS, COPY_AXIS})
+
 
 @dataclass(frozen=True)
 class DataParallel:
@@ -98,8 +100,14 @@ def ranks_of(mesh: MeshLike) -> tuple[int, ...]:
     return tuple(ranks) if len(ranks) > 1 and dist.get_rank() in ranks else ()
 
 
-def without_axis(mesh: MeshLike, name: str, members: Members | None) -> tuple[Axis, DeviceMesh | None]:
-    """One axis of a mesh, and the mesh of the others; None where there are none. `members` are the mesh's."""
+def without_axis(
+    mesh: MeshLike, name: str, members: Members | None, device: str = "cpu"
+) -> tuple[Axis, DeviceMesh | None, DeviceMesh]:
+    """One axis of a mesh, the mesh of the others (None where there are none), and all of it.
+
+    `members` are the mesh's; `device` is the type of device that holds what is split over it, of a mesh that is made
+    here.
+    """
     if isinstance(mesh, Mapping):
         sizes = dict(mesh)
         world = dist.get_world_size() if dist.is_initialized() else 1
@@ -109,7 +117,7 @@ def without_axis(mesh: MeshLike, name: str, members: Members | None) -> tuple[Ax
                 expected="as many ranks in the mesh as in the world",
                 remedy="start as many processes (crossfade launch --ranks N script.py)",
             )
-        mesh = _MESHES.get("cpu", sizes, members)
+        mesh = _MESHES.get(device, sizes, members)
     names = (mesh.mesh_dim_names or ()) if mesh is not None else ()
     if mesh is None or name not in names:
         raise MeshError(
@@ -117,11 +125,26 @@ def without_axis(mesh: MeshLike, name: str, members: Members | None) -> tuple[Ax
             expected=f"an axis called {name} to split the model over",
             remedy=f'pass mesh={{"dp": ..., "{name}": ...}}, or no tensor_parallel plan',
         )
+    others = tuple(other for other in names if other != name)
+    _check_others(name, {axis: mesh.size(place) for place, axis in enumerate(names)})
     group = mesh.get_group(name)
     ranks = tuple(dist.get_process_group_ranks(group))
     axis = Axis(name, ranks, ranks.index(dist.get_rank()), dist.get_backend(group))
-    others = tuple(other for other in names if other != name)
-    return axis, mesh[others if len(others) > 1 else others[0]] if others else None
+    return axis, mesh[others if len(others) > 1 else others[0]] if others else None, mesh
+
+
+def _check_others(name: str, sizes: Mapping[str, int]) -> None:
+    """Refuse axes that are neither the model's nor the batch's: over these, ranks would hold copies in silence."""
+    strange = {axis: size for axis, size in sizes.items() if axis not in {name, *_OF_BATCHES} and size > 1}
+    if strange:
+        one = {axis: size for axis, size in sizes.items() if axis not in strange}
+        one[name] = sizes[name] * math.prod(strange.values())
+        raise MeshError(
+            f"mesh {dict(sizes)}, in which nothing would be split over {' and '.join(strange)}",
+            expected=f"beside {name} only dp, or {COPY_AXIS} and {SPLIT_AXIS}",
+            remedy=f"to split the model over all of them, make them one axis: mesh={one}; call an axis dp to split the "
+            "batch over it",
+        )
 
 
 def data_parallel_axes(mesh: MeshLike) -> DataParallel | None:

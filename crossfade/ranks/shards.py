@@ -35,8 +35,9 @@ class Shards:
 
     `mesh` has the axis over which rows are split last; parts along its other axes are alike. The state that the
     optimizer keeps is split of every parameter; with `split_all_but`, parameters themselves are too. If that
-    `will_split` only at the first step, parameters must not be replaced until then. `guard` calls what waits for other
-    ranks through the mesh's groups, whose timeout is not ours.
+    `will_split` only at the first step, parameters must not be replaced until then. With `begins=False` nothing is
+    split until `begin`: by then a plan has made parts of the parameters, of which these are the rows. `guard` calls
+    what waits for other ranks through the mesh's groups, whose timeout is not ours.
     """
 
     def __init__(
@@ -46,6 +47,7 @@ class Shards:
         mesh: DeviceMesh,
         *,
         will_split: bool = False,
+        begins: bool = True,
         guard: Callable[[str, Callable[[], Any]], Any] = lambda what, function: function(),
     ) -> None:
         self._guard = guard
@@ -53,12 +55,22 @@ class Shards:
         self.ranks, self.rank = mesh.size(mesh.ndim - 1), mesh.get_local_rank(mesh.ndim - 1)
         self.whole: tuple[str, ...] | None = None
         """Parameters with rows that stay whole where the others are split; None as long as none is."""
+        self.has_begun = False
         self._kept: dict[tuple[str, str], _Kept] = {}
-        self._names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
+        self._names: dict[Tensor, str] = {}
+        self._shapes: dict[str, torch.Size] = {}
+        self._places: dict[str, tuple[dict[str, Any], str]] = {}
+        if begins:
+            self.begin()
+
+    def begin(self) -> None:
+        """Take the model's parameters for what rows are split of, and split the optimizer's state."""
+        self.has_begun = True
+        self._names = {parameter: name for name, parameter in self.model.named_parameters()}
         self._shapes = {name: parameter.shape for parameter, name in self._names.items() if parameter.dim()}
-        self._places = {name: place_of(model, name) for name in self._names.values()}
-        for stepped in list(optimizer.state):
-            for key in list(optimizer.state[stepped]):
+        self._places = {name: place_of(self.model, name) for name in self._names.values()}
+        for stepped in list(self.optimizer.state):
+            for key in list(self.optimizer.state[stepped]):
                 self.state(self._names[stepped], key)
 
     def split_all_but(self, whole: Collection[str]) -> None:

@@ -148,7 +148,7 @@ def _passes(report: ReportData) -> Grid:
 def _pass_row(record: PassRecord) -> tuple[str, str, str, str, str]:
     nodes = f"{record.nodes_before:,} → {record.nodes_after:,}"
     counts = ", ".join(f"{name} {number:,}" for name, number in record.counts.items())
-    return record.spelling, format_seconds(record.seconds), nodes, record.numerics, counts
+    return record.shown, format_seconds(record.seconds), nodes, record.numerics, counts
 
 
 def _extra(table: Table) -> Grid:

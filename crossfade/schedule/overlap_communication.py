@@ -11,6 +11,7 @@ from crossfade.cost.presets import preset
 from crossfade.graph import collectives
 from crossfade.graph.passes import Numerics, Outcome, Pass, PassResult, Verdict, from_context
 from crossfade.graph.program import Program
+from crossfade.schedule.arrange_nodes import ArrangeNodes, stretches
 from crossfade.schedule.plan import HIDDEN, MEMORY, CollectiveOutlook, apply_schedule, plan_schedule
 
 
@@ -62,10 +63,11 @@ class OverlapCommunication(Pass):
         costs = estimate(program, machine, dict(self.measured or {}))
         schedule = plan_schedule(program, costs, self.memory_limit)
         found = {collective.node.name: collective for collective in collectives.find(program.graph)}
+        decided = ArrangeNodes(stretches(program, schedule.order))
         changed = apply_schedule(program, schedule)
         verdicts = tuple(_verdict(found[outlook.name], outlook) for outlook in schedule.collectives)
         hidden = sum(verdict.outcome is Outcome.HIDDEN for verdict in verdicts)
-        return PassResult(changed, {"hidden": hidden, "exposed": len(verdicts) - hidden}, verdicts)
+        return PassResult(changed, {"hidden": hidden, "exposed": len(verdicts) - hidden}, verdicts, decided)
 
 
 def _verdict(start: collectives.Collective, outlook: CollectiveOutlook) -> Verdict:

@@ -12,7 +12,7 @@ from crossfade.graph.collectives import Kind
 from crossfade.graph.effects import memory_of
 from crossfade.graph.order import with_ancestors
 from crossfade.graph.passes import Numerics, Outcome, Pass, PassResult, Verdict
-from crossfade.graph.program import OutputKind, Program, tensor_bytes
+from crossfade.graph.program import InputKind, OutputKind, Program, tensor_bytes
 
 _CONVERSIONS = (
     torch.ops.aten._to_copy.default,
@@ -69,8 +69,9 @@ class GatherAgain(Pass):
         forward = set(with_ancestors(*losses))
         position = {node: index for index, node in enumerate(program.graph.nodes)}
         verdicts = []
+        parameters = {node for item, node in program.named_inputs() if item.kind is InputKind.PARAMETER}
         for collective in collectives.find(program.graph):
-            if collective.kind is Kind.ALL_GATHER and collective.inputs[0].op == "placeholder":
+            if collective.kind is Kind.ALL_GATHER and collective.inputs[0] in parameters:
                 verdicts.append(_split(program, collective.node, forward, position))
         return PassResult.of(verdicts, Outcome.INSERTED, done="again")
 

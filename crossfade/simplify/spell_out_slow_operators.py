@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -27,8 +27,8 @@ class SpellOutSlowOperators(Pass):
 
     Torch's exact gradient of gelu takes three times as long on an aarch64 CPU as the pointwise operators that it
     consists of. `measured` has the seconds of operators by key (`crossfade.cost.keys`); what is not in it
-    stays. None spells everything out that the pass knows: a program to measure the parts in. Only what is computed in
-    single or double precision anyway.
+    stays. None spells everything out that the pass knows: a program to measure the parts in. `chosen` names the nodes
+    to spell out instead: what a plan file says. Only what is computed in single or double precision anyway.
 
     Also known as: operator decomposition (`torch.export`'s and Inductor's decomposition tables), here by measured time.
 
@@ -59,12 +59,16 @@ class SpellOutSlowOperators(Pass):
     numerics = Numerics.REASSOCIATES
 
     measured: Mapping[str, float] | None = from_context()
+    chosen: tuple[str, ...] | None = None
 
     def run(self, program: Program) -> PassResult:
         """Try each candidate: put its parts before it, and keep one of the two."""
-        keys, seconds = Keys(), self.measured
+        keys, seconds = Keys(), self.measured if self.chosen is None else None
         verdicts: list[Verdict] = []
         for node in _candidates(program):
+            if self.chosen is not None and node.name not in self.chosen:
+                verdicts.append(Verdict.of(node, Outcome.LEFT, "it is not among those chosen"))
+                continue
             if not _is_precise(node):
                 verdicts.append(Verdict.of(node, Outcome.LEFT, "it is not computed in single or double precision"))
                 continue
@@ -73,7 +77,9 @@ class SpellOutSlowOperators(Pass):
             outcome = Outcome.LEFT if against else Outcome.REPLACED
             verdicts.append(Verdict.of(node, outcome, against or _WHY, detail=detail))
             parts.take_back() if against else parts.replace()
-        return PassResult.of(verdicts, Outcome.REPLACED, done="spelled out")
+        chosen = tuple(verdict.subject for verdict in verdicts if verdict.outcome is Outcome.REPLACED)
+        decided = replace(self, chosen=chosen)
+        return replace(PassResult.of(verdicts, Outcome.REPLACED, done="spelled out"), decided=decided)
 
 
 _WHY = "its parts take half of its time or less"

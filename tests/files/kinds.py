@@ -13,7 +13,9 @@ from torch import nn
 
 from crossfade.capture.exported import capture_exported
 from crossfade.compile.pipeline import optimization
+from crossfade.compile.planned import take
 from crossfade.compile.sharding import Sharded, shard
+from crossfade.compile.step_plan import Origin, PlannedProgram, StepPlan, differences
 from crossfade.cost.machine import Machine
 from crossfade.cost.measure import Measurements
 from crossfade.cost.presets import PRESETS, preset
@@ -182,7 +184,28 @@ PLAN = Plan(
     {"layers.*.up": "colwise", "down": Fused("rowwise", 2), "qkv": Fused("colwise", (8, 4, 4)), "e": "shard(0)"}
 )
 
+STEP_PLAN = StepPlan(
+    {"model": "Small", "optimizer": "AdamW", "torch": "2.13.0", "device": "CPU", "settings": {"accumulate": 1},
+     "backends": {"dp": "gloo"}},
+    {"mesh": {"dp": 4, "tp": 2}, "data_parallel": "zero2", "keep_whole": ["up.bias"],
+     "tensor_parallel": PLAN.as_data(), "machine": "ethernet-1gbit", "memory_limit": None},
+    {"up.weight": "float32[16, 8] dim 0 over tp, rows over dp"},
+    (PlannedProgram(("batch[0]: float32[4, 8]",), Origin("0123456789abcdef", {"aten.mm.default": 3}),
+                    ("exchange-factors(chosen=(('reduce_scatter_tensor',2),))", "bucket-all-gathers(cap_mb=(1.0,4.0))",
+                     "arrange-nodes(order=('x..mm','exp'))", "lower-all-gathers(piece_mb=1e999)"),
+                    ("bucket-all-gathers, bucket 0: up.weight",), ("all_gather over dp, 64 bytes",), "fedcba"),),
+)  # fmt: skip
+
+
+def read_step_plan(folder: Path) -> object:
+    plan = StepPlan.load(folder / "step_plan.json")
+    differences(plan.as_json(), STEP_PLAN.as_json())
+    nothing: dict[str, Any] = dict.fromkeys(("mesh", "keep_whole", "tensor_parallel", "machine", "memory_limit"))
+    return take(plan, data_parallel="replicate", **nothing), [program.made() for program in plan.programs], plan.machine
+
+
 KINDS: dict[str, Kind] = {
+    "step-plan": Kind(lambda folder: STEP_PLAN.save(folder / "step_plan.json"), read_step_plan),
     "text": Kind(write_text, read_text),
     "machine": Kind(lambda folder: void(preset(next(iter(PRESETS))).save(folder / "machine.json")),
                     lambda folder: Machine.load(folder / "machine.json")),

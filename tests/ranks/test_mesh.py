@@ -92,12 +92,15 @@ def test_the_ranks_of_a_mesh_are_those_of_the_world_or_its_own() -> None:
 def test_a_mesh_without_one_of_its_axes() -> None:
     members = Members(range(8), 5, 1.0, alone=True)
     with emulated.world(MACHINE, ranks=8, rank=5):
-        axis, others = without_axis({"dp": 2, "tp": 4}, "tp", members)
+        axis, others, whole = without_axis({"dp": 2, "tp": 4}, "tp", members)
+        assert whole.mesh_dim_names == ("dp", "tp")
         assert (axis.ranks, axis.index) == ((4, 5, 6, 7), 1)
         assert others is not None and others.mesh_dim_names == ("dp",) and others.mesh.tolist() == [1, 5]
         assert without_axis({"tp": 8}, "tp", members)[1] is None
         with pytest.raises(MeshError, match="a mesh with the axes dp: expected an axis called tp"):
             without_axis({"dp": 8}, "tp", members)
+        with pytest.raises(MeshError, match=r"nothing would be split over tp2.*mesh=\{'dp': 2, 'tp': 4\}"):
+            without_axis({"dp": 2, "tp": 2, "tp2": 2}, "tp", members)
         with pytest.raises(MeshError, match="a mesh of 4 ranks in a world of 8"):
             without_axis({"tp": 4}, "tp", members)
     with pytest.raises(MeshError, match="a mesh with no named axes: expected an axis called tp"):

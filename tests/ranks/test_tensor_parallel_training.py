@@ -23,13 +23,13 @@ def language_loss(output: Any, labels: Tensor) -> Tensor:
     return nn.functional.cross_entropy(output.logits.flatten(0, 1), labels.flatten())
 
 
-def _batches() -> list[tuple[dict[str, Tensor], Tensor]]:
+def language_batches() -> list[tuple[dict[str, Tensor], Tensor]]:
     generator = torch.Generator().manual_seed(1)
     ids = torch.randint(0, 128, (STEPS, BATCH, LENGTH + 1), generator=generator)
     return [({"input_ids": tokens[:, :-1].contiguous()}, tokens[:, 1:].contiguous()) for tokens in ids]
 
 
-def _started(name: str) -> tuple[nn.Module, torch.optim.Optimizer]:
+def started(name: str) -> tuple[nn.Module, torch.optim.Optimizer]:
     model = zoo.architecture(name).build()
     for parameter in model.parameters():
         parameter.requires_grad_(True)
@@ -48,13 +48,13 @@ def _plan(name: str, model: nn.Module) -> Plan | dict[str, object]:
 
 def train(name: str, mesh: dict[str, int], clip: float | None) -> dict[str, Any]:
     """Losses, and for every parameter how far it is from one device's, trained here too."""
-    model, optimizer = _started(name)
-    alone, alone_optimizer = _started(name)
+    model, optimizer = started(name)
+    alone, alone_optimizer = started(name)
     step = cf.compile_step(
         model, language_loss, optimizer, mesh, tensor_parallel=_plan(name, model), clip_grad_norm=clip, timeout=60
     )
     losses, expected, norms = [], [], []
-    for inputs, labels in _batches():
+    for inputs, labels in language_batches():
         losses.append(float(step(inputs, labels)))
         loss = language_loss(alone(**inputs), labels)
         loss.backward()
@@ -103,7 +103,7 @@ def refused() -> list[str]:
     """What cannot be split says so."""
     messages = []
     for options in ({"mesh": {"dp": 2}}, {"mesh": {"tp": 2}, "data_parallel": "zero2"}):
-        model, optimizer = _started("llama")
+        model, optimizer = started("llama")
         try:
             cf.compile_step(model, language_loss, optimizer, tensor_parallel=Plan.from_model(model), **options)
         except CrossfadeError as error:
@@ -115,7 +115,7 @@ def refused() -> list[str]:
 def test_what_cannot_be_split_says_so(ranks: Any) -> None:
     for messages in ranks(2).run(refused):
         assert "an axis called tp" in messages[0]
-        assert "together with tensor_parallel" in messages[1]
+        assert "on a mesh with an axis tp alone" in messages[1]
 
 
 def two_shapes() -> tuple[list[float], list[float]]:

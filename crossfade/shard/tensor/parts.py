@@ -1,4 +1,8 @@
-"""A model's state that a plan has split over the ranks of an axis: as this rank's parts, as DTensors, and whole."""
+"""A model's state that a plan has split over the ranks of an axis: as this rank's parts, as DTensors, and whole.
+
+Where data parallelism splits the rows of parts again (ZeRO), what the model holds are DTensors of parts: over the data-
+parallel axes alone. Checkpoints take DTensors of the whole, over all axes of the mesh.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +17,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from crossfade.errors import StateError
-from crossfade.graph.private import group_named
+from crossfade.graph.private import group_named, rows_of_parts
+from crossfade.graph.program import rows_per_rank
 from crossfade.shard.tensor.placements import REPLICATE, Placement, Shard, block_sizes
 from crossfade.shard.tensor.sources import local_part
 
@@ -22,7 +27,8 @@ from crossfade.shard.tensor.sources import local_part
 class Parts:
     """How the tensors of a state lie over an axis, by name, and the way between a part and the whole.
 
-    What is made of parts asks all ranks of the axis to take part; `group` is the name of their process group.
+    What is made of parts asks all ranks of the axis to take part; `group` is the name of their process group. `axes` is
+    the mesh of all axes, where there are others.
 
         >>> split, tied = {"up.weight": Shard(0)}, {"tied.weight": "up.weight"}
         >>> parts = Parts(split, tied, axis="tp", group="", rank=1, ranks=2, device="cpu")
@@ -40,6 +46,7 @@ class Parts:
     rank: int
     ranks: int
     device: str
+    axes: DeviceMesh | None = None
 
     def placement(self, name: str) -> Placement:
         """Of a parameter or buffer, by any of its names."""
@@ -58,8 +65,9 @@ class Parts:
         return whole_shape(part, self.placement(name), self.ranks)
 
     def whole(self, name: str, part: Tensor) -> Tensor:
-        """All ranks' parts put together, blocks in their order."""
+        """All ranks' parts put together, blocks in their order; of parts whose rows are split, these first."""
         place = self.placement(name)
+        part = part.full_tensor() if is_rows(part) else part  # type: ignore[attr-defined]
         return gathered(part, place, group_named(self.group)) if isinstance(place, Shard) else part
 
     def seen(self, name: str, part: Tensor) -> Any:
@@ -68,25 +76,25 @@ class Parts:
         DTensor has no word for blocks: of such a tensor the DTensor holds a copy, cut in one piece a rank.
         """
         from torch.distributed.tensor import DTensor
-        from torch.distributed.tensor import Shard as TorchShard
 
         place = self.placement(name)
-        if not isinstance(place, Shard):
+        if not isinstance(place, Shard) and not is_rows(part):
             return part
         shape = self.whole_shape(name, part.shape)
+        mesh, placements = self._seen_as(name, part)
         local = part.detach()
-        if not _in_one_piece(place, shape):
+        if isinstance(place, Shard) and not _in_one_piece(place, shape):
             local = self.whole(name, part).chunk(self.ranks, place.dim)[self.rank].contiguous()
+            local = _rows_like(part, local) if is_rows(part) else local
+        elif is_rows(part):
+            local = local.to_local()  # type: ignore[attr-defined]
         stride = torch.empty(shape, device="meta").stride()
-        return DTensor.from_local(
-            local, self.mesh, [TorchShard(place.dim)], run_check=False, shape=torch.Size(shape), stride=stride
-        )
+        return DTensor.from_local(local, mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride)
 
     def own(self, name: str, value: Any, like: Tensor) -> Any:
         """This rank's part of what a checkpoint has for a tensor: a DTensor, as `seen` gives it or of other ranks, or
         whole. `like` is the part that is there now."""
         from torch.distributed.tensor import DTensor
-        from torch.distributed.tensor import Shard as TorchShard
 
         place = self.placement(name)
         expected = self.whole_shape(name, like.shape)
@@ -98,16 +106,62 @@ class Parts:
                 remedy="give what step.state_dict() returned, or the state of the whole model",
             )
         if isinstance(value, DTensor):
-            alike = isinstance(place, Shard) and value.placements == (TorchShard(place.dim),)
-            if isinstance(place, Shard) and alike and value.device_mesh == self.mesh and _in_one_piece(place, expected):
-                return value.to_local()
+            mesh, placements = self._seen_as(name, like)
+            alike = list(value.placements) == placements and value.device_mesh == mesh
+            if alike and (not isinstance(place, Shard) or _in_one_piece(place, expected)):
+                local = value.to_local()
+                return _as_rows(like, local) if is_rows(like) else local
             value = value.full_tensor()
-        return self.part(name, value)
+        part = self.part(name, value)
+        return _as_rows(like, _rows_like(like, part)) if is_rows(like) else part
+
+    def _seen_as(self, name: str, part: Any) -> tuple[DeviceMesh, list[Any]]:
+        """The mesh and the placements of the DTensor that shows a part of a tensor, or some rows of it."""
+        from torch.distributed.tensor import Replicate
+        from torch.distributed.tensor import Shard as TorchShard
+
+        place = self.placement(name)
+        by_plan = TorchShard(place.dim) if isinstance(place, Shard) else Replicate()
+        if not is_rows(part):
+            return self.mesh, [by_plan]
+        assert self.axes is not None and self.axes.mesh_dim_names is not None, "rows are split over another axis"
+        names = self.axes.mesh_dim_names
+        of_rows = dict(zip(part.device_mesh.mesh_dim_names, part.placements, strict=True))
+        placements: list[Any] = [of_rows.get(axis, Replicate()) for axis in names]
+        own = names.index(self.axis)
+        placements[own] = by_plan
+        rows = next(index for index, axis in enumerate(names) if of_rows.get(axis) == TorchShard(0))
+        if by_plan == TorchShard(0) and rows < own:  # DTensor splits by the first axis first, but for these
+            placements[rows] = rows_of_parts(self.ranks)
+        return self.axes, placements
 
     @cached_property
     def mesh(self) -> DeviceMesh:
         """The axis as torch's."""
         return DeviceMesh.from_group(group_named(self.group), self.device, mesh_dim_names=(self.axis,))
+
+
+def is_rows(part: Any) -> bool:
+    """Whether data parallelism splits the rows of a part among ranks: it is a DTensor then."""
+    from torch.distributed.tensor import DTensor
+
+    return isinstance(part, DTensor)
+
+
+def _rows_like(like: Any, part: Tensor) -> Tensor:
+    """The rows of a part that this rank keeps, where it keeps those of `like`."""
+    mesh, last = like.device_mesh, like.device_mesh.ndim - 1
+    count, rank = rows_per_rank(part.shape[0], mesh.size(last)), mesh.get_local_rank(last)
+    return part[rank * count : (rank + 1) * count].contiguous()
+
+
+def _as_rows(like: Any, rows: Tensor) -> Any:
+    """A DTensor of these rows, over the axes over which `like` is split."""
+    from torch.distributed.tensor import DTensor
+
+    return DTensor.from_local(
+        rows, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
+    )
 
 
 def _in_one_piece(place: Shard, shape: Sequence[int]) -> bool:

@@ -69,7 +69,7 @@ class Plan(Mapping[str, Style]):
         return hash(frozenset(self._entries.items()))
 
     def __repr__(self) -> str:
-        return f"Plan({self._data()})"
+        return f"Plan({self.as_data()})"
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Plan, (dict(self._entries), self.notes)
@@ -103,13 +103,18 @@ class Plan(Mapping[str, Style]):
 
     def save(self, path: str | Path) -> None:
         """Write the plan where `load` reads it, `.json` or `.yaml`."""
-        plan_file.write(self._data(), Path(path))
+        plan_file.write(self.as_data(), Path(path))
 
     def resolve(self, exported: ExportedProgram, ranks: int) -> ResolvedPlan:
         """What the plan says about every parameter of a program, for so many ranks; PlanError where it does not fit."""
         return resolve(self._entries, exported, ranks)
 
-    def _data(self) -> dict[str, Any]:
+    def as_data(self) -> dict[str, Any]:
+        """The entries as plan files hold them.
+
+        >>> Plan({"up": "colwise"}).as_data()
+        {'up': 'colwise'}
+        """
         return {name: to_data(style) for name, style in self._entries.items()}
 
 
