@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import types
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -32,8 +32,19 @@ TENSOR_AXIS = "tp"
 class Captured:
     """One micro-batch's forward and backward, and which layers were captured for all that are like them."""
 
-    program: Program
+    marked: Program
+    """As it was captured, with the marks of layers."""
     layers: Layers | None
+
+    @property
+    def program(self) -> Program:
+        """With all layers."""
+        return self.with_layers(self.layers.count if self.layers is not None else 1)
+
+    def with_layers(self, count: int) -> Program:
+        """With another number of periods of equal layers, of at least two."""
+        layers = replace(self.layers, count=count) if self.layers is not None else Layers("", 0, 1, 1)
+        return repeat_layers(self.marked.copy(), layers)
 
 
 def capture_model(
@@ -59,7 +70,9 @@ def capture_model(
     layers = None if whole else find_layers(bare)
     if layers is not None:
         try:
-            return Captured(_captured(bare, batch, loss_fn, ranks, plan, layers), layers)
+            found = Captured(_captured(bare, batch, loss_fn, ranks, plan, layers), layers)
+            found.with_layers(3)
+            return found
         except CannotRepeat:  # what layers share is seen in the program only
             layers = None
     return Captured(_captured(bare, batch, loss_fn, ranks, plan, None), None)
@@ -85,7 +98,7 @@ def _captured(
                 model, loss_fn, batch, batch_size=size, trained=trained, layout=layout, forward=run, with_sources=False
             )
     program.groups = {TENSOR_AXIS: ranks} if ranks > 1 else {}
-    return repeat_layers(program, layers or Layers("", 0, 1, 1))
+    return program
 
 
 def _on_meta(model: nn.Module) -> nn.Module:
