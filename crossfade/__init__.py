@@ -37,6 +37,7 @@ from crossfade.errors import (
     TextError,
     VerifyError,
 )
+from crossfade.forecast.simulate import simulate
 from crossfade.graph.passes import Numerics, Outcome, Pass, PassResult, Verdict, run_passes
 from crossfade.graph.pipelines import Pipeline
 from crossfade.graph.program import Program
@@ -97,4 +98,5 @@ __all__ = [
     "run_passes",
     "shard",
     "simplify",
+    "simulate",
 ]

@@ -50,7 +50,8 @@ class StepTimes:
         mesh = dict(self.few.mesh)
         on_mesh = machine.on_mesh(mesh)
         paced = at_the_pace_of(on_mesh, mesh.get("tp", 1))
-        few, more = (each.timeline(paced).seconds for each in (self.few, self.more))
+        known: dict[str, float] = {}
+        few, more = (each.seconds(paced, known) for each in (self.few, self.more))
         return self.micro_batches * (more + self.layers * (more - few)) + self.once.seconds(
             on_mesh, mesh, self.micro_batches
         )
