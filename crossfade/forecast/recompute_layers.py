@@ -5,13 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from torch import fx
+from torch import Tensor, fx
 
 from crossfade.forecast.repeat import BACKWARD, FORWARD, LAYER, layer_of
 from crossfade.graph import collectives
+from crossfade.graph.order import with_ancestors
 from crossfade.graph.passes import Numerics, Outcome, Pass, PassResult, Verdict
 from crossfade.graph.private import schema_of
-from crossfade.graph.program import Program, tensor_bytes
+from crossfade.graph.program import OutputKind, Program, tensor_bytes
 
 Keep = Literal["nothing", "products"]
 
@@ -20,20 +21,25 @@ Keep = Literal["nothing", "products"]
 class RecomputeLayers(Pass):
     """Compute what the backward of a layer uses of its forward again, from what the layer was given.
 
-    Layers are those that capture found. With `keep="products"`, attention, collectives and every second matrix product
+    Layers are those that capture found; a program without is one layer, whose forward is what the loss depends on. With `keep="products"`, attention, collectives and every second matrix product
     are kept, and only what is cheap or half of the products is computed again.
 
     Also known as: activation checkpointing, full or selective; Megatron's `--recompute-granularity`.
 
     Before:
         x: f32[4] = input("x")
-        neg: f32[4] = aten.neg(x)
-        return output("y", neg)
+        exp: f32[4] = aten.exp(x)
+        sum_1: f32[] = aten.sum(exp)
+        mul: f32[4] = aten.mul.Tensor(exp, 2.0)
+        return loss("loss", sum_1), gradient("x", mul)
 
     After:
         x: f32[4] = input("x")
-        neg: f32[4] = aten.neg(x)
-        return output("y", neg)
+        exp: f32[4] = aten.exp(x)
+        sum_1: f32[] = aten.sum(exp)
+        exp_1: f32[4] = aten.exp(x)
+        mul: f32[4] = aten.mul.Tensor(exp_1, 2.0)
+        return loss("loss", sum_1), gradient("x", mul)
     """
 
     name = "recompute-layers"
@@ -48,10 +54,12 @@ class RecomputeLayers(Pass):
             place = layer_of(node)
             if place is not None:
                 phases.setdefault(place, []).append(node)
+        phases = phases or _of_whole(program)
         verdicts = []
         for (number, phase), backward in phases.items():
             if phase == BACKWARD and (number, FORWARD) in phases:
-                verdicts.append(_again(program, phases[number, FORWARD], backward, self._kept))
+                forward = phases[number, FORWARD]
+                verdicts.append(_again(program, forward, backward, self._kept(forward)))
         return PassResult(bool(verdicts), {"layers": len(verdicts)}, tuple(verdicts))
 
     def _kept(self, forward: list[fx.Node]) -> set[fx.Node]:
@@ -64,8 +72,16 @@ class RecomputeLayers(Pass):
                        and "getitem" in str(node.target)}  # fmt: skip
 
 
-def _again(program: Program, forward: list[fx.Node], backward: list[fx.Node], kept_of: object) -> Verdict:
-    kept: set[fx.Node] = kept_of(forward)  # type: ignore[operator]
+def _of_whole(program: Program) -> dict[tuple[int, str], list[fx.Node]]:
+    """A program as one layer: what the loss depends on, and the rest."""
+    losses = [value for out, value in program.named_results() if out.kind is OutputKind.LOSS]
+    needed = set(with_ancestors(*losses))
+    nodes = [node for node in program.graph.nodes if node.op == "call_function"]
+    forward, backward = ([node for node in nodes if (node in needed) is inside] for inside in (True, False))
+    return {(0, FORWARD): forward, (0, BACKWARD): backward} if losses and backward else {}
+
+
+def _again(program: Program, forward: list[fx.Node], backward: list[fx.Node], kept: set[fx.Node]) -> Verdict:
     inside, later = set(forward), set(backward)
     needed = {node for node in forward if node not in kept and any(user in later for user in node.users)}
     for node in reversed(forward):
@@ -77,13 +93,15 @@ def _again(program: Program, forward: list[fx.Node], backward: list[fx.Node], ke
         for node in forward:
             if node in needed:
                 copy = program.graph.node_copy(node, lambda source: copies.get(source, source))
-                copy.meta = {**node.meta, LAYER: (layer_of(node)[0], BACKWARD)}  # type: ignore[index]
+                place = layer_of(node)
+                copy.meta = {**node.meta, LAYER: (place[0], BACKWARD) if place is not None else None}
                 copies[node] = copy
     for node in backward:
         for source in list(node.all_input_nodes):
             if source in copies:
                 node.replace_input_with(source, copies[source])
-                freed += tensor_bytes(source.meta.get("val"))
+                value = source.meta.get("val")
+                freed += tensor_bytes(value) if isinstance(value, Tensor) else 0
     return Verdict.of(backward[0], Outcome.INSERTED, "computes its layer's forward again", bytes=freed)
 
 

@@ -29,14 +29,25 @@ class ShardLayers(Pass):
     Also known as: FSDP2's `fully_shard` of each block, with its implicit prefetch and `MixedPrecisionPolicy`.
 
     Before:
-        x: f32[4] = input("x")
-        neg: f32[4] = aten.neg(x)
-        return output("y", neg)
+        w: f32[4, 2] = parameter("w")
+        x: f32[3, 4] = input("x")
+        mm: f32[3, 2] = aten.mm(x, w)
+        return output("y", mm)
 
     After:
-        x: f32[4] = input("x")
-        neg: f32[4] = aten.neg(x)
-        return output("y", neg)
+        w: f32[4] = parameter("w")
+        x: f32[3, 4] = input("x")
+        cat: f32[4] = aten.cat([w])
+        all_gather_into_tensor: f32[8] = c10d.all_gather_into_tensor(cat, 2, "dp")
+        wait_tensor: f32[8] = c10d.wait_tensor(all_gather_into_tensor)
+        view: f32[2, 4] = aten.view(wait_tensor, [2, -1])
+        split_with_sizes_copy: (f32[2, 4],) = aten.split_with_sizes_copy(view, [4], 1)
+        getitem: f32[2, 4] = split_with_sizes_copy[0]
+        view_1: f32[8] = aten.view(getitem, [-1])
+        slice_1: f32[8] = aten.slice.Tensor(view_1, 0, 0, 8)
+        view_2: f32[4, 2] = aten.view(slice_1, [4, 2])
+        mm: f32[3, 2] = aten.mm(x, view_2)
+        return output("y", mm)
     """
 
     name = "shard-layers"
