@@ -12,6 +12,8 @@ from torch import Tensor, nn
 from crossfade.forecast.marks import BEGINS, ENDS, mark
 from crossfade.graph.private import own_modules
 
+_OWN_INDEX = ("idx", "index", "layer", "layer_id", "number", "i")
+"""How names of a layer's own index end."""
 _LONGEST_PERIOD = 8
 """Layers of different kinds that take turns, at most."""
 
@@ -74,7 +76,7 @@ def _signature(layer: nn.Module, index: int) -> Any:
     found: list[Any] = [type(layer)]
     for name, module in layer.named_modules():
         plain = sorted(
-            (key, "index" if value == index and type(value) is int and "i" in key else repr(value))
+            (key, "index" if value == index and type(value) is int and key.endswith(_OWN_INDEX) else repr(value))
             for key, value in vars(module).items()
             if isinstance(value, (bool, int, float, str)) or value is None
         )
