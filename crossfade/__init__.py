@@ -38,6 +38,7 @@ from crossfade.errors import (
     TextError,
     VerifyError,
 )
+from crossfade.forecast.simulate import simulate
 from crossfade.graph.passes import Numerics, Outcome, Pass, PassResult, Verdict, run_passes
 from crossfade.graph.pipelines import Pipeline
 from crossfade.graph.program import Program
@@ -99,4 +100,5 @@ __all__ = [
     "run_passes",
     "shard",
     "simplify",
+    "simulate",
 ]

@@ -21,9 +21,10 @@ BELOW = {
     **dict.fromkeys(STAGES, ("graph", "files", "cost")),
     "compile": ("graph", "files", "cost", *STAGES),
     "demo": ("graph", "files", "cost", *STAGES, "compile"),
-    "commands": ("graph", "files", "cost", *STAGES, "compile", "demo"),
+    "forecast": ("graph", "files", "cost", *STAGES, "compile"),
+    "commands": ("graph", "files", "cost", *STAGES, "compile", "demo", "forecast"),
     "integrations": ("graph", "capture", "execute", "report", "compile"),
-    "__init__": ("graph", "files", "cost", *STAGES, "compile", "integrations"),
+    "__init__": ("graph", "files", "cost", *STAGES, "compile", "integrations", "forecast"),
     "passes": ("graph", "compile"),
     "__main__": ("commands",),
 }

@@ -137,16 +137,60 @@ def calibrate(
 @app.command()
 def simulate(
     program: Annotated[
-        Path, typer.Argument(help="A program in Crossfade's text form; see docs/architecture.md.", exists=True)
+        str, typer.Argument(help="A model (model.py:function, a config.json, llama3.1-8b), or a program as text.")
     ],
     machine: Annotated[
         list[str] | None, typer.Option(help="A preset's name or a JSON file; may be given several times.")
     ] = None,
-    group_size: Annotated[int, typer.Option(help="Ranks in each process group the program names.", min=1)] = 2,
-    memory_limit: Annotated[int | None, typer.Option(help="Bytes that may be alive beside the inputs.")] = None,
-    html: Annotated[Path | None, typer.Option(help="Write a report with the last machine's timeline here.")] = None,
+    batch: Annotated[str, typer.Option(help="A rank's micro-batch of a model: samples by tokens.")] = "1x2048",
+    mesh: Annotated[str, typer.Option(help="Axes of a model's ranks, the last inside nodes: dp=32,tp=8.")] = "dp=8",
+    way: Annotated[
+        list[str] | None,
+        typer.Option(help="ddp, fsdp, fsdp-kept, megatron, megatron-bucketed, crossfade; several for a comparison."),
+    ] = None,
+    recompute: Annotated[str, typer.Option(help="Activation checkpointing: none, selective or full.")] = "none",
+    float8: Annotated[bool, typer.Option("--float8", help="Products of weights in float8.")] = False,
+    compiled: Annotated[bool, typer.Option("--compiled", help="Elementwise operators fused, as Inductor does.")] = False,
+    accumulate: Annotated[int, typer.Option(help="Micro-batches in a step.", min=1)] = 1,
+    spread: Annotated[float, typer.Option(help="Standard deviation of a device's speed, as a share.", min=0)] = 0.0,
+    sweep: Annotated[str, typer.Option(help="gpus=8..16384, or bandwidth=0.25..4 times that between nodes.")] = "",
+    scaling: Annotated[str, typer.Option(help="weak: each GPU keeps its batch; strong: the whole batch stays.")] = "weak",
+    json: Annotated[bool, typer.Option("--json", help="Print a model's forecasts as JSON.")] = False,
+    csv: Annotated[Path | None, typer.Option(help="Write a sweep here, as comma-separated values.")] = None,
+    html: Annotated[Path | None, typer.Option(help="Write a report with charts and timelines here.")] = None,
+    group_size: Annotated[int, typer.Option(help="Ranks in each process group a program names.", min=1)] = 2,
+    memory_limit: Annotated[int | None, typer.Option(help="Bytes that may be alive beside a program's inputs.")] = None,
 ) -> None:
-    """Predict what a program would do on machines, as it stands and as Crossfade would plan it."""
+    """Forecast a model's training step on a cluster, or what a program in text form would do on machines.
+
+    Needs neither devices nor weights. For a model: step time, tokens a second, memory, what it waits for, and what
+    would help; see docs/forecasting.md. For a program: as it stands and as Crossfade would plan it.
+    """
+    from crossfade.commands import forecasts
+
+    if not forecasts.is_model(program):
+        _simulate_program(Path(program), machine, group_size, memory_limit, html)
+        return
+    asked = forecasts.Asked(program, batch, mesh, machine or (), way or (), recompute, float8, compiled, accumulate,
+                            spread, sweep, scaling)  # fmt: skip
+    answered = forecasts.answer(asked)
+    if json:
+        typer.echo("[" + ", ".join(each.to_json() for each in answered.forecasts) + "]")
+    else:
+        for each in answered.forecasts:
+            console.print(str(each), highlight=False, markup=False, soft_wrap=True)
+        for point in answered.points:
+            found = point.forecast
+            console.print(f"{point.curve}, {point.value:g} {answered.over}: {found.seconds * 1e3:,.1f} ms, "
+                          f"{found.tokens_per_second_per_gpu:,.0f} tokens/s/GPU, bound by {found.bound_by}",
+                          highlight=False, soft_wrap=True)  # fmt: skip
+    for line in answered.write(html, csv):
+        Console(stderr=True).print(line, soft_wrap=True)
+
+
+def _simulate_program(
+    program: Path, machine: list[str] | None, group_size: int, memory_limit: int | None, html: Path | None
+) -> None:
     from rich.table import Table
 
     from crossfade.commands import whatif

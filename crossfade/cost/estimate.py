@@ -12,6 +12,7 @@ from crossfade.cost.flops import flops_of, formula_of
 from crossfade.cost.fused import FusedCollective, FusedProduct, is_fused, read_fused
 from crossfade.cost.keys import Keys
 from crossfade.cost.machine import Machine
+from crossfade.cost.products import is_attention, shape_of
 from crossfade.cost.timeline import Costs, Within
 from crossfade.errors import MachineError
 from crossfade.graph import collectives
@@ -63,8 +64,8 @@ class Estimator:
         self.program, self.machine, self.measured, self.keys = program, machine, measured, keys
         self.view_seconds = machine.overhead if machine.device == "cpu" else 0.0
 
-    def costs(self) -> Costs:
-        """The seconds of all nodes."""
+    def costs(self, known: Mapping[fx.Node, float] | None = None) -> Costs:
+        """The seconds of all nodes; those of nodes in `known` are taken from there."""
         compute: dict[fx.Node, float] = {}
         travel: dict[fx.Node, float] = {}
         slows: dict[str, float] = {}
@@ -79,8 +80,13 @@ class Estimator:
             elif is_fused(node.target):
                 compute[node], within[node] = self._fused(read_fused(node, self.keys))
             elif computes(node) and node not in made_once:
-                compute[node] = self.compute_seconds(node)
-        return Costs(compute, travel, slows, within)
+                compute[node] = known[node] if known else self.compute_seconds(node)
+        return Costs(compute, travel, slows, within, self._launches(compute))
+
+    def _launches(self, compute: Mapping[fx.Node, float]) -> dict[fx.Node, float]:
+        """Seconds of the host for each node that keeps the device busy."""
+        seconds = self.machine.launching.seconds
+        return {node: seconds for node, busy in compute.items() if busy} if seconds else {}
 
     def _fused(self, call: FusedCollective) -> tuple[float, Within]:
         """Seconds of a matmul in pieces, and what travels in it."""
@@ -113,7 +119,7 @@ class Estimator:
             seconds = self.measured.get(self.keys.of(node))
             if seconds is not None:
                 return seconds
-        if self._is_view(node):
+        if self.is_view(node):
             return self.view_seconds
         arithmetic = self._arithmetic(node) if formula_of(node.target) is not None else 0.0
         return max(arithmetic, self._bytes(node) / self.machine.memory_bandwidth) + self.machine.overhead
@@ -123,9 +129,15 @@ class Estimator:
         first = next(tensor for source in node.all_input_nodes for tensor in self.keys.tensors(source))
         rates = self.machine.flops
         rate = rates.get(str(first.dtype).removeprefix("torch."), rates["float32"])
-        return flops_of(node, self.keys) / rate
+        products = self.machine.products
+        if products is None:
+            return flops_of(node, self.keys) / rate
+        shape = shape_of(node, self.keys)
+        if shape is not None:
+            return products.seconds(*shape, rate)
+        return flops_of(node, self.keys) / (rate * (products.attention if is_attention(node) else 1.0))
 
-    def _is_view(self, node: fx.Node) -> bool:
+    def is_view(self, node: fx.Node) -> bool:
         """Whether the result is its first argument's memory; some operators copy, depending on how that lies."""
         name = _view_name(node.target)
         if name is None or name not in _COPY_IF_NEEDED:

@@ -11,6 +11,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from crossfade.cost.machine_parts import Link, bytes_sent
+from crossfade.cost.network import Network, Wire, routed
+from crossfade.cost.products import Products
 from crossfade.errors import MachineError
 from crossfade.files.found import is_number
 from crossfade.files.plain import decoded_json, read_text
@@ -33,43 +36,6 @@ def bytes_worth_latency(latency: float, seconds_a_byte: float) -> float:
 
 
 @dataclass(frozen=True)
-class Link:
-    """What one kind of collective costs: seconds before the first byte between two ranks, and bytes a second.
-
-    `bandwidth` counts what one rank sends, as a perfect algorithm would: a collective among many ranks has the same
-    number as one between two, and a backend that sends more than it need not shows as a lower bandwidth. `piece` is the
-    number of bytes beyond which one collective is slower than several of that size in flight together; None if
-    it never is, or was not measured.
-    """
-
-    latency: float
-    bandwidth: float
-    piece: int | None = None
-
-    def seconds(self, kind: Kind, size: int, ranks: int) -> float:
-        """Seconds that a collective takes alone, for the bytes of its larger side.
-
-        >>> Link(latency=1e-3, bandwidth=1e9).seconds(Kind.ALL_REDUCE, 10**9, ranks=2)
-        1.001
-        """
-        if ranks < 2:
-            return 0.0
-        return self.latency * math.ceil(math.log2(ranks)) + bytes_sent(kind, size, ranks) / self.bandwidth
-
-
-def bytes_sent(kind: Kind, size: int, ranks: int) -> float:
-    """Bytes that each rank must send for a collective whose larger side has `size` bytes.
-
-    >>> bytes_sent(Kind.ALL_REDUCE, 800, ranks=4), bytes_sent(Kind.ALL_GATHER, 800, ranks=4)
-    (1200.0, 600.0)
-    """
-    if kind is Kind.BROADCAST:
-        return float(size)
-    others = size * (ranks - 1) / ranks
-    return 2 * others if kind is Kind.ALL_REDUCE else others
-
-
-@dataclass(frozen=True)
 class Fabric:
     """What communication along one mesh axis costs.
 
@@ -80,6 +46,18 @@ class Fabric:
     links: Mapping[Kind, Link]
     launch: float = 0.0
     slows_compute: float = 0.0
+
+
+@dataclass(frozen=True)
+class Launching:
+    """What the host takes to launch one operator, `seconds`, while the device computes; and how unevenly ranks do.
+
+    `spread` is the standard deviation of a rank's speed as a share: ranks that meet in every layer go at the pace of
+    the slowest, which is the expected largest of as many draws.
+    """
+
+    seconds: float = 0.0
+    spread: float = 0.0
 
 
 @dataclass(frozen=True, repr=False)
@@ -107,6 +85,12 @@ class Machine:
     device: str = "cpu"
     memory: int | None = None
     source: str = ""
+    network: Network | None = None
+    """Where the fabrics come from, if nodes and what joins them are known: see `on_mesh`."""
+    products: Products | None = None
+    """How the time of matrix products depends on their shape; without, only on their operations."""
+    launching: Launching = Launching()
+    """What a host takes to launch what a device computes; nothing where operators are called as they run."""
     _digest: str = field(init=False, compare=False, default="")
 
     def __post_init__(self) -> None:
@@ -177,9 +161,27 @@ class Machine:
         changed = {axis: dataclasses.replace(self.fabric(axis), slows_compute=0.0) for axis in axes}
         return dataclasses.replace(self, fabrics={**self.fabrics, **changed})
 
+    def on_mesh(self, mesh: Mapping[str, int]) -> Machine:
+        """This machine with a fabric for each axis of a mesh, by where its ranks lie; the last axis is inside nodes.
+
+        A machine without a network has its fabrics already.
+        """
+        if self.network is None:
+            return self
+        like, network = self.fabric(ANY_AXIS), self.network
+        made = {
+            axis: dataclasses.replace(like, links=dict.fromkeys(Kind, routed(network, network.along(mesh, axis))))
+            for axis in mesh
+        }
+        return dataclasses.replace(self, fabrics={**self.fabrics, **made})
+
     def to_json(self) -> str:
         """The machine as JSON."""
         plain = dataclasses.asdict(self)
+        plain["fabrics"] = {axis: _plain_fabric(fabric) for axis, fabric in self.fabrics.items()}
+        for name, nothing in (("network", None), ("products", None), ("launching", dataclasses.asdict(Launching()))):
+            if plain[name] == nothing:
+                del plain[name]
         del plain["_digest"]
         return json.dumps(plain, indent=2)
 
@@ -197,6 +199,14 @@ class Machine:
         found = _record(cls, plain, "machine")
         fabrics = _mapping(found["fabrics"], "fabrics")
         found["fabrics"] = {axis: _fabric(fabric, f"fabrics.{axis}") for axis, fabric in fabrics.items()}
+        if found.get("network") is not None:
+            network = _record(Network, found["network"], "network")
+            for wire in ("inside", "between"):
+                network[wire] = Wire(**_record(Wire, network[wire], f"network.{wire}"))
+            found["network"] = Network(**network)
+        for name, kind in (("products", Products), ("launching", Launching)):
+            if found.get(name) is not None:
+                found[name] = kind(**_record(kind, found[name], name))
         return cls(**found)
 
     @classmethod
@@ -210,6 +220,14 @@ class Machine:
         except MachineError as error:
             named = error.found if str(path) in error.found else f"{path}, {error.found}"
             raise MachineError(named, expected=error.expected, remedy=error.remedy) from error
+
+
+def _plain_fabric(fabric: Fabric) -> dict[str, Any]:
+    links = {
+        str(kind): {"latency": link.latency, "bandwidth": link.bandwidth, "piece": link.piece}
+        for kind, link in fabric.links.items()
+    }
+    return {**dataclasses.asdict(fabric), "links": links}
 
 
 def _fabric(plain: Any, where: str) -> Fabric:
@@ -276,6 +294,24 @@ def _check(machine: Machine) -> None:
     _number(machine.overhead, "overhead", least=0)
     if machine.memory is not None:
         _number(machine.memory, "memory")
+    _check_parts(machine)
+
+
+def _check_parts(machine: Machine) -> None:
+    """What a machine says of its network, products and launches."""
+    if machine.network is not None:
+        for where in ("inside", "between"):
+            wire = getattr(machine.network, where)
+            _number(wire.latency, f"network.{where}.latency", least=0)
+            _number(wire.bandwidth, f"network.{where}.bandwidth")
+        _number(machine.network.per_node, "network.per_node")
+        _number(machine.network.start, "network.start", least=0)
+        if not machine.network.copy > 0:
+            raise MachineError(f"network.copy = {machine.network.copy!r}", expected="a number more than 0",
+                               remedy="correct it, or calibrate again")  # fmt: skip
+    for name, part in (("products", machine.products), ("launching", machine.launching)):
+        for field_of in dataclasses.fields(part) if part is not None else ():
+            _number(getattr(part, field_of.name), f"{name}.{field_of.name}", least=0)
 
 
 def _text(value: Any, where: str) -> None:

@@ -9,7 +9,9 @@ import dataclasses
 import difflib
 from collections.abc import Mapping
 
-from crossfade.cost.machine import ANY_AXIS, Fabric, Link, Machine
+from crossfade.cost.machine import ANY_AXIS, Fabric, Launching, Link, Machine
+from crossfade.cost.network import Network, Wire, routed
+from crossfade.cost.products import Products
 from crossfade.errors import MachineError
 from crossfade.graph.collectives import Kind
 
@@ -189,8 +191,95 @@ def _pcie_node() -> Machine:
     )
 
 
+_LAUNCHED = "eager: a host takes 8 us to launch an operator (assumed), ranks' hosts differ by a tenth (assumed)"
+
+
+def _cluster(
+    name: str,
+    network: Network,
+    flops: Mapping[str, float],
+    memory_bandwidth: float,
+    memory: float,
+    processors: int,
+    peak: float,
+    source: str,
+) -> Machine:
+    """Nodes of eight GPUs: fabrics follow from where the ranks of an axis lie (`Machine.on_mesh`)."""
+    return Machine(
+        name,
+        {ANY_AXIS: Fabric(dict.fromkeys(Kind, routed(network)), launch=5e-6, slows_compute=0.05)},
+        flops=flops,
+        memory_bandwidth=memory_bandwidth,
+        overhead=2e-6,
+        device="cuda",
+        memory=int(memory),
+        source=f"{source}; assumed: 80% of the memory's bandwidth, a kernel takes 2 us beyond its bytes, collectives "
+        f"slow computation down by a twentieth, a tile of half the size reaches 85% of the rate; {_LAUNCHED}",
+        network=network,
+        products=Products(processors, peak=peak),
+        launching=Launching(8e-6, 0.1),
+    )
+
+
+_A100_SOURCE = (
+    "NVIDIA A100 80 GB SXM data sheet: 312 TFLOP/s dense bf16 and fp16, 2.039 TB/s, 108 processors, NVLink 300 GB/s "
+    "each way; assumed: full waves of large tiles reach 85%; network inside a node as in the NCCL all-reduces of "
+    "benchmarks/published (start 25 us, 4 us a step, 280 GB/s, one pass at 600 GB/s)"
+)
+_A100_FLOPS = {"float16": 265 * TERA, "bfloat16": 265 * TERA, "float32": 17 * TERA, "float64": 17 * TERA}
+
+
+def _a100(name: str, between: float, source: str) -> Machine:
+    network = Network(8, Wire(4e-6, 280 * GB), Wire(1e-5, between), start=2.5e-5, copy=600 * GB)
+    return _cluster(name, network, _A100_FLOPS, 2.039 * TERA * 0.8, 80e9, 108, 312 * TERA, f"{source}; {_A100_SOURCE}")
+
+
+def _a100_node() -> Machine:
+    return _a100("a100-node", 12.5 * GB, "eight A100 in one node")
+
+
+def _a100_cluster() -> Machine:
+    return _a100("a100-cluster", 12.5 * GB * 0.85, "nodes of eight A100, 800 Gbit/s between nodes (100 for each GPU)")
+
+
+_H100_RATES = {
+    "float8_e4m3fn": 1300 * TERA,
+    "bfloat16": 680 * TERA,
+    "float16": 680 * TERA,
+    "float32": 51 * TERA,
+    "float64": 51 * TERA,
+}
+
+
+def _hopper(name: str, between: float, memory_bandwidth: float, memory: float, source: str) -> Machine:
+    network = Network(8, Wire(3e-6, 370 * GB), Wire(1e-5, between), start=2e-5, copy=1200 * GB)
+    return _cluster(
+        name, network, _H100_RATES, memory_bandwidth, memory, 132, 989.4 * TERA,
+        f"{source}; 132 processors; assumed: 69% of the data sheet's 989 TFLOP/s of bf16 for full waves in long runs "
+        "(clocks fall under load; short runs measured 77%), 1300 of fp8's 1979; NCCL reaches 370 of NVLink's 450 GB/s "
+        "each way",
+    )  # fmt: skip
+
+
+def _h100_cluster() -> Machine:
+    return _hopper("h100-cluster", 45 * GB, 3.35 * TERA * 0.8, 80e9,
+                   "nodes of eight H100 SXM5 of 80 GB at 3.35 TB/s, 400 Gbit/s of InfiniBand or RoCE for each GPU "
+                   "(90% assumed)")  # fmt: skip
+
+
+def _h100_96() -> Machine:
+    return _hopper("h100-96gb-cluster", 45 * GB, 2.4 * TERA * 0.85, 96e9,
+                   "nodes of eight H100 of 96 GB of HBM2e at 2.4 TB/s, 500 W, 400 Gbit/s of RDMA for each GPU (90% "
+                   "assumed)")  # fmt: skip
+
+
+def _h200_cluster() -> Machine:
+    return _hopper("h200-cluster", 45 * GB, 4.8 * TERA * 0.83, 141e9,
+                   "nodes of eight H200 of 141 GB at 4.8 TB/s (83% as measured), 400 Gbit/s for each GPU (90% assumed)")  # fmt: skip
+
+
 _MAKERS = (_loopback, _ethernet_1gbit, _ethernet_10gbit, _ethernet_100gbit, _h100_node, _h200_node, _infiniband,
-           _pcie_node)  # fmt: skip
+           _pcie_node, _a100_node, _a100_cluster, _h100_cluster, _h100_96, _h200_cluster)  # fmt: skip
 
 PRESETS: Mapping[str, Machine] = {machine.name: machine for machine in (make() for make in _MAKERS)}
 """All machines, by name."""

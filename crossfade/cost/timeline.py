@@ -39,6 +39,8 @@ class Costs:
     travel: Mapping[fx.Node, float]
     slows_compute: Mapping[str, float]
     within: Mapping[fx.Node, Within] = field(default_factory=dict)
+    launches: Mapping[fx.Node, float] = field(default_factory=dict)
+    """Seconds of the host before each node may begin: it launches one after another, ahead of the device."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +76,8 @@ class Timeline:
     communication: tuple[Travelled, ...]
     seconds: float
     source: str = ""
+    launching: float = 0.0
+    """Seconds in which the device stood still for the host, which had not launched yet."""
 
     @cached_property
     def exposed(self) -> float:
@@ -129,8 +133,13 @@ class _Clock:
         self.computed: list[Computed] = []
         self.travels: dict[fx.Node, _Travel] = {}
         self.within: list[Travelled] = []
+        self.host = 0.0
+        self.idle = 0.0
 
     def run(self, node: fx.Node) -> None:
+        if node in self.costs.launches:
+            self.host += self.costs.launches[node]
+            self.idle += self.lanes.wait(self.host)
         if collectives.is_wait(node):
             self._wait(node)
         seconds = self.costs.compute.get(node, 0.0)
@@ -187,7 +196,7 @@ class _Clock:
                 )
             )  # fmt: skip
         spans = sorted([*spans, *self.within], key=lambda span: span.launch) if self.within else spans
-        return Timeline(tuple(self.computed), tuple(spans), end, source)
+        return Timeline(tuple(self.computed), tuple(spans), end, source, self.idle)
 
 
 @dataclass

@@ -1,0 +1,163 @@
+"""A program made ready to be costed on many machines: equal operators are costed once."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from torch import fx
+
+from crossfade.cost.estimate import Estimator, computes
+from crossfade.cost.fusion import Kernel, fused_kernels
+from crossfade.cost.keys import Keys
+from crossfade.cost.lanes import Lanes
+from crossfade.cost.machine import Machine
+from crossfade.cost.presets import preset
+from crossfade.cost.products import shape_of
+from crossfade.cost.stragglers import largest_of
+from crossfade.cost.timeline import Costs, Timeline, simulate
+from crossfade.errors import MachineError
+from crossfade.graph import collectives
+from crossfade.graph.lasting import lasting_views
+from crossfade.graph.program import Program
+
+
+FLOAT8 = "float8_e4m3fn"
+_CAST_BYTES = 5
+"""Read for the largest value, read and written as a byte, for each element of a factor of two bytes."""
+_LEAST_FLOAT8 = 256
+"""Products with a smaller side stay as they are."""
+_WAIT, _COLLECTIVE, _OPERATOR = "wait", "collective", "operator"
+_ANY = preset("a100-node")
+"""Whether an operator is a view does not depend on it."""
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A program with the operators that are alike, for a mesh of ranks."""
+
+    program: Program
+    mesh: Mapping[str, int]
+    keys: Keys
+    alike: Mapping[fx.Node, fx.Node]
+    """For each operator that computes, the first one like it."""
+    kernels: tuple[Kernel, ...] = ()
+    """What a compiler makes of elementwise operators, where it does."""
+    is_float8: bool = False
+    """Whether products of weights are computed in float8."""
+
+    @classmethod
+    def of(
+        cls, program: Program, mesh: Mapping[str, int], *, compiled: bool = False, float8: bool = False
+    ) -> Prepared:
+        """Look for operators that are alike."""
+        keys, first, alike = Keys(threads=1), {}, {}
+        for node in program.graph.nodes:
+            if computes(node):
+                alike[node] = first.setdefault(keys.of(node), node)
+        kernels = tuple(fused_kernels(program, Estimator(program, _ANY, {}, keys).is_view, keys)) if compiled else ()
+        return cls(program, dict(mesh), keys, alike, kernels, float8)
+
+    def costs(self, machine: Machine) -> Costs:
+        """The seconds of every node on a machine, whose fabrics are laid over the mesh."""
+        estimator = Estimator(self.program, machine, {}, self.keys)
+        seconds = {node: self._seconds(node, estimator, machine) for node in dict.fromkeys(self.alike.values())}
+        known = {node: seconds[first] for node, first in self.alike.items()}
+        for kernel in self.kernels:
+            known.update(dict.fromkeys(kernel.nodes, 0.0))
+            known[kernel.nodes[0]] = kernel.bytes / machine.memory_bandwidth + machine.overhead
+        return estimator.costs(known)
+
+    def seconds(self, machine: Machine, known: dict[str, float] | None = None) -> float:
+        """The length of `timeline`, counted without drawing it: for fits, which ask for it thousands of times.
+
+        `known` keeps the seconds of operators on this machine, for other programs with the same.
+        """
+        known = {} if known is None else known
+        estimator = Estimator(self.program, machine, {}, self.keys)
+        for key, node in self._by_key.items():
+            if key not in known:
+                known[key] = self._seconds(node, estimator, machine)
+        fabrics = {group: machine.fabric(group) for group in self._groups}
+        lanes = Lanes([fabrics[group].slows_compute for group in self._groups])
+        host, launch, arrivals, pending = 0.0, machine.launching.seconds, {}, set()
+        for what, value in self._events:
+            if what == _WAIT:
+                lanes.wait(arrivals.get(value, 0.0))
+                pending.discard(value)
+                continue
+            if what == _COLLECTIVE:
+                busy, (index, kind, size, ranks) = fabrics[value[1]].launch, value[2:]
+            else:
+                busy = known[value]
+            if busy:
+                host += launch
+                lanes.wait(host)
+                lanes.compute(busy)
+            if what == _COLLECTIVE:
+                travel = machine.collective_seconds(kind, size, ranks, value[1])
+                arrivals[value[0]] = lanes.carry(travel, index)
+                pending.add(value[0])
+        return max([lanes.now, *(arrivals[each] for each in pending)])
+
+    @cached_property
+    def _by_key(self) -> dict[str, fx.Node]:
+        return {self.keys.of(node): node for node in dict.fromkeys(self.alike.values())}
+
+    @cached_property
+    def _groups(self) -> list[str]:
+        found = (collectives.view(node) for node in self.program.graph.nodes)
+        return list(dict.fromkeys(each.group for each in found if each is not None))
+
+    @cached_property
+    def _events(self) -> list[tuple[str, Any]]:
+        """What a simulation has to look at, in order."""
+        key_of = {node: key for key, node in self._by_key.items()}
+        lasting, events = lasting_views(self.program), []
+        for node in self.program.graph.nodes:
+            collective = collectives.view(node)
+            if collectives.is_wait(node):
+                events.append((_WAIT, collectives.started_by(node)))
+            elif collective is not None:
+                ranks = self.program.groups[collective.group]
+                index = self._groups.index(collective.group)
+                events.append(
+                    (_COLLECTIVE, (node, collective.group, index, collective.kind, collective.bytes, ranks))
+                )
+            elif node in self.alike and node not in lasting:
+                events.append((_OPERATOR, key_of[self.alike[node]]))
+        return events
+
+    def _seconds(self, node: fx.Node, estimator: Estimator, machine: Machine) -> float:
+        """Seconds of one operator; a product in float8 also reads its factors once more and writes them as bytes."""
+        plain = estimator.compute_seconds(node)
+        shape = shape_of(node, self.keys) if self.is_float8 and machine.products is not None else None
+        if shape is None or shape[0] > 1 or min(shape[1:]) < _LEAST_FLOAT8:
+            return plain
+        rate = machine.flops.get(FLOAT8)
+        if rate is None:
+            raise MachineError(f"{machine.name} has no rate for float8", expected=f"flops.{FLOAT8}",
+                               remedy="take a machine that computes in it, such as h100-cluster")  # fmt: skip
+        assert machine.products is not None
+        _, rows, columns, inner = shape
+        cast = _CAST_BYTES * (rows * inner + inner * columns) / machine.memory_bandwidth
+        return machine.products.seconds(*shape, rate) + cast + 3 * machine.overhead
+
+    def timeline(self, machine: Machine) -> Timeline:
+        """What the program does when, on a machine."""
+        return simulate(self.program, self.costs(machine), f"forecast for {machine.name}")
+
+
+def at_the_pace_of(machine: Machine, ranks: int) -> Machine:
+    """A machine whose host launches as fast as the slowest of ranks that meet again and again.
+
+    >>> from crossfade.cost.presets import preset
+    >>> at_the_pace_of(preset("ethernet-1gbit"), 8).launching.seconds
+    0.0
+    """
+    launching = machine.launching
+    slower = dataclasses.replace(launching, seconds=launching.seconds * (1 + launching.spread * largest_of(ranks)))
+    return dataclasses.replace(machine, launching=slower) if slower != launching else machine

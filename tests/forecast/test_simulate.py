@@ -1,0 +1,192 @@
+"""Forecasts, against sums written out and against the simulator itself."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import crossfade as cf
+from crossfade.cost.machine import ANY_AXIS, Fabric, Launching, Link, Machine
+from crossfade.cost.network import Wire
+from crossfade.cost.presets import preset
+from crossfade.errors import CaptureError, CrossfadeError, MachineError, MeshError, ModelError
+from crossfade.forecast.capture import capture_model
+from crossfade.forecast.prepared import Prepared
+from crossfade.forecast.recompute_layers import RecomputeLayers
+from crossfade.forecast.simulate import Forecaster, Setting
+from crossfade.forecast.sources import source_of
+from crossfade.forecast.sweeps import Sweep, sweep, to_csv
+from crossfade.forecast.ways import WAYS, way_named
+from crossfade.graph.collectives import Kind
+from crossfade.graph.memory import memory_curve
+from crossfade.graph.passes import run_passes
+from tests.forecast.models import tokens, tower
+
+TOY = Machine("toy", {ANY_AXIS: Fabric(dict.fromkeys(Kind, Link(0.0, 1e3)))}, {"float32": 1e6}, 1e300, device="cuda")
+"""A million operations a second, a thousand bytes a second, memory that costs nothing."""
+
+
+def linear(width: int) -> nn.Module:
+    return nn.Linear(width, width, bias=False, device="meta")
+
+
+def test_gradients_reduced_after_the_backward_are_exposed() -> None:
+    batch = torch.empty(50, 10), torch.empty(50, 10)
+    found = cf.simulate(linear(10), batch, mesh={"dp": 4}, machine=TOY, loss_fn=nn.functional.mse_loss, way="megatron")
+    products = 2 * 2 * 50 * 10 * 10 / 1e6  # forward and the weight's gradient: nobody asks for the input's
+    reduced = 2 * 3 / 4 * 400 / 1e3
+    assert found.spent["products"] == pytest.approx(products)
+    assert found.exposed == {"dp all_reduce": pytest.approx(reduced)}
+    assert found.seconds == pytest.approx(products + reduced)
+    assert found.memory.parameters == 400 and found.memory.optimizer == 800
+    assert found.bound_by == "links" and found.fits is None
+
+
+def test_micro_batches_and_stragglers() -> None:
+    batch = torch.empty(50, 10), torch.empty(50, 10)
+    once, thrice, slow = (
+        cf.simulate(linear(10), batch, mesh={"dp": 4}, machine=TOY, loss_fn=nn.functional.mse_loss, way="megatron", **more)
+        for more in ({}, {"accumulate": 3}, {"spread": 0.1})
+    )  # fmt: skip
+    assert thrice.seconds - once.seconds == pytest.approx(2 * once.spent["products"])
+    assert thrice.tokens == 3 * once.tokens == 600
+    assert slow.seconds / once.seconds == pytest.approx(1 + 0.1 * 1.0294, rel=1e-3)  # the largest of four draws
+
+
+def test_a_host_that_launches_slowly_is_waited_for() -> None:
+    slow = dataclasses.replace(TOY, launching=Launching(1.0))
+    batch = torch.empty(50, 10), torch.empty(50, 10)
+    found = cf.simulate(linear(10), batch, mesh={"dp": 1}, machine=slow, loss_fn=nn.functional.mse_loss)
+    assert found.bound_by == "launches" and found.seconds == pytest.approx(found.bounds["launches"], rel=0.05)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_quick_seconds_are_those_of_the_timeline(way: str) -> None:
+    machine = preset("h100-cluster")
+    forecaster = Forecaster(tower(4, 64), tokens())
+    mesh = {"dp": 8, "tp": 2}
+    on_mesh = machine.on_mesh(mesh)
+    built = forecaster._build(Setting(mesh, way_named(way)), on_mesh)
+    assert built.last.seconds(on_mesh) == pytest.approx(built.last.timeline(on_mesh).seconds, rel=1e-12)
+    found = forecaster.forecast(Setting(mesh, way_named(way)), machine)
+    assert sum(found.spent.values()) == pytest.approx(found.seconds, rel=1e-9)
+
+
+def test_sharding_layers_needs_less_memory_and_resharding_less_still() -> None:
+    model, batch = tower(24, 256), tokens(1, 8)
+    needed = {way: cf.simulate(model, batch, mesh={"dp": 8}, way=way).memory for way in ("ddp", "fsdp-kept", "fsdp")}
+    assert needed["fsdp"].parameters * 8 == pytest.approx(needed["ddp"].parameters, rel=0.01)
+    assert needed["fsdp"].bytes < needed["fsdp-kept"].bytes < needed["ddp"].bytes
+
+
+def test_each_layer_is_gathered_twice_and_scattered_once() -> None:
+    found = cf.simulate(tower(6), tokens(), mesh={"dp": 4}, way="fsdp")
+    kinds = [travel.kind for travel in found.timeline.communication]
+    assert kinds.count("all_gather") == 6 + 6 + 2 and kinds.count("reduce_scatter") == 6 + 2
+    kept = cf.simulate(tower(6), tokens(), mesh={"dp": 4}, way="fsdp-kept")
+    assert [travel.kind for travel in kept.timeline.communication].count("all_gather") == 6 + 2
+
+
+def test_recomputing_layers_takes_their_forward_again_and_frees_memory() -> None:
+    program = capture_model(tower(6, 64), tokens(16, 64)).program
+    full = run_passes(program, [RecomputeLayers()])
+    some = run_passes(program, [RecomputeLayers(keep="products")])
+    peaks = [memory_curve(each).peak for each in (full, some, program)]
+    assert peaks == sorted(peaks) and peaks[0] < 0.8 * peaks[2]
+    products = [sum("mm" in str(node.target) for node in each.graph.nodes) for each in (program, full)]
+    assert products[1] - products[0] == 6  # the second product of a block is not needed again
+    seconds = [Prepared.of(each, {}).timeline(preset("a100-node")).seconds for each in (program, some, full)]
+    assert seconds == sorted(seconds)
+
+
+def test_compiled_operators_read_and_write_less() -> None:
+    model, batch = tower(4, 1024), tokens(32, 512)
+    eager, fused = (cf.simulate(model, batch, mesh={"dp": 1}, compiled=compiled) for compiled in (False, True))
+    assert fused.bounds["memory"] < 0.99 * eager.bounds["memory"]
+    assert fused.bounds["products"] == eager.bounds["products"]
+    assert fused.bounds["launches"] < eager.bounds["launches"]
+
+
+def test_what_helps_is_what_binds() -> None:
+    batch = torch.empty(64, 4096, device="meta"), torch.empty(64, 4096, device="meta")
+    model = nn.Sequential(*(linear(4096) for _ in range(4)))
+    found = cf.simulate(model, batch, mesh={"dp": 64}, loss_fn=nn.functional.mse_loss, way="megatron")
+    assert found.bound_by == "links"
+    slow = dataclasses.replace(preset("h100-cluster"), name="slow", network=dataclasses.replace(
+        preset("h100-cluster").network, between=Wire(1e-5, 1e9)))  # fmt: skip
+    found = cf.simulate(model, batch, mesh={"dp": 64}, machine=slow, loss_fn=nn.functional.mse_loss, way="megatron")
+    assert found.helps[0].what == "twice the network between nodes"
+    assert len(found.helps) <= 3 and found.mfu is not None and found.mfu < 0.1
+
+
+def test_a_sweep_over_gpus_and_bandwidth() -> None:
+    forecaster = Forecaster(tower(4, 512), tokens(8, 128))
+    settings = [(Setting({"dp": 8}, way_named(way)), preset("h100-cluster")) for way in ("ddp", "megatron")]
+    weak = sweep(forecaster, settings, Sweep.read("gpus=8..64"))
+    assert [(point.curve.split()[0], point.forecast.gpus) for point in weak] == [
+        (way, gpus) for way in ("ddp", "megatron") for gpus in (8, 16, 32, 64)
+    ]
+    by_bandwidth = sweep(forecaster, [(Setting({"dp": 64}, way_named("megatron")), settings[0][1])],
+                         Sweep.read("bandwidth=0.5,1,2"))  # fmt: skip
+    seconds = [point.forecast.seconds for point in by_bandwidth]
+    assert seconds == sorted(seconds, reverse=True)
+    lines = to_csv(weak).splitlines()
+    assert lines[0].startswith("curve,value,gpus,step_seconds") and len(lines) == 9
+    strong = [(dataclasses.replace(settings[0][0], accumulate=8), settings[0][1])]
+    tokens_of_all = {point.forecast.tokens for point in sweep(forecaster, strong, Sweep.read("gpus=8..64"), "strong")}
+    assert tokens_of_all == {8 * 128 * 8 * 8}
+
+
+def test_figures_are_json() -> None:
+    found = cf.simulate(tower(3), tokens(), mesh={"dp": 2}, name="tower")
+    plain = json.loads(found.to_json())
+    assert plain["model"] == "tower" and plain["gpus"] == 2 and math.isfinite(plain["step_seconds"])
+
+
+BUILD = """
+import torch
+from torch import nn
+def build():
+    return nn.Sequential(nn.Embedding(32, 16), nn.Linear(16, 32))
+def asks():
+    class Asks(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(4))
+        def forward(self, x, y):
+            return x.float().sum() if x.sum().item() > 0 else self.weight.sum()
+    return Asks(), (torch.zeros(2, 4), torch.zeros(2, 4))
+def nothing():
+    return None
+"""
+
+
+def test_bad_input_is_one_clear_error(tmp_path: Path) -> None:
+    file = tmp_path / "model.py"
+    file.write_text(BUILD)
+    source = source_of(f"{file}:build", "2x8")
+    assert source.tokens == 16
+    assert cf.simulate(source.model, source.batch, mesh={"dp": 2}, loss_fn=source.loss_fn).seconds > 0
+    for kind, message, attempt in (
+        (MachineError, "no machine named", lambda: cf.simulate(tower(3), tokens(), mesh={"dp": 2}, machine="h10")),
+        (MeshError, "a mesh of", lambda: cf.simulate(tower(3), tokens(), mesh={"pp": 2})),
+        (MeshError, "no way to run", lambda: cf.simulate(tower(3), tokens(), mesh={"dp": 2}, way="fast")),
+        (MeshError, "recompute=", lambda: cf.simulate(tower(3), tokens(), mesh={"dp": 2}, recompute="all")),
+        (MeshError, "a sweep of", lambda: Sweep.read("gpus=a")),
+        (ModelError, "has no function", lambda: source_of(f"{file}:other", "2x8")),
+        (ModelError, "returned NoneType", lambda: source_of(f"{file}:nothing", "2x8")),
+        (CrossfadeError, "a batch of", lambda: source_of(f"{file}:build", "2by8")),
+    ):
+        with pytest.raises(kind, match=message):
+            attempt()  # type: ignore[no-untyped-call]
+    asks = source_of(f"{file}:asks", "2x4")
+    with pytest.raises(CaptureError, match="Remedy"):
+        cf.simulate(asks.model, asks.batch, mesh={"dp": 2})
+    with pytest.raises(CrossfadeError, match="3"):  # a width of 16 does not split over 3
+        cf.simulate(tower(3), tokens(), mesh={"dp": 2, "tp": 3})
