@@ -24,10 +24,12 @@ from crossfade.communicate.lower_averages import LowerAverages
 from crossfade.communicate.lower_reduce_scatters import LowerReduceScatters
 from crossfade.communicate.merge_duplicate_collectives import MergeDuplicateCollectives
 from crossfade.communicate.pair_complex_numbers import PairComplexNumbers
+from crossfade.communicate.quantize_reductions import QuantizeReductions
 from crossfade.communicate.raise_launches import RaiseLaunches
 from crossfade.communicate.scatter_between_blocks import ScatterBetweenBlocks
 from crossfade.communicate.scatter_sliced_reductions import ScatterSlicedReductions
 from crossfade.communicate.sink_waits import SinkWaits
+from crossfade.communicate.split_all_reduces import SplitAllReduces
 from crossfade.compile.carriers import Carriers
 from crossfade.cost.estimate import estimate
 from crossfade.cost.machine import Machine
@@ -172,9 +174,22 @@ def updates_gathered(mode: DataParallelMode, axes: DataParallel, whole: tuple[st
     return [*updates, PairComplexNumbers()]
 
 
-def communication() -> Pipeline:
-    """Passes that make collectives few, early to start and late to be waited for: the ones to add to or replace."""
-    return Pipeline([*_fewer_and_larger(keeps_overlap=True), RaiseLaunches(), SinkWaits()])
+def communication(narrow: Sequence[str] = ()) -> Pipeline:
+    """Passes that make collectives few, early to start and late to be waited for: the ones to add to or replace.
+
+    Along the groups named `narrow`, sums of 16 bits are split in two, to be added up in float32 when they are lowered.
+    """
+    return Pipeline([*_fewer_and_larger(keeps_overlap=True), *spelled_out(narrow), RaiseLaunches(), SinkWaits()])
+
+
+def spelled_out(narrow: Sequence[str]) -> list[Pass]:
+    """Passes that say how reductions of 8 and 16 bits travel, once they are in buckets.
+
+    >>> spelled_out(["dp"])
+    [SplitAllReduces(groups=('dp',), narrow=True), QuantizeReductions()]
+    """
+    split: list[Pass] = [SplitAllReduces(tuple(narrow))] if narrow else []
+    return [*split, QuantizeReductions()]
 
 
 def _fewer_and_larger(*, keeps_overlap: bool) -> list[Pass]:
@@ -223,8 +238,11 @@ def collective_matmuls(
     )
 
 
-def overlap(sizes: Mapping[Kind, BucketSize], memory_limit: int | None = None) -> Pipeline:
-    """Passes like `communication()`, with buckets of these sizes, in the order that pays on the runner's machine."""
+def overlap(
+    sizes: Mapping[Kind, BucketSize], memory_limit: int | None = None, narrow: Sequence[str] = ()
+) -> Pipeline:
+    """Passes like `communication()`, with buckets of these sizes, in the order that pays on the runner's machine; along
+    the groups named `narrow`, sums of 16 bits are split in two."""
     fewer = [MergeDuplicateCollectives(), AddBeforeReducing(), ScatterSlicedReductions()]
     kinds: list[tuple[type[BucketPass], Kind]] = [
         (BucketAllGathers, Kind.ALL_GATHER),
@@ -236,7 +254,7 @@ def overlap(sizes: Mapping[Kind, BucketSize], memory_limit: int | None = None) -
         for bucketing, kind in kinds
         if kind in sizes
     ]
-    return Pipeline([*fewer, *larger, OverlapCommunication(memory_limit=memory_limit)])
+    return Pipeline([*fewer, *larger, *spelled_out(narrow), OverlapCommunication(memory_limit=memory_limit)])
 
 
 def _cap(kind: Kind, cap: float) -> float | tuple[float, float]:

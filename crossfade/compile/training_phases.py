@@ -31,8 +31,10 @@ from crossfade.compile.pipeline import (
     lowering,
     parameter_sharding,
     simplification,
+    spelled_out,
     updates_gathered,
 )
+from crossfade.compile.reduce_dtype import compression
 from crossfade.cost.measure import measure
 from crossfade.cost.timeline import Timeline
 from crossfade.execute.codegen import native
@@ -161,7 +163,7 @@ def shard_data(step: StepCompilation) -> None:
     by_rows = place.can_gather and place.machine is not None
     loss_is = _loss_is(step, parts)
     exchange = gradient_exchange(place.mode, axes, loss_is, place.kept_whole, gathers_rows=by_rows)
-    step.run([*gathered_once, *batch, *exchange])
+    step.run([*gathered_once, *batch, *exchange, *compression(place.reduce_dtypes)])
 
 
 def compare_ranks(step: StepCompilation) -> None:
@@ -255,14 +257,15 @@ def collective_matmul(step: StepCompilation) -> None:
 def schedule(step: StepCompilation) -> None:
     """Buckets and order chosen together: a few bucket sizes, each scheduled and simulated, the fastest kept."""
     machine, limit = step.context["machine"], step.job.options.memory_limit
-    step.take(plan_overlap(step.made(), machine, step.measured, limit, edited=step.edited).program)
+    narrow = step.job.place.carriers.summed_here
+    step.take(plan_overlap(step.made(), machine, step.measured, limit, edited=step.edited, narrow=narrow).program)
     step.is_scheduled = True
 
 
 def communicate(step: StepCompilation) -> None:
     """Collectives few, early to start and late to be waited for, without a machine; or the user's own passes."""
-    own = step.job.options.passes
-    step.run(communication() if own is None else own)
+    own, narrow = step.job.options.passes, step.job.place.carriers.summed_here
+    step.run(communication(narrow) if own is None else [*own, *spelled_out(narrow)])
 
 
 def lower(step: StepCompilation) -> None:

@@ -69,6 +69,9 @@ def _spellings() -> dict[Any, _Spelling]:
     return {getattr(_ops, name).default: how for name, how in table.items() if hasattr(_ops, name)}
 
 
+QUANTIZED = ":int8"
+"""What ends the name of a reduction whose inputs are to be sent in 8 bits: `quantize-reductions` spells it out."""
+
 _SPELLINGS = _spellings()
 _WAIT = _ops.wait_tensor.default
 _POINT_TO_POINT = {
@@ -110,9 +113,15 @@ class Collective:
 
     @property
     def bytes(self) -> int:
-        """Bytes of the larger of its inputs and outputs on one rank."""
+        """Bytes of the larger of its inputs and outputs on one rank; a byte a number where they are to be quantized."""
         sent = sum(tensor_bytes(node.meta.get("val")) for node in self.inputs)
-        return max(sent, tensor_bytes(self.node.meta.get("val")))
+        larger = max(sent, tensor_bytes(self.node.meta.get("val")))
+        return larger // self.dtype.itemsize if self.exact_op != self.reduce_op else larger
+
+    @property
+    def exact_op(self) -> str | None:
+        """The reduction without the word that what it is given is to be quantized."""
+        return self.reduce_op.removesuffix(QUANTIZED) if self.reduce_op is not None else None
 
     @property
     def plain(self) -> bool:
@@ -267,6 +276,15 @@ def rename_groups(nodes: Iterable[fx.Node], names: dict[str, str]) -> None:
                 node.update_arg(index, names[group])
             else:
                 node.update_kwarg(schema_of(node.target).arguments[index].name, names[group])
+
+
+def rename_reduction(node: fx.Node, reduce_op: str) -> None:
+    """Let a collective reduce by another name."""
+    index = _SPELLINGS[node.target].reduce_op
+    if index < len(node.args):
+        node.update_arg(index, reduce_op)
+    else:
+        node.update_kwarg(schema_of(node.target).arguments[index].name, reduce_op)
 
 
 def in_place_form(node: fx.Node) -> Any:
