@@ -17,7 +17,7 @@ from typing import Any
 import torch.distributed as dist
 from rich.console import Console
 from rich.table import Table
-from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks import two_ranks
@@ -49,7 +49,7 @@ def work(size: str, steps: int) -> dict[str, Any]:
     makers: list[Callable[[], Contender]] = [
         lambda: compute_alone(chosen),
         lambda: ddp(chosen, 2),
-        lambda: _ddp_in_bfloat16(chosen),
+        lambda: _ddp_in_float16(chosen),
     ]
     for mode in MODES:
         for dtype in DTYPES:
@@ -69,11 +69,11 @@ def work(size: str, steps: int) -> dict[str, Any]:
     }
 
 
-def _ddp_in_bfloat16(size: Size) -> Contender:
+def _ddp_in_float16(size: Size) -> Contender:
     model = build(size)
     wrapped = DistributedDataParallel(model, bucket_cap_mb=2)
-    wrapped.register_comm_hook(None, bf16_compress_hook)
-    return Contender("torch DDP, 2 MB buckets, bf16_compress_hook", on_own_part(eager_step(wrapped, model)))
+    wrapped.register_comm_hook(None, fp16_compress_hook)
+    return Contender("torch DDP, 2 MB buckets, fp16_compress_hook", on_own_part(eager_step(wrapped, model)))
 
 
 def finish(figures: dict[str, Any], options: argparse.Namespace) -> None:

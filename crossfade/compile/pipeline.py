@@ -14,12 +14,14 @@ import crossfade.collective_matmul  # noqa: F401 (makes the operators of matmuls
 from crossfade.communicate.add_before_reducing import AddBeforeReducing
 from crossfade.communicate.bucket_all_gathers import BucketAllGathers
 from crossfade.communicate.bucket_all_reduces import BucketAllReduces
+from crossfade.communicate.bucket_all_to_alls import BucketAllToAlls
 from crossfade.communicate.bucket_reduce_scatters import BucketReduceScatters
 from crossfade.communicate.buckets import BucketPass
 from crossfade.communicate.compute_before_gathering import ComputeBeforeGathering
 from crossfade.communicate.fuse_gathers_into_matmuls import FuseGathersIntoMatmuls
 from crossfade.communicate.fuse_scatters_into_matmuls import FuseScattersIntoMatmuls
 from crossfade.communicate.lower_all_gathers import LowerAllGathers
+from crossfade.communicate.lower_all_to_alls import LowerAllToAlls
 from crossfade.communicate.lower_averages import LowerAverages
 from crossfade.communicate.lower_reduce_scatters import LowerReduceScatters
 from crossfade.communicate.merge_duplicate_collectives import MergeDuplicateCollectives
@@ -200,6 +202,7 @@ def _fewer_and_larger(*, keeps_overlap: bool) -> list[Pass]:
         BucketAllGathers(mixed_dtypes=True, keeps_overlap=keeps_overlap),
         BucketReduceScatters(keeps_overlap=keeps_overlap),
         BucketAllReduces(keeps_overlap=keeps_overlap),
+        BucketAllToAlls(mixed_dtypes=True, keeps_overlap=keeps_overlap),
     ]
     return [*fewer, *larger]
 
@@ -248,6 +251,7 @@ def overlap(
         (BucketAllGathers, Kind.ALL_GATHER),
         (BucketReduceScatters, Kind.REDUCE_SCATTER),
         (BucketAllReduces, Kind.ALL_REDUCE),
+        (BucketAllToAlls, Kind.ALL_TO_ALL),
     ]
     larger = [
         bucketing(cap_mb=_cap(kind, sizes[kind].cap_mb), alone_mb=sizes[kind].alone_mb, keeps_overlap=False)
@@ -269,11 +273,13 @@ def lowering(carriers: Carriers, groups: Mapping[str, int], memory_limit: int | 
     its memory twice.
 
     >>> [lowered.spelling for lowered in lowering(Carriers({"dp": "gloo", "tp": "nccl"}, None), {"dp": 2, "tp": 2})]
-    ['lower-averages', 'lower-reduce-scatters', 'lower-all-gathers']
+    ['lower-averages', 'lower-reduce-scatters', 'lower-all-to-alls', 'lower-all-gathers']
     """
     gloo, exchanged = carriers.on_gloo, carriers.exchanged
     passes: list[Pass] = [LowerAverages(gloo)] if gloo else []
-    passes += [LowerReduceScatters(exchanged, _one_if_alike(carriers.pieces(groups)))] if exchanged else []
+    pieces = _one_if_alike(carriers.pieces(groups))
+    passes += [LowerReduceScatters(exchanged, pieces)] if exchanged else []
+    passes += [LowerAllToAlls(exchanged, pieces)] if gloo else []
     gathered = math.inf if memory_limit is not None or not gloo else _one_if_alike(carriers.gather_pieces(groups))
     return passes + ([LowerAllGathers(gloo, gathered)] if gloo else [])
 

@@ -250,6 +250,15 @@ def settings(node: fx.Node) -> tuple[Any, ...]:
     return tuple(_argument(node, index) for index in range(1, len(schema_of(node.target).arguments)))
 
 
+def equal_parts(node: fx.Node) -> int | None:
+    """Among how many ranks an all-to-all exchanges equal parts; None if they differ, or are known only when it runs."""
+    received, sent = _argument(node, 1), _argument(node, 2)
+    rows = node.meta["val"].shape[0] if node.meta["val"].dim() else 0
+    if not sent or not all(isinstance(part, int) for part in (*received, *sent)):
+        return None
+    return len(sent) if len({*received, *sent}) == 1 and sent[0] * len(sent) == rows else None
+
+
 def group_sizes(graph: fx.Graph) -> dict[str, int]:
     """The sizes of the groups that this graph's collectives name, where the ops say them (0 where none does)."""
     sizes: dict[str, int] = {}
