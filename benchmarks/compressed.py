@@ -1,4 +1,4 @@
-"""Step time with gradients sent as they are, in 16 bits and in 8, over a slow link; torch's DDP with its own hooks beside.
+"""Step time with gradients as they are, in 16 bits and in 8, over a slow link; torch's DDP with its own hook beside.
 
     python -m benchmarks.compressed                       # two ranks on loopback
     python -m benchmarks.compressed --network 1gbit       # two hosts in network namespaces, as root
@@ -22,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks import two_ranks
 from benchmarks.figures import save
-from benchmarks.step import steady
+from benchmarks.step import back_to_back
 from crossfade.cost.calibrate import calibrate
 from crossfade.demo.contenders import Contender, compute_alone, crossfade, ddp, eager_step, on_own_part, race
 from crossfade.demo.model import SIZES, Size, batches, build
@@ -36,30 +36,32 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--size", choices=SIZES, default="wide")
     parser.add_argument("--steps", type=int, default=6)
+    parser.add_argument("--contenders", default="", help="words that the names of contenders must have, by commas")
     two_ranks.add_options(parser)
     options = parser.parse_args()
-    given = {"size": options.size, "steps": options.steps}
+    given = {"size": options.size, "steps": options.steps, "contenders": options.contenders}
     two_ranks.run("benchmarks.compressed", work, given, finish, options)
 
 
-def work(size: str, steps: int) -> dict[str, Any]:
+def work(size: str, steps: int, contenders: str) -> dict[str, Any]:
     """What each rank does: a few steps of each in turn, then back-to-back ones."""
     chosen = SIZES[size]
     machine = calibrate("calibrated", {"dp": dist.group.WORLD})
-    makers: list[Callable[[], Contender]] = [
-        lambda: compute_alone(chosen),
-        lambda: ddp(chosen, 2),
-        lambda: _ddp_in_float16(chosen),
-    ]
+    makers: dict[str, Callable[[], Contender]] = {
+        "compute alone": lambda: compute_alone(chosen),
+        "torch": lambda: ddp(chosen, 2),
+        "torch float16": lambda: _ddp_in_float16(chosen),
+    }
     for mode in MODES:
         for dtype in DTYPES:
             name = f"Crossfade {mode}, {dtype or 'float32'}"
             options = {"data_parallel": mode, "reduce_dtype": dtype, "machine": machine}
-            makers.append(lambda name=name, options=options: crossfade(chosen, name, **options))
-    entered = [make() for make in makers]
+            makers[name] = lambda name=name, options=options: crossfade(chosen, name, **options)
+    wanted = contenders.split(",")
+    entered = [make() for name, make in makers.items() if any(word in name for word in wanted)]
     measured = race(entered, chosen, steps=steps)
     batch = batches(chosen, dist.get_world_size(), 1)[0]
-    seconds, _ = steady(entered, batch, machine)
+    seconds, _ = back_to_back(entered, batch, machine)
     compiled = {contender.name: contender.compiled for contender in entered if contender.compiled is not None}
     return {
         "steady": seconds,

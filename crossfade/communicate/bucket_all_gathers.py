@@ -74,16 +74,16 @@ class BucketAllGathers(BucketPass):
         """One all-gather of all; each rank's parts arrive together, and are sorted by member."""
         group, ranks = members[0].group, members[0].group_size or 1
         dtypes = [member.dtype for member in members]
-        as_bytes = len(set(dtypes)) > 1
+        mixed = len(set(dtypes)) > 1
 
         def exchange(*values: Tensor) -> list[Tensor]:
             if copy_in.mode == "coalesced":
                 started = collectives.all_gather_coalesced(values, ranks, group)
                 return [collectives.wait(value) for value in started]
-            parts = as_bytes(values, dtypes) if as_bytes else values
+            parts = as_bytes(values, dtypes) if mixed else values
             done = collectives.wait(collectives.all_gather(copy_in(parts), ranks, group))
             gathered = by_member(done, ranks, [part.numel() for part in parts], copy_in)
-            gathered = [g.view(dtype) for g, dtype in zip(gathered, dtypes, strict=True)] if as_bytes else gathered
+            gathered = [g.view(dtype) for g, dtype in zip(gathered, dtypes, strict=True)] if mixed else gathered
             return [
                 table.view(ranks * value.shape[0], *value.shape[1:])
                 for table, value in zip(gathered, values, strict=True)

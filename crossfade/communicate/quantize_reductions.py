@@ -62,7 +62,9 @@ class QuantizeReductions(Pass):
             if reason is None:
                 work.spell_out(each, places[each.node])
                 kept = f"{work.residual_bytes[-1]} B kept from step to step"
-                done = Verdict.of(each.node, Outcome.REPLACED, "sent in 8 bits with error feedback", detail=kept, bytes=size)
+                done = Verdict.of(
+                    each.node, Outcome.REPLACED, "sent in 8 bits with error feedback", detail=kept, bytes=size
+                )
             else:
                 collectives.rename_reduction(each.node, str(each.exact_op))
                 done = Verdict.of(each.node, Outcome.LEFT, reason, bytes=size)

@@ -27,6 +27,7 @@ from crossfade.communicate.lower_reduce_scatters import LowerReduceScatters
 from crossfade.communicate.merge_duplicate_collectives import MergeDuplicateCollectives
 from crossfade.communicate.pair_complex_numbers import PairComplexNumbers
 from crossfade.communicate.quantize_reductions import QuantizeReductions
+from crossfade.communicate.raise_gathers import RaiseGathers
 from crossfade.communicate.raise_launches import RaiseLaunches
 from crossfade.communicate.scatter_between_blocks import ScatterBetweenBlocks
 from crossfade.communicate.scatter_sliced_reductions import ScatterSlicedReductions
@@ -181,7 +182,9 @@ def communication(narrow: Sequence[str] = ()) -> Pipeline:
 
     Along the groups named `narrow`, sums of 16 bits are split in two, to be added up in float32 when they are lowered.
     """
-    return Pipeline([*_fewer_and_larger(keeps_overlap=True), *spelled_out(narrow), RaiseLaunches(), SinkWaits()])
+    return Pipeline(
+        [*_fewer_and_larger(keeps_overlap=True), *spelled_out(narrow), RaiseLaunches(), SinkWaits(), RaiseGathers()]
+    )
 
 
 def spelled_out(narrow: Sequence[str]) -> list[Pass]:
@@ -241,9 +244,7 @@ def collective_matmuls(
     )
 
 
-def overlap(
-    sizes: Mapping[Kind, BucketSize], memory_limit: int | None = None, narrow: Sequence[str] = ()
-) -> Pipeline:
+def overlap(sizes: Mapping[Kind, BucketSize], memory_limit: int | None = None, narrow: Sequence[str] = ()) -> Pipeline:
     """Passes like `communication()`, with buckets of these sizes, in the order that pays on the runner's machine; along
     the groups named `narrow`, sums of 16 bits are split in two."""
     fewer = [MergeDuplicateCollectives(), AddBeforeReducing(), ScatterSlicedReductions()]

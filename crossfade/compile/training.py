@@ -109,9 +109,9 @@ def compile_step(
             the modes that gather parameters, a preset is taken.
         memory_limit: bytes that may be alive beside inputs, parameters and optimizer state; with a machine only. The
             optimizer's small operators are then called one by one.
-        reduce_dtype: send gradients in fewer bytes, for slow links: `torch.bfloat16` or `torch.float16` halve float32's,
-            added up in float32 and rounded once; `torch.int8` takes a quarter, and what rounding left out is added to
-            the next step's gradient (error feedback). For some axes of the mesh only: `{"dp_replicate": torch.int8}`.
+        reduce_dtype: send gradients in fewer bytes, for slow links: `torch.bfloat16` and `torch.float16` halve those of
+            float32, added up in float32 and rounded once; `torch.int8` takes a quarter, and what rounding left out is
+            added to the next step's gradient (error feedback). For some axes only: `{"dp_replicate": torch.int8}`.
             Parameters, the optimizer and small gradients stay as they are; see docs/compressed_gradients.md.
         passes: communication passes to use instead of `crossfade.compile.pipeline.communication()`.
         phases: the compiler itself, changed by name: `crossfade.compile.training_phases.TRAINING` without a phase, with

@@ -1,4 +1,4 @@
-"""All-to-alls packed: tokens with their weights and positions, dependent ones apart; moved; and numbers on real ranks."""
+"""All-to-alls packed: tokens with their weights and positions; dependent ones apart; moved; and numbers on ranks."""
 
 from __future__ import annotations
 
@@ -97,7 +97,9 @@ def test_the_default_pipeline_packs_moves_and_cuts_them() -> None:
 def test_numbers_stay_to_the_last_bit(ranks: Callable[[int], Ranks], count: int) -> None:
     parts = str([8 // count] * count)
     text = DISPATCH.replace("[4, 4]", parts)
-    for found in ranks(count).run(functools.partial(differences, whole_numbers=False), text, BucketAllToAlls(mixed_dtypes=True)):
+    for found in ranks(count).run(
+        functools.partial(differences, whole_numbers=False), text, BucketAllToAlls(mixed_dtypes=True)
+    ):
         assert found == [0.0, 0.0]
 
 

@@ -94,7 +94,9 @@ def over_steps(kind: str, steps: int) -> tuple[float, float, float, bool]:
     each = [torch.randn(numel, generator=torch.Generator().manual_seed(r)) for r in range(ranks)]
     exact = torch.stack(each).mean(0)
     exact = exact if kind == "all_reduce" else exact.chunk(ranks)[rank]
-    kept = [torch.zeros(node.meta["val"].shape) for item, node in done.named_inputs() if item.kind is InputKind.RESIDUAL]
+    kept = [
+        torch.zeros(node.meta["val"].shape) for item, node in done.named_inputs() if item.kind is InputKind.RESIDUAL
+    ]
 
     def step(value: torch.Tensor, errors: list[torch.Tensor]) -> tuple[torch.Tensor, list[torch.Tensor]]:
         results = run([value, *errors])

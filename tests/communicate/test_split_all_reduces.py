@@ -1,4 +1,4 @@
-"""All-reduces of 16 bits in two halves: where the second starts, what stays whole, and sums in float32 on real ranks."""
+"""All-reduces of 16 bits in two halves: where the second starts, what stays whole, and sums in float32 on ranks."""
 
 from __future__ import annotations
 
