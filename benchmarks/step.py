@@ -92,7 +92,7 @@ def work(size: str, steps: int, contenders: str, compiled: str, network: str) ->
     measured = race(entered, chosen, steps=steps)
     compiled_steps = {contender.name: contender.compiled for contender in entered if contender.compiled is not None}
     batch = batches(chosen, dist.get_world_size(), 1)[0]
-    steady, beside = _steady(entered, batch, machine)
+    steady, beside = back_to_back(entered, batch, machine)
     return {
         "times": {result.name: result.median for result in measured},
         "losses": {result.name: result.losses[-1] for result in measured},
@@ -110,7 +110,7 @@ def work(size: str, steps: int, contenders: str, compiled: str, network: str) ->
     }
 
 
-def _steady(
+def back_to_back(
     entered: Sequence[Contender], batch: tuple[torch.Tensor, torch.Tensor], machine: Machine
 ) -> tuple[dict[str, float], dict[str, float]]:
     """Median seconds of back-to-back steps, as in training, and of predictions made beside them.

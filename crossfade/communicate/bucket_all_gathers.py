@@ -74,16 +74,16 @@ class BucketAllGathers(BucketPass):
         """One all-gather of all; each rank's parts arrive together, and are sorted by member."""
         group, ranks = members[0].group, members[0].group_size or 1
         dtypes = [member.dtype for member in members]
-        as_bytes = len(set(dtypes)) > 1
+        mixed = len(set(dtypes)) > 1
 
         def exchange(*values: Tensor) -> list[Tensor]:
             if copy_in.mode == "coalesced":
                 started = collectives.all_gather_coalesced(values, ranks, group)
                 return [collectives.wait(value) for value in started]
-            parts = _as_bytes(values, dtypes) if as_bytes else values
+            parts = as_bytes(values, dtypes) if mixed else values
             done = collectives.wait(collectives.all_gather(copy_in(parts), ranks, group))
-            gathered = _by_member(done, ranks, [part.numel() for part in parts], copy_in)
-            gathered = [g.view(dtype) for g, dtype in zip(gathered, dtypes, strict=True)] if as_bytes else gathered
+            gathered = by_member(done, ranks, [part.numel() for part in parts], copy_in)
+            gathered = [g.view(dtype) for g, dtype in zip(gathered, dtypes, strict=True)] if mixed else gathered
             return [
                 table.view(ranks * value.shape[0], *value.shape[1:])
                 for table, value in zip(gathered, values, strict=True)
@@ -92,7 +92,7 @@ class BucketAllGathers(BucketPass):
         return exchange
 
 
-def _as_bytes(values: Sequence[Tensor], dtypes: Sequence[torch.dtype]) -> list[Tensor]:
+def as_bytes(values: Sequence[Tensor], dtypes: Sequence[torch.dtype]) -> list[Tensor]:
     """Each member's bytes; what is converted on the way is converted by one copy for all of a dtype."""
     found: dict[int, Tensor] = {}
     for dtype in dict.fromkeys(dtypes):
@@ -105,7 +105,7 @@ def _as_bytes(values: Sequence[Tensor], dtypes: Sequence[torch.dtype]) -> list[T
     return [found.get(place, flat(value)).view(torch.uint8) for place, value in enumerate(values)]
 
 
-def _by_member(done: Tensor, ranks: int, sizes: list[int], copy_in: CopyIn) -> list[Tensor]:
+def by_member(done: Tensor, ranks: int, sizes: list[int], copy_in: CopyIn) -> list[Tensor]:
     """What all ranks sent of each member, as a contiguous copy of one row a rank."""
     if copy_in.mode == "copy-kernel":
         return packing.unpack(done, ranks, sizes)

@@ -139,6 +139,8 @@ class _Exchange:
             return "only the plain reduce-scatter is replaced"
         if product is not collectives.reduced_value(scatter):
             return "its rows do not divide by the ranks"
+        if scatter.exact_op != scatter.reduce_op:
+            return "it is sent in 8 bits"
         if scatter.reduce_op not in ("sum", "avg") or not value.is_floating_point():
             return "its reduction is no sum of floats"
         if scatter.reduce_op == "avg" and value.dtype is torch.float16:

@@ -27,6 +27,8 @@ class Carriers:
 
     backends: Mapping[str, str]
     machine: Machine | None
+    summed_here: tuple[str, ...] = ()
+    """The axes whose sums are of 16 bits, to be added up in float32 where they arrive."""
 
     @property
     def on_gloo(self) -> tuple[str, ...]:
@@ -35,13 +37,16 @@ class Carriers:
 
     @property
     def exchanged(self) -> tuple[str, ...]:
-        """The axes whose reduce-scatters are better exchanged: on gloo, and emulated where the machine says so."""
+        """The axes whose reduce-scatters are better exchanged: on gloo, those summed here, and emulated where the
+        machine says so."""
         return tuple(axis for axis, backend in self.backends.items() if self._is_exchanged(axis, backend))
 
     def _on(self, wanted: str) -> tuple[str, ...]:
         return tuple(axis for axis, backend in self.backends.items() if backend == wanted)
 
     def _is_exchanged(self, axis: str, backend: str) -> bool:
+        if axis in self.summed_here:
+            return True
         if self.machine is None or backend != _EMULATED:
             return backend == "gloo"
         links = self.machine.fabric(axis).links
@@ -76,6 +81,8 @@ class Carriers:
 
     def _piece_mb(self, axis: str, ranks: int) -> float:
         """As small as latency allows, larger where they cost computation much; infinite where any are as fast."""
+        if self.backends[axis] not in ("gloo", _EMULATED):
+            return math.inf
         if self.machine is None:
             return PIECE_MB
         if self.machine.fabric(axis).links[Kind.ALL_TO_ALL].piece is None:

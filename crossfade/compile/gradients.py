@@ -26,6 +26,7 @@ from crossfade.compile.options import Exchange, Options
 from crossfade.compile.phases import PhaseRecords, Phases
 from crossfade.compile.pipeline import DataParallelMode, LossIs, Semantics
 from crossfade.compile.place import Place
+from crossfade.compile.reduce_dtype import ReduceDtype, sent_as
 from crossfade.compile.step import Step
 from crossfade.compile.tensor_parallel import check_not_split
 from crossfade.compile.training_phases import GRADIENTS
@@ -57,6 +58,7 @@ def compile_gradients(
     loss_is: LossIs = "auto",
     machine: Machine | str | None = None,
     memory_limit: int | None = None,
+    reduce_dtype: ReduceDtype = None,
     passes: Sequence[Pass] | None = None,
     phases: Phases | None = None,
     check_every: int = 1,
@@ -105,6 +107,7 @@ def compile_gradients(
         loss_is=loss_is,
         machine=machine,
         memory_limit=memory_limit,
+        reduce_dtype=sent_as(reduce_dtype),
         passes=None if passes is None else tuple(passes),
         phases=GRADIENTS if phases is None else phases,
         check_every=check_every,

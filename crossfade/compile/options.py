@@ -43,6 +43,8 @@ class Options:
     loss_is: LossIs = "auto"
     machine: Machine | str | None = None
     memory_limit: int | None = None
+    reduce_dtype: tuple[tuple[str, str], ...] = ()
+    """The dtype that gradients are sent in along each axis, where it is not their own."""
     passes: tuple[Pass, ...] | None = None
     phases: Phases | None = None
     check_every: int = 1
@@ -80,6 +82,7 @@ class Options:
             "loss_is": self.loss_is,
             "machine": self.machine,
             "memory_limit": self.memory_limit,
+            "reduce_dtype": dict(self.reduce_dtype),
             "check_every": self.check_every,
             "dynamic": self.dynamic,
             "execute": self.execute,

@@ -45,9 +45,11 @@ def plan_overlap(
     memory_limit: int | None = None,
     *,
     edited: Callable[[Sequence[Pass]], Sequence[Pass]] = lambda passes: passes,
+    narrow: Sequence[str] = (),
 ) -> OverlapPlan:
     """The plan of the least predicted time among a few bucket sizes, within the memory limit: of those about as fast,
-    the one with the fewest collectives. The same on all ranks. `edited` makes a user's changes to the passes.
+    the one with the fewest collectives. The same on all ranks. `edited` makes a user's changes to the passes;
+    `narrow` names the groups whose sums of 16 bits are split in two.
 
     Raises `MemoryLimitError`, which names the least limit that works, if none fits.
 
@@ -75,7 +77,7 @@ def plan_overlap(
             break
         try:
             scaled = {kind: size.scaled(scale) for kind, size in sizes.items()}
-            passes, context = edited(overlap(scaled, memory_limit)), {"machine": machine, "measured": measured}
+            passes, context = edited(overlap(scaled, memory_limit, narrow)), {"machine": machine, "measured": measured}
             built = run_passes(program, passes, context=context)
             plans.append(OverlapPlan(built, scaled, predicted(built, machine, measured)))
         except MemoryLimitError as refused:

@@ -14,20 +14,25 @@ import crossfade.collective_matmul  # noqa: F401 (makes the operators of matmuls
 from crossfade.communicate.add_before_reducing import AddBeforeReducing
 from crossfade.communicate.bucket_all_gathers import BucketAllGathers
 from crossfade.communicate.bucket_all_reduces import BucketAllReduces
+from crossfade.communicate.bucket_all_to_alls import BucketAllToAlls
 from crossfade.communicate.bucket_reduce_scatters import BucketReduceScatters
 from crossfade.communicate.buckets import BucketPass
 from crossfade.communicate.compute_before_gathering import ComputeBeforeGathering
 from crossfade.communicate.fuse_gathers_into_matmuls import FuseGathersIntoMatmuls
 from crossfade.communicate.fuse_scatters_into_matmuls import FuseScattersIntoMatmuls
 from crossfade.communicate.lower_all_gathers import LowerAllGathers
+from crossfade.communicate.lower_all_to_alls import LowerAllToAlls
 from crossfade.communicate.lower_averages import LowerAverages
 from crossfade.communicate.lower_reduce_scatters import LowerReduceScatters
 from crossfade.communicate.merge_duplicate_collectives import MergeDuplicateCollectives
 from crossfade.communicate.pair_complex_numbers import PairComplexNumbers
+from crossfade.communicate.quantize_reductions import QuantizeReductions
+from crossfade.communicate.raise_gathers import RaiseGathers
 from crossfade.communicate.raise_launches import RaiseLaunches
 from crossfade.communicate.scatter_between_blocks import ScatterBetweenBlocks
 from crossfade.communicate.scatter_sliced_reductions import ScatterSlicedReductions
 from crossfade.communicate.sink_waits import SinkWaits
+from crossfade.communicate.split_all_reduces import SplitAllReduces
 from crossfade.compile.carriers import Carriers
 from crossfade.cost.estimate import estimate
 from crossfade.cost.machine import Machine
@@ -174,9 +179,24 @@ def updates_gathered(mode: DataParallelMode, axes: DataParallel, whole: tuple[st
     return [*updates, PairComplexNumbers()]
 
 
-def communication() -> Pipeline:
-    """Passes that make collectives few, early to start and late to be waited for: the ones to add to or replace."""
-    return Pipeline([*_fewer_and_larger(keeps_overlap=True), RaiseLaunches(), SinkWaits()])
+def communication(narrow: Sequence[str] = ()) -> Pipeline:
+    """Passes that make collectives few, early to start and late to be waited for: the ones to add to or replace.
+
+    Along the groups named `narrow`, sums of 16 bits are split in two, to be added up in float32 when they are lowered.
+    """
+    return Pipeline(
+        [*_fewer_and_larger(keeps_overlap=True), *spelled_out(narrow), RaiseLaunches(), SinkWaits(), RaiseGathers()]
+    )
+
+
+def spelled_out(narrow: Sequence[str]) -> list[Pass]:
+    """Passes that say how reductions of 8 and 16 bits travel, once they are in buckets.
+
+    >>> spelled_out(["dp"])
+    [SplitAllReduces(groups=('dp',), narrow=True), QuantizeReductions()]
+    """
+    split: list[Pass] = [SplitAllReduces(tuple(narrow))] if narrow else []
+    return [*split, QuantizeReductions()]
 
 
 def _fewer_and_larger(*, keeps_overlap: bool) -> list[Pass]:
@@ -187,6 +207,7 @@ def _fewer_and_larger(*, keeps_overlap: bool) -> list[Pass]:
         BucketAllGathers(mixed_dtypes=True, keeps_overlap=keeps_overlap),
         BucketReduceScatters(keeps_overlap=keeps_overlap),
         BucketAllReduces(keeps_overlap=keeps_overlap),
+        BucketAllToAlls(mixed_dtypes=True, keeps_overlap=keeps_overlap),
     ]
     return [*fewer, *larger]
 
@@ -225,20 +246,22 @@ def collective_matmuls(
     )
 
 
-def overlap(sizes: Mapping[Kind, BucketSize], memory_limit: int | None = None) -> Pipeline:
-    """Passes like `communication()`, with buckets of these sizes, in the order that pays on the runner's machine."""
+def overlap(sizes: Mapping[Kind, BucketSize], memory_limit: int | None = None, narrow: Sequence[str] = ()) -> Pipeline:
+    """Passes like `communication()`, with buckets of these sizes, in the order that pays on the runner's machine; along
+    the groups named `narrow`, sums of 16 bits are split in two."""
     fewer = [MergeDuplicateCollectives(), AddBeforeReducing(), ScatterSlicedReductions()]
     kinds: list[tuple[type[BucketPass], Kind]] = [
         (BucketAllGathers, Kind.ALL_GATHER),
         (BucketReduceScatters, Kind.REDUCE_SCATTER),
         (BucketAllReduces, Kind.ALL_REDUCE),
+        (BucketAllToAlls, Kind.ALL_TO_ALL),
     ]
     larger = [
         bucketing(cap_mb=_cap(kind, sizes[kind].cap_mb), alone_mb=sizes[kind].alone_mb, keeps_overlap=False)
         for bucketing, kind in kinds
         if kind in sizes
     ]
-    return Pipeline([*fewer, *larger, OverlapCommunication(memory_limit=memory_limit)])
+    return Pipeline([*fewer, *larger, *spelled_out(narrow), OverlapCommunication(memory_limit=memory_limit)])
 
 
 def _cap(kind: Kind, cap: float) -> float | tuple[float, float]:
@@ -253,11 +276,13 @@ def lowering(carriers: Carriers, groups: Mapping[str, int], memory_limit: int | 
     its memory twice.
 
     >>> [lowered.spelling for lowered in lowering(Carriers({"dp": "gloo", "tp": "nccl"}, None), {"dp": 2, "tp": 2})]
-    ['lower-averages', 'lower-reduce-scatters', 'lower-all-gathers']
+    ['lower-averages', 'lower-reduce-scatters', 'lower-all-to-alls', 'lower-all-gathers']
     """
     gloo, exchanged = carriers.on_gloo, carriers.exchanged
     passes: list[Pass] = [LowerAverages(gloo)] if gloo else []
-    passes += [LowerReduceScatters(exchanged, _one_if_alike(carriers.pieces(groups)))] if exchanged else []
+    pieces = _one_if_alike(carriers.pieces(groups))
+    passes += [LowerReduceScatters(exchanged, pieces)] if exchanged else []
+    passes += [LowerAllToAlls(exchanged, pieces)] if gloo else []
     gathered = math.inf if memory_limit is not None or not gloo else _one_if_alike(carriers.gather_pieces(groups))
     return passes + ([LowerAllGathers(gloo, gathered)] if gloo else [])
 

@@ -18,6 +18,7 @@ from crossfade.capture.training import LossFunction, loss_of
 from crossfade.compile.carriers import Carriers
 from crossfade.compile.options import Options
 from crossfade.compile.pipeline import DataParallelMode
+from crossfade.compile.reduce_dtype import along_axes, of_16_bits
 from crossfade.compile.tensor_parallel import TensorParallel
 from crossfade.cost.calibrate import calibrate
 from crossfade.cost.machine import Machine
@@ -49,6 +50,8 @@ class Place:
     shards: Shards | None = None
     machine: Machine | None = None
     """What is planned for, if anything."""
+    reduce_dtypes: Mapping[str, str] = field(default_factory=dict)
+    """The dtype that gradients are sent in along an axis, where it is not their own."""
     device: str = "cpu"
     lease: Lease | None = None
     """Keeps groups and members until the step is closed."""
@@ -75,6 +78,8 @@ class Place:
         place = cls(axes, mode, members, groups, tensor, device=device, lease=lease)
         place = replace(place, machine=place._machine(options, model))
         _check_planned(options, axes, place)
+        if axes is not None:
+            place = replace(place, reduce_dtypes=along_axes(options.reduce_dtype, _travelled(axes, mode)))
         if axes is None or members is None:
             return place
         later = tensor is not None
@@ -131,7 +136,7 @@ class Place:
         axes = [self.axes.whole, self.axes.split, self.axes.copies] if self.axes else []
         axes += [self.tensor.axis] if self.tensor else []
         backends = {axis.name: backend_on(self.device, axis.backend) for axis in axes if axis is not None}
-        return Carriers(backends, self.machine)
+        return Carriers(backends, self.machine, of_16_bits(self.reduce_dtypes))
 
     @property
     def can_gather(self) -> bool:
@@ -167,6 +172,13 @@ class Place:
 
 def _loss_of(loss_fn: LossFunction | None) -> Callable[[Callable[..., Any], tuple[Any, ...]], torch.Tensor]:
     return lambda call, batch: loss_of(call, loss_fn, batch)
+
+
+def _travelled(axes: DataParallel, mode: DataParallelMode) -> list[str]:
+    """The axes that gradients travel along."""
+    if mode == "replicate":
+        return [axes.whole.name]
+    return [axes.split.name, *([axes.copies.name] if axes.copies is not None else [])]
 
 
 def _check_not_in_rows(model: nn.Module) -> None:

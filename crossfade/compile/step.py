@@ -297,6 +297,7 @@ class Step:
         """Go on from what `state_dict` returned here or, loaded by `torch.distributed.checkpoint`, elsewhere."""
         self._create_all_state()
         self.steps = checkpoint.restore(self.model, self.optimizer, state, parts=self._parts)
+        self._inputs.forget_residuals()
         if self.steps and self._compiler is not None:
             self._compiler.job.learned.not_begun.clear()  # what was loaded has taken its first step
 

@@ -29,6 +29,8 @@ class StepInputs:
     optimizer: Optimizer
     place: Place
     _workspaces: dict[Hashable, Tensor] = field(default_factory=dict)
+    _residuals: dict[fx.Node, Tensor] = field(default_factory=dict)
+    """By the placeholder: each program makes up for what it has left out itself."""
 
     def bound(self, program: Program, numbers: Mapping[str, Number]) -> Bound:
         """How to find each input's value: users may load checkpoints or change rates between steps."""
@@ -47,6 +49,8 @@ class StepInputs:
         match kind:
             case InputKind.WORKSPACE:
                 return lambda: BoundValue(self._workspace(name, node))
+            case InputKind.RESIDUAL:
+                return lambda: BoundValue(self._residual(node))
             case InputKind.OPTIMIZER_STATE:
                 return partial(self._found_state, *name.rsplit(":", 1))
             case InputKind.SCALAR:
@@ -90,9 +94,21 @@ class StepInputs:
             self._workspaces[key] = torch.empty(like.shape, dtype=like.dtype, device=like.device)
         return self._workspaces[key]
 
+    def _residual(self, node: fx.Node) -> Tensor:
+        """What a program has left out so far, zeros before its first run."""
+        if node not in self._residuals:
+            like = node.meta["val"]
+            self._residuals[node] = torch.zeros(like.shape, dtype=like.dtype, device=like.device)
+        return self._residuals[node]
+
+    def forget_residuals(self) -> None:
+        """Make up for nothing: what was trained before does not count."""
+        for residual in self._residuals.values():
+            residual.zero_()
+
     def kept_memory(self) -> list[Tensor]:
         """The memory that programs keep from call to call, and write again in the next."""
-        return list(self._workspaces.values())
+        return [*self._workspaces.values(), *self._residuals.values()]
 
     def keep_for(self, programs: Iterable[Program]) -> None:
         """Free the workspaces that none of these programs uses."""
@@ -100,6 +116,9 @@ class StepInputs:
         used = {_workspace_key(item.name, node) for item, node in named if item.kind is InputKind.WORKSPACE}
         for key in [key for key in self._workspaces if key not in used]:
             del self._workspaces[key]
+        mine = {node for item, node in named if item.kind is InputKind.RESIDUAL}
+        for node in [node for node in self._residuals if node not in mine]:
+            del self._residuals[node]
 
 
 def earlier_inputs(program: Program, earlier: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -22,6 +22,7 @@ from crossfade.compile.phases import Phases
 from crossfade.compile.pipeline import DataParallelMode, LossIs, Semantics
 from crossfade.compile.place import Place
 from crossfade.compile.planned import check_before, take
+from crossfade.compile.reduce_dtype import ReduceDtype, sent_as
 from crossfade.compile.step import Step
 from crossfade.compile.step_plan import StepPlan
 from crossfade.compile.tensor_parallel import check_not_split
@@ -52,6 +53,7 @@ def compile_step(
     loss_is: LossIs = "auto",
     machine: Machine | str | None = None,
     memory_limit: int | None = None,
+    reduce_dtype: ReduceDtype = None,
     passes: Sequence[Pass] | None = None,
     phases: Phases | None = None,
     check_every: int = 1,
@@ -112,6 +114,10 @@ def compile_step(
             the modes that gather parameters, a preset is taken.
         memory_limit: bytes that may be alive beside inputs, parameters and optimizer state; with a machine only. The
             optimizer's small operators are then called one by one.
+        reduce_dtype: send gradients in fewer bytes, for slow links: `torch.bfloat16` and `torch.float16` halve those of
+            float32, added up in float32 and rounded once; `torch.int8` takes a quarter, and what rounding left out is
+            added to the next step's gradient (error feedback). For some axes only: `{"dp_replicate": torch.int8}`.
+            Parameters, the optimizer and small gradients stay as they are; see docs/compressed_gradients.md.
         passes: communication passes to use instead of `crossfade.compile.pipeline.communication()`.
         phases: the compiler itself, changed by name: `crossfade.compile.training_phases.TRAINING` without a phase, with
             another one, or with other passes. `print(step.pipeline)` shows what ran.
@@ -176,6 +182,7 @@ def compile_step(
         loss_is=loss_is,
         machine=machine,
         memory_limit=memory_limit,
+        reduce_dtype=sent_as(reduce_dtype),
         passes=None if passes is None else tuple(passes),
         phases=phases,
         check_every=check_every,

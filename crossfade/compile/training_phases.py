@@ -31,9 +31,11 @@ from crossfade.compile.pipeline import (
     lowering,
     parameter_sharding,
     simplification,
+    spelled_out,
     updates_gathered,
 )
 from crossfade.compile.planned import run_as_planned
+from crossfade.compile.reduce_dtype import compression
 from crossfade.cost.measure import measure
 from crossfade.cost.timeline import Timeline
 from crossfade.execute.codegen import native
@@ -171,7 +173,7 @@ def shard_data(step: StepCompilation) -> None:
     exchange = gradient_exchange(
         place.mode, axes, loss_is, place.kept_whole, gathers_rows=by_rows, gradients=options.exchange != "later"
     )
-    step.run([*gathered_once, *batch, *exchange])
+    step.run([*gathered_once, *batch, *exchange, *compression(place.reduce_dtypes)])
 
 
 def compare_ranks(step: StepCompilation) -> None:
@@ -272,14 +274,15 @@ def collective_matmul(step: StepCompilation) -> None:
 def schedule(step: StepCompilation) -> None:
     """Buckets and order chosen together: a few bucket sizes, each scheduled and simulated, the fastest kept."""
     machine, limit = step.context["machine"], step.job.options.memory_limit
-    step.take(plan_overlap(step.made(), machine, step.measured, limit, edited=step.edited).program)
+    narrow = step.job.place.carriers.summed_here
+    step.take(plan_overlap(step.made(), machine, step.measured, limit, edited=step.edited, narrow=narrow).program)
     step.is_scheduled = True
 
 
 def communicate(step: StepCompilation) -> None:
     """Collectives few, early to start and late to be waited for, without a machine; or the user's own passes."""
-    own = step.job.options.passes
-    step.run(communication() if own is None else own)
+    own, narrow = step.job.options.passes, step.job.place.carriers.summed_here
+    step.run(communication(narrow) if own is None else [*own, *spelled_out(narrow)])
 
 
 def lower(step: StepCompilation) -> None:

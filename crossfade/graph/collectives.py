@@ -69,6 +69,9 @@ def _spellings() -> dict[Any, _Spelling]:
     return {getattr(_ops, name).default: how for name, how in table.items() if hasattr(_ops, name)}
 
 
+QUANTIZED = ":int8"
+"""What ends the name of a reduction whose inputs are to be sent in 8 bits: `quantize-reductions` spells it out."""
+
 _SPELLINGS = _spellings()
 _WAIT = _ops.wait_tensor.default
 _POINT_TO_POINT = {
@@ -110,9 +113,15 @@ class Collective:
 
     @property
     def bytes(self) -> int:
-        """Bytes of the larger of its inputs and outputs on one rank."""
+        """Bytes of the larger of its inputs and outputs on one rank; a byte a number where they are to be quantized."""
         sent = sum(tensor_bytes(node.meta.get("val")) for node in self.inputs)
-        return max(sent, tensor_bytes(self.node.meta.get("val")))
+        larger = max(sent, tensor_bytes(self.node.meta.get("val")))
+        return larger // self.dtype.itemsize if self.exact_op != self.reduce_op else larger
+
+    @property
+    def exact_op(self) -> str | None:
+        """The reduction without the word that what it is given is to be quantized."""
+        return self.reduce_op.removesuffix(QUANTIZED) if self.reduce_op is not None else None
 
     @property
     def plain(self) -> bool:
@@ -241,6 +250,15 @@ def settings(node: fx.Node) -> tuple[Any, ...]:
     return tuple(_argument(node, index) for index in range(1, len(schema_of(node.target).arguments)))
 
 
+def equal_parts(node: fx.Node) -> int | None:
+    """Among how many ranks an all-to-all exchanges equal parts; None if they differ, or are known only when it runs."""
+    received, sent = _argument(node, 1), _argument(node, 2)
+    rows = node.meta["val"].shape[0] if node.meta["val"].dim() else 0
+    if not sent or not all(isinstance(part, int) for part in (*received, *sent)):
+        return None
+    return len(sent) if len({*received, *sent}) == 1 and sent[0] * len(sent) == rows else None
+
+
 def group_sizes(graph: fx.Graph) -> dict[str, int]:
     """The sizes of the groups that this graph's collectives name, where the ops say them (0 where none does)."""
     sizes: dict[str, int] = {}
@@ -267,6 +285,15 @@ def rename_groups(nodes: Iterable[fx.Node], names: dict[str, str]) -> None:
                 node.update_arg(index, names[group])
             else:
                 node.update_kwarg(schema_of(node.target).arguments[index].name, names[group])
+
+
+def rename_reduction(node: fx.Node, reduce_op: str) -> None:
+    """Let a collective reduce by another name."""
+    index = _SPELLINGS[node.target].reduce_op
+    if index < len(node.args):
+        node.update_arg(index, reduce_op)
+    else:
+        node.update_kwarg(schema_of(node.target).arguments[index].name, reduce_op)
 
 
 def in_place_form(node: fx.Node) -> Any:

@@ -17,7 +17,15 @@ from crossfade.graph.operators import remembered
 from crossfade.graph.private import schema_of
 from crossfade.graph.program import InputKind, Program
 
-LASTING = frozenset({InputKind.PARAMETER, InputKind.BUFFER, InputKind.OPTIMIZER_STATE, InputKind.WORKSPACE})
+LASTING = frozenset(
+    {
+        InputKind.PARAMETER,
+        InputKind.BUFFER,
+        InputKind.OPTIMIZER_STATE,
+        InputKind.WORKSPACE,
+        InputKind.RESIDUAL,
+    }
+)
 """The kinds of inputs whose memory a program finds again at its next run."""
 
 

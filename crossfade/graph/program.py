@@ -30,9 +30,10 @@ from crossfade.graph.private import FakeTensor, FakeTensorMode, OperatorBase, sy
 
 
 class InputKind(StrEnum):
-    """What a graph input is to the user. A `workspace` is memory kept between runs, with nothing in it before one;
-    `alike` numbers sum up what must be alike on all ranks; `earlier` are gradients of earlier micro-batches, which
-    ranks have not exchanged yet."""
+    """What a graph input is to the user. A `workspace` is memory kept between runs, with nothing in it before one; a
+    `residual` is what a program has left out so far and will make up for, zeros before the first run; `alike` numbers
+    sum up what must be alike on all ranks; `earlier` are gradients of earlier micro-batches, which ranks have not
+    exchanged yet."""
 
     PARAMETER = "parameter"
     BUFFER = "buffer"
@@ -40,6 +41,7 @@ class InputKind(StrEnum):
     INPUT = "input"
     SCALAR = "scalar"
     WORKSPACE = "workspace"
+    RESIDUAL = "residual"
     ALIKE = "alike"
     EARLIER = "earlier"
 

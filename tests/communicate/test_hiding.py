@@ -98,8 +98,8 @@ KEPT = {
     # nothing hides any: one launch fewer
     "AG1 W1 use1 mm AG2 W2 use2": "AG W mm",
     # the second was hidden by a matmul below the first use: it would have to arrive before that
-    "AG1 W1 use1 AG2 mm W2 use2": "AG W AG mm W",
-    "AG1 mm W1 use1 AG2 mm W2 use2": "AG mm W AG mm W",
+    "AG1 W1 use1 AG2 mm W2 use2": "AG AG W mm W",
+    "AG1 mm W1 use1 AG2 mm W2 use2": "AG AG mm W mm W",
     "AG1 AG2 mm W1 use1 mm W2 use2": "AG AG mm W mm W",
     # reductions start with the last: what hides the first must stand below that
     "AR1 AR2 mm W1 W2 use1 use2": "AR mm W",

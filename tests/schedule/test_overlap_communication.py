@@ -11,6 +11,7 @@ from crossfade.cost.machine import Fabric, Link, Machine
 from crossfade.errors import MemoryLimitError
 from crossfade.graph.collectives import Kind
 from crossfade.graph.passes import Outcome, run_passes
+from crossfade.graph.program import MADE_FOR
 from crossfade.graph.text import render
 from crossfade.schedule.overlap_communication import OverlapCommunication
 from crossfade.schedule.plan import AT_ONCE, BUSY, HIDDEN, MEMORY
@@ -85,3 +86,30 @@ def test_O4_options_are_spelled_short() -> None:
     assert OverlapCommunication().spelling == "overlap-communication"
     assert OverlapCommunication(memory_limit=900).spelling == "overlap-communication(memory_limit=900)"
     assert OverlapCommunication(TOY).spelling == "overlap-communication"
+
+
+def test_an_exposed_gradient_says_what_16_bits_would_save() -> None:
+    """Not what is sent so already, nor what is no gradient's, nor where conversions take longer."""
+    text = """
+        x: f32[262144] = input("x")
+        s: f32[262144] = c10d.all_reduce(x, "avg", "dp")
+        w: f32[262144] = c10d.wait_tensor(s)
+        h: bf16[262144] = aten._to_copy(x, dtype=bf16)
+        t: bf16[262144] = c10d.all_reduce(h, "avg", "dp")
+        v: bf16[262144] = c10d.wait_tensor(t)
+        return output("w", w), output("v", v)
+    """
+
+    def details(memory_bandwidth: float, made_for: str | None) -> list[bool]:
+        link = Link(latency=0.0, bandwidth=1e6)
+        machine = Machine("slow", {"*": Fabric(dict.fromkeys(Kind, link))}, {"float32": 1e30}, memory_bandwidth, 0.0)
+        program = program_of(text)
+        for node in program.graph.nodes:
+            if made_for and node.name in "st":
+                node.meta[MADE_FOR] = made_for
+        done = run_passes(program, [OverlapCommunication(machine)])
+        return ["reduce_dtype=torch.bfloat16 would save" in verdict.detail for verdict in done.history[0].verdicts]
+
+    assert details(1e12, "layer.weight") == [True, False]
+    assert details(1e12, None) == [False, False]
+    assert details(1e5, "layer.weight") == [False, False]
