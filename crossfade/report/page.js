@@ -106,18 +106,32 @@ const timeline = async box => {
     const levels = data.places.map(levelsOf);
     const rows = [[], [], [], []], open = [null, null, null, null];
     for (const [from, to, core, name, place] of computed) {
-      const own = place < 0 ? null : levels[place];
+      if (place < 0) continue; // helpers of no module end no module
+      const own = levels[place];
       let same = true;
       for (let level = 0; level < 4; level++) {
-        const label = own ? own[level] : "";
-        const last = open[level];
-        same = same && last && own && last.label === label;
+        const label = own[level], last = open[level];
+        if (!label) break;
+        same = same && last && last.label === label;
         if (same) { last.to = to; last.nodes += 1; if (level === 1) last.layers.add(own[2]); continue; }
-        open[level] = own ? {from, to, label, nodes: 1, layers: new Set([own[2]]), phase: own[0], path: own} : null;
-        if (own && label) rows[level].push(open[level]);
+        open[level] = {from, to, label, nodes: 1, layers: new Set([own[2]]), phase: own[0]};
+        open.fill(null, level + 1);
+        rows[level].push(open[level]);
       }
     }
-    return rows;
+    rows[0] = joined(rows[0], (computed.at(-1)[1] - computed[0][0]) / 50);
+    return rows.map((row, level) => level === 1 ? row.filter(block => block.phase !== "update") : row);
+  };
+  // A phase that is interrupted shortly goes on: a few nodes of the update stand among those of the backward.
+  const joined = (blocks, short) => {
+    const kept = [];
+    for (const block of blocks) {
+      const last = kept.at(-1), before = kept.at(-2);
+      if (last && last.label === block.label) { last.to = block.to; last.nodes += block.nodes; continue; }
+      if (before && before.label === block.label && last.to - last.from < short) { kept.pop(); before.to = block.to; before.nodes += last.nodes + block.nodes; continue; }
+      kept.push(block);
+    }
+    return kept;
   };
   const moduleText = (block, level) => level === 1 && block.layers.size > 1 ? `${block.label} × ${block.layers.size}` : block.label;
 
