@@ -22,7 +22,7 @@ SHOWN = 15
 class Comparison:
     """What differs between two reports, as tables; each has what was, what is, and the change.
 
-    >>> before, after = (ReportData("step", collectives_before={}, collectives_after={"all_reduce": (n, 64)}) for n in (4, 2))
+    >>> before, after = (ReportData("step", collectives_after={"all_reduce": (n, 64)}) for n in (4, 2))
     >>> Comparison(before, after).tables[0].rows
     (('collectives', '4', '2', '-50%'),)
     """

@@ -50,8 +50,8 @@ def ranks(report: ReportData) -> Rows:
     ]
     columns = ("rank", "computation", "stretched", "exposed", "idle", "communication", "others waited for it")
     note = (
-        f"Computation, stretched, exposed and idle add up to the {format_seconds(compared.seconds)} from when the first "
-        "rank began to when the last one ended; communication lies beneath them."
+        f"Computation, stretched, exposed and idle add up to the {format_seconds(compared.seconds)} from when the "
+        "first rank began to when the last one ended; communication lies beneath them."
     )
     if len(compared.sums) > len(rows):
         note += f" {len(compared.sums) - len(rows):,} more ranks are in the JSON form and in the trace."
@@ -73,7 +73,7 @@ def meetings(report: ReportData) -> Rows:
         about = f"{met.kind} of {format_bytes(met.bytes)}"
         rows.append((met.name, about, met.group, format_seconds(met.skew), f"rank {met.last}", who or "nobody"))
     columns = ("collective", "what", "group", "skew", "came last", "who stood still for it")
-    note = "Skew is the time between the first rank’s launch and the last one’s."
+    note = "Skew is the time between the first launch and the last."
     if len(found) > len(rows):
         note += f" The {len(rows)} that ranks waited for longest, of {len(found):,}."
     return Rows(columns, tuple(rows), (False, False, False, True, False, False), note)

@@ -114,8 +114,8 @@ def _said(report: ReportData) -> Iterator[tuple[str, str]]:
         yield (
             "step",
             (
-                f"{format_seconds(bounds.step)} {answers.how_known}; perfect overlap {format_seconds(bounds.overlapped)}; "
-                f"no communication {format_seconds(bounds.alone)}"
+                f"{format_seconds(bounds.step)} {answers.how_known}; "
+                f"perfect overlap {format_seconds(bounds.overlapped)}; no communication {format_seconds(bounds.alone)}"
             ),
         )
         yield from _exposed(answers)
