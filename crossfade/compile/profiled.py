@@ -10,7 +10,7 @@ from crossfade.compile.built import Built
 from crossfade.compile.place import Place
 from crossfade.cost.timeline import Timeline
 from crossfade.execute.stopwatch import Stopwatch
-from crossfade.graph.memory import live_by_name
+from crossfade.graph.memory import alive_at_peak, live_by_name
 from crossfade.graph.private import group_named
 from crossfade.graph.program import Program
 from crossfade.ranks.groups import gather_objects, ranks_of
@@ -25,6 +25,8 @@ class Profiled:
     program: Program
     timeline: Timeline
     ranks: tuple[RankTimeline, ...]
+    memory: tuple[tuple[str, int], ...]
+    alive: tuple[tuple[str, int], ...]
 
     @classmethod
     def of(cls, built: Built, stopwatch: Stopwatch, place: Place, together: AbstractContextManager[None]) -> Profiled:
@@ -37,12 +39,15 @@ class Profiled:
         if everyone is not None and not everyone.alone and place.everyones_group is not None:
             with together:
                 ranks = gather_objects(own, group_named(place.everyones_group), everyone.ranks[0]) or ranks
-        return cls(built.program, stopwatch.timeline, tuple(ranks))
+        program = built.program
+        memory, alive = tuple(live_by_name(program)), tuple(alive_at_peak(program))
+        return cls(program, stopwatch.timeline, tuple(ranks), memory, alive)
 
     def added_to(self, built: Built) -> Report:
         """The report of a built step, with what was measured if it was measured of that step."""
         if self.program is not built.program:
             return built.report
-        memory = built.report.memory or live_by_name(built.program)
-        measured: Report = built.report.with_timelines(measured=self.timeline, memory=memory, ranks=self.ranks)
+        measured: Report = built.report.with_timelines(
+            measured=self.timeline, memory=self.memory, alive=self.alive, ranks=self.ranks
+        )
         return measured

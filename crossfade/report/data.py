@@ -12,7 +12,6 @@ from crossfade.cost.keys import Keys
 from crossfade.cost.timeline import Timeline
 from crossfade.errors import CrossfadeError
 from crossfade.graph.collectives import count_by_kind
-from crossfade.graph.memory import alive_at_peak
 from crossfade.graph.modules import by_module
 from crossfade.graph.passes import Outcome, PassRecord, Verdict
 from crossfade.graph.program import Program
@@ -152,7 +151,6 @@ class ReportData:
             nodes_after=len(after.graph.nodes),
             facts={key: str(value) for key, value in (facts or {}).items()},
             program=render(after),
-            alive=alive_at_peak(after)[:ALIVE_KEPT],
             modules=by_module(after, by_module(before)),
         )
 
@@ -170,6 +168,7 @@ class ReportData:
         predicted: Timeline | None = None,
         measured: Timeline | None = None,
         memory: Sequence[MemoryPoint] | None = None,
+        alive: Sequence[tuple[str, int]] | None = None,
         ranks: Sequence[RankTimeline] | None = None,
     ) -> Self:
         """A copy with the timelines and the memory curve that are given; others stay.
@@ -182,6 +181,7 @@ class ReportData:
             predicted=self.predicted if predicted is None else predicted,
             measured=self.measured if measured is None else measured,
             memory=self.memory if memory is None else memory,
+            alive=self.alive if alive is None else alive[:ALIVE_KEPT],
             ranks=self.ranks if ranks is None else ranks,
         )
 
