@@ -66,7 +66,7 @@ def _process(pid: int, title: str, timeline: Timeline, start: float) -> Iterator
 def _events(pid: int, title: str, timeline: Timeline) -> Iterator[Event]:
     groups = dict.fromkeys(collective.group for collective in timeline.communication)
     lanes = {group: tid for tid, group in enumerate(groups, 1)}
-    name = title if timeline.source in ("", title) else f"{title}: {timeline.source}"
+    name = title if timeline.source in ("", "measured") else f"{title}: {timeline.source}"
     yield from _labels("process", name, pid, _COMPUTATION, place=pid)
     yield from _labels("thread", "computation", pid, _COMPUTATION, place=_COMPUTATION)
     for group, tid in lanes.items():

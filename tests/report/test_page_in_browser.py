@@ -123,7 +123,9 @@ def test_verdicts_unfold_for_a_search(browser: Browser, long_page: Path) -> None
     assert (browser.ask(shown), browser.ask(output)) == (20, "900 verdicts")
     browser.find("#filters input").send_keys("all_reduce_77 ")
     browser.until(f"{output} === '11 of 900 verdicts'")
-    assert browser.ask("document.querySelectorAll('details.group[open]').length") == browser.ask(shown) == 11
+    assert (
+        browser.ask("document.querySelectorAll('details.group[open]').length") == browser.ask(shown) == 10
+    )  # 777 has 77's reason
     browser.find("#filters button").click()
     assert browser.find("#filters button").get_attribute("aria-pressed") == "true"
 

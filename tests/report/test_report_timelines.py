@@ -54,7 +54,7 @@ def test_page_draws_lanes_to_scale_and_marks_what_is_exposed(tmp_path: Path) -> 
 
 def test_page_puts_predicted_above_measured_on_one_axis(tmp_path: Path) -> None:
     section = section_of(Report("r", predicted=PREDICTED, measured=MEASURED), tmp_path)
-    assert re.findall(r'aria-label="(.*?)"', section) == [
+    assert re.findall(r'aria-label="((?:pre|mea).*?)"', section) == [
         "predicted computation", "predicted communication dp", "measured computation", "measured communication dp",
     ]  # fmt: skip
     assert ("computed", "400.0", "399.3", "add: 1.00 s") in rects(section)
@@ -163,7 +163,7 @@ def test_json_has_sums_and_spans() -> None:
     sums = {key: found[key] for key in ("source", "seconds", "busy", "travelling", "exposed", "hidden")}
     assert sums == {"source": "measured", "seconds": 3.0, "busy": 2.0, "travelling": 1.5, "exposed": 1.0,
                     "hidden": pytest.approx(1 / 3)}  # fmt: skip
-    assert found["computation"][0] == {"name": "mm", "start": 0.0, "finish": 1.0}
+    assert found["computation"][0] == {"name": "mm", "start": 0.0, "finish": 1.0, "on_core": None}
     assert Report.from_json(report.to_json()) == report
 
 
