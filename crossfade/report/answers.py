@@ -91,7 +91,7 @@ class Answers:
     @cached_property
     def bounds(self) -> Bounds | None:
         """How long a step is, and the two reference lines."""
-        return bounds_of(self.timeline) if self.timeline is not None else None
+        return bounds_of(self.timeline, self.report.compared_ranks.ways) if self.timeline is not None else None
 
     @cached_property
     def exposures(self) -> tuple[Exposure, ...]:
@@ -164,7 +164,7 @@ class Answers:
         for remedy, seconds in by_remedy.items():
             if remedy:
                 yield Advice(seconds, "collectives are exposed that a pass left as they were", remedy)
-        busiest = busiest_link(timeline)
+        busiest = busiest_link(timeline, self.report.compared_ranks.ways)
         movable = max(0.0, timeline.exposed - late)
         if self.report.predicted is None:
             beyond = max(0.0, busiest - (timeline.seconds - timeline.exposed))
@@ -181,15 +181,15 @@ class Answers:
         )
 
 
-def bounds_of(timeline: Timeline) -> Bounds:
-    """The reference lines of a timeline.
+def bounds_of(timeline: Timeline, ways: Mapping[str, float] | None = None) -> Bounds:
+    """The reference lines of a timeline; `ways` says how long collectives take without waiting for ranks that are late.
 
     >>> from crossfade.cost.timeline import Computed
     >>> reduce = Travelled("r", "all_reduce", "dp", 8, 1.0, 1.0, 4.0, needed=3.0, exposed=1.0)
     >>> bounds_of(Timeline((Computed("r", 0.0, 1.0), Computed("mm", 1.0, 3.0, 1.5)), (reduce,), 4.0))
     Bounds(step=4.0, overlapped=3.0, alone=2.0)
     """
-    overlapped = min(timeline.seconds, max(timeline.seconds - timeline.exposed, busiest_link(timeline)))
+    overlapped = min(timeline.seconds, max(timeline.seconds - timeline.exposed, busiest_link(timeline, ways)))
     launches = {sent.name: sent.launch for sent in timeline.communication}
     alone = 0.0
     for span in timeline.computation:
@@ -198,15 +198,15 @@ def bounds_of(timeline: Timeline) -> Bounds:
     return Bounds(timeline.seconds, overlapped, min(alone, overlapped))
 
 
-def busiest_link(timeline: Timeline) -> float:
-    """The seconds that the group which travels longest is under way.
+def busiest_link(timeline: Timeline, ways: Mapping[str, float] | None = None) -> float:
+    """The seconds that the group which travels longest is under way, where collectives take as long as `ways` says.
 
     >>> busiest_link(Timeline((), (), 1.0))
     0.0
     """
     carried: dict[str, float] = defaultdict(float)
     for sent in timeline.communication:
-        carried[sent.group] += sent.finish - sent.start
+        carried[sent.group] += (ways or {}).get(sent.name, sent.finish - sent.start)
     return max(carried.values(), default=0.0)
 
 

@@ -119,17 +119,23 @@ const timeline = async box => {
         rows[level].push(open[level]);
       }
     }
-    rows[0] = joined(rows[0], (computed.at(-1)[1] - computed[0][0]) / 50);
-    return rows.map((row, level) => level === 1 ? row.filter(block => block.phase !== "update") : row);
+    const length = computed.at(-1)[1] - computed[0][0];
+    rows[1] = rows[1].filter(block => block.phase !== "update");
+    return rows.map((row, level) => joined(row, length / (level < 2 ? 50 : 500)));
   };
-  // A phase that is interrupted shortly goes on: a few nodes of the update stand among those of the backward.
+  const alike = (one, other) => one.label === other.label && one.phase === other.phase;
+  const extend = (block, more) => {
+    block.to = more.to; block.nodes += more.nodes;
+    if (alike(block, more)) for (const layer of more.layers) block.layers.add(layer);
+  };
+  // What is interrupted shortly goes on: a few nodes of the update stand among those of the backward.
   const joined = (blocks, short) => {
     const kept = [];
     for (const block of blocks) {
       const last = kept.at(-1), before = kept.at(-2);
-      if (last && last.label === block.label) { last.to = block.to; last.nodes += block.nodes; continue; }
-      if (before && before.label === block.label && last.to - last.from < short) { kept.pop(); before.to = block.to; before.nodes += last.nodes + block.nodes; continue; }
-      kept.push(block);
+      if (last && alike(last, block)) extend(last, block);
+      else if (before && alike(before, block) && block.from - before.to < short) { kept.pop(); extend(before, last); extend(before, block); }
+      else kept.push(block);
     }
     return kept;
   };

@@ -19,7 +19,7 @@ from crossfade.report.answers import Answers, about
 from crossfade.report.compare import Comparison
 from crossfade.report.data import ReportData, Table, VerdictGroup
 from crossfade.report.diff import Diff, unified
-from crossfade.report.draw_timeline import COLUMNS, MEMORY_HEIGHT, comparison, draw, timelines
+from crossfade.report.draw_timeline import COLUMNS, MEMORY_HEIGHT, comparison, draw, hidden, timelines
 from crossfade.report.page_data import drawn, packed
 from crossfade.report.page_tables import Rows, alive, each_collective, meetings, ranks
 from crossfade.report.units import Cell, format_bytes, format_cell, format_seconds, is_numeric, plural
@@ -187,6 +187,7 @@ def _first_screen(answers: Answers) -> dict[str, Any]:
         "answers": answers,
         "lines": _lines(answers),
         "how_known": _how_known(answers),
+        "overlap_line": _overlap_line(answers),
         "exposed_share": share,
         "exposures_shown": EXPOSURES_SHOWN,
         "changed": len(changed),
@@ -201,6 +202,18 @@ def _how_known(answers: Answers) -> str:
         return f"predicted for {answers.timeline.source}" if answers.timeline else ""
     slowest = answers.report.compared_ranks.slowest
     return f"measured on rank {ranks[0].rank} of {len(ranks)}" if slowest is not None else "measured"
+
+
+def _overlap_line(answers: Answers) -> str:
+    """How much of the communication costs nothing, and which rank is the slowest."""
+    timeline, slowest = answers.timeline, answers.report.compared_ranks.slowest
+    share = hidden(timeline) if timeline is not None else None
+    if timeline is None or share is None:
+        return ""
+    said = f"Communication is under way for {format_seconds(timeline.travelling)}, {share:.0%} of it hidden."
+    if slowest is not None:
+        said += f" Rank {slowest.rank} is the slowest of {len(answers.report.ranks)}."
+    return said
 
 
 def _lines(answers: Answers) -> list[Line]:

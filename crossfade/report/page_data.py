@@ -38,7 +38,7 @@ def packed(value: Any) -> str:
 
 def drawn(report: ReportData) -> dict[str, Any] | None:
     """The timelines of a report for the script: predicted, then measured; or the ranks that count most."""
-    names = _Names(report.modules)
+    names = _Names(report.modules, report.compared_ranks.ways)
     tracks = [names.track(title, timeline, start) for title, timeline, start in _tracks(report)]
     first = tracks[0]["start"] * TICK if tracks else 0.0
     points = [(first + at, size) for at, size in placed(report.memory, _of_memory(report))] if tracks else []
@@ -100,10 +100,10 @@ def thinned(points: Sequence[tuple[float, int]], limit: int = POINTS) -> list[tu
 class _Names:
     """Every name once, by number, and the module of each by number too."""
 
-    def __init__(self, modules: Mapping[str, str]) -> None:
+    def __init__(self, modules: Mapping[str, str], ways: Mapping[str, float]) -> None:
         self.names: list[str] = []
         self.places: list[str] = []
-        self._modules = modules
+        self._modules, self._ways = modules, ways
         self._number: dict[str, int] = {}
         self._place: dict[str, int] = {}
 
@@ -121,7 +121,7 @@ class _Names:
         groups: dict[str, list[Travelled]] = {}
         for sent in timeline.communication:
             groups.setdefault(sent.group, []).append(sent)
-        bounds = bounds_of(timeline)
+        bounds = bounds_of(timeline, self._ways if title.startswith("rank") else None)
         still = [sent for sent in timeline.communication if sent.exposed > 0]
         return {
             "title": title,

@@ -126,6 +126,16 @@ class RankComparison:
         return tuple(sorted(found, key=lambda meeting: min(meeting.launches.values())))
 
     @cached_property
+    def ways(self) -> dict[str, float]:
+        """The seconds that each collective is under way on the rank that launched last, which waits for nobody."""
+        found: dict[str, float] = {}
+        for rank in self.ranks if len(self.ranks) > 1 else ():
+            for sent in rank.timeline.communication:
+                way = sent.finish - sent.start
+                found[sent.name] = min(way, found.get(sent.name, way))
+        return found
+
+    @cached_property
     def sums(self) -> tuple[RankSums, ...]:
         """What each rank did of its time."""
         waited_for = dict.fromkeys((rank.rank for rank in self.ranks), 0.0)

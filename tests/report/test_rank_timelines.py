@@ -119,3 +119,8 @@ def test_a_profiled_step_has_all_ranks_on_the_first(ranks: Callable[[int], Ranks
         assert parts == pytest.approx(compared.seconds, rel=0.02)
     assert {"forward blocks.0", "backward blocks.2"} <= set(report.modules.values())
     assert report.memory and report.alive
+
+
+def test_the_way_of_a_collective_is_that_of_the_rank_which_came_last() -> None:
+    assert RankComparison.of(SKEWED).ways == {"r": 1.0}
+    assert RankComparison.of(SKEWED[:1]).ways == {}
