@@ -45,6 +45,6 @@ if dist.get_rank() == 0:
     print(
         f"one step: {timeline.seconds * 1e3:.1f} ms, of which computation stood still {timeline.exposed * 1e3:.1f} ms"
     )
-    step.report.with_timelines(measured=timeline).show()
+    step.report.show()
 assert found == expected
 dist.destroy_process_group()

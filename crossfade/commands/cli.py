@@ -19,6 +19,10 @@ app = typer.Typer(
     add_completion=False,
 )
 console = Console()
+reports = typer.Typer(help="Show, draw and compare reports that were saved as JSON.", no_args_is_help=True)
+app.add_typer(reports, name="report")
+Everything = Annotated[bool, typer.Option("--all", help="Print every table, not the 25 lines that count most.")]
+Saved = Annotated[Path, typer.Argument(help="A report saved with to_json.", exists=True, dir_okay=False)]
 Trusted = Annotated[bool, typer.Option("--trusted", help="Run code that the file holds: you know where it comes from.")]
 
 
@@ -28,6 +32,7 @@ def demo(
     steps: Annotated[int, typer.Option(help="Timed steps of each contender.", min=1)] = 20,
     size: Annotated[str, typer.Option(help="Size of the GPT: tiny, demo, wide or deep.")] = "demo",
     report: Annotated[Path, typer.Option(help="Folder for index.html and report.json.")] = Path("crossfade-report"),
+    everything: Everything = False,
 ) -> None:
     """Train a small GPT on local CPU ranks: one process, torch's DDP and Crossfade, side by side.
 
@@ -39,7 +44,55 @@ def demo(
 
     if size not in SIZES:
         raise typer.BadParameter(f"{size!r}: expected one of {', '.join(SIZES)}", param_hint="--size")
-    show.run(ranks=ranks, steps=steps, size=size, folder=report, console=console)
+    show.run(ranks=ranks, steps=steps, size=size, folder=report, console=console, everything=everything)
+
+
+@reports.command("show")
+def show_report(report: Saved, everything: Everything = False) -> None:
+    """Print a report: how long a step is, what is exposed and why, what to do, which passes fired."""
+    from crossfade.report.report import Report
+
+    Report.from_json(report).show(console, all=everything)
+
+
+@reports.command("page")
+def report_page(
+    report: Saved,
+    output: Annotated[Path, typer.Option("--output", "-o", help="The page to write.")] = Path("report.html"),
+) -> None:
+    """Write a report as one self-contained HTML page."""
+    from crossfade.report.report import Report
+
+    console.print(f"HTML report: {Report.from_json(report).to_html(output)}", soft_wrap=True)
+
+
+@reports.command("trace")
+def report_trace(
+    report: Saved,
+    output: Annotated[Path, typer.Option("--output", "-o", help="The trace to write.")] = Path("trace.json"),
+) -> None:
+    """Write the timelines of all ranks as a trace for Perfetto (ui.perfetto.dev) and chrome://tracing."""
+    from crossfade.report.report import Report
+
+    console.print(f"trace: {Report.from_json(report).to_trace(output)}", soft_wrap=True)
+
+
+@reports.command("diff")
+def diff_reports(
+    before: Saved,
+    after: Saved,
+    html: Annotated[Path | None, typer.Option(help="Also write an HTML page here.")] = None,
+) -> None:
+    """Compare two reports: before and after a change, or of two machines."""
+    from crossfade.report.page import render_comparison
+    from crossfade.report.report import Report
+    from crossfade.report.terminal import show_comparison
+
+    comparison = Report.from_json(before).compared_with(Report.from_json(after))
+    show_comparison(comparison, console)
+    if html is not None:
+        html.write_text(render_comparison(comparison), encoding="utf-8", errors="xmlcharrefreplace")
+        console.print(f"HTML report: {html}", soft_wrap=True)
 
 
 @app.command()
@@ -52,6 +105,7 @@ def explain(
     html: Annotated[Path | None, typer.Option(help="Also write an HTML report here.")] = None,
     machine: Annotated[str, typer.Option(help="Plan for this machine: a preset's name or a JSON file.")] = "",
     strict: Annotated[str, typer.Option(help="What is expected, e.g. 'bucketed:all exposed<=5ms'.")] = "",
+    everything: Everything = False,
 ) -> None:
     """Run passes over a program written as text, and say what became of each collective and why.
 
@@ -75,7 +129,7 @@ def explain(
     after = run_passes(before, chosen, context=pipeline.planning_for(found))
     report = Report.of(before, after, title=program.name)
     report = report.with_timelines(predicted=whatif.predicted(after, found)) if found is not None else report
-    report.show(console)
+    report.show(console, all=everything)
     for name, verdict in report.verdicts:
         console.print(f"[dim]{name}:[/] {escape(str(verdict))}", highlight=False, soft_wrap=True)
     console.print(str(after), highlight=False, markup=False, soft_wrap=True)

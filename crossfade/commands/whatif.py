@@ -12,7 +12,7 @@ from crossfade.cost.presets import PRESETS, preset
 from crossfade.cost.timeline import Timeline, simulate
 from crossfade.files.program_text import read_program_text
 from crossfade.graph import collectives
-from crossfade.graph.memory import live_by_name
+from crossfade.graph.memory import alive_at_peak, live_by_name
 from crossfade.report.report import Report
 
 __all__ = ["PRESETS", "WhatIf", "machine_of", "what_if", "predicted"]
@@ -54,5 +54,6 @@ def what_if(program: Path, machine: str, group_size: int, memory_limit: int | No
     plan = plan_overlap(before, found, memory_limit=memory_limit)
     memory = live_by_name(plan.program)
     report = Report.of(before, plan.program, title=program.name).with_timelines(predicted=plan.timeline, memory=memory)
+    report = report.with_timelines(alive=alive_at_peak(plan.program))
     peak = max(size for _, size in memory)
     return WhatIf(found, simulate(before, estimate(before, found)), plan, peak, report)

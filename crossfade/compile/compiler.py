@@ -34,7 +34,7 @@ from crossfade.compile.training_phases import TRAINING, StepCompilation
 from crossfade.errors import BatchError, RankFailedError
 from crossfade.graph.effects import is_random
 from crossfade.graph.events import events_of
-from crossfade.graph.memory import live_by_name
+from crossfade.graph.memory import alive_at_peak, live_by_name
 from crossfade.graph.private import group_named
 from crossfade.graph.program import OutputKind, Program
 from crossfade.ranks.checkpoint import checksum, checksums, random_state
@@ -287,7 +287,8 @@ class StepCompiler:
         report = Report.of(plain, step.made(), title=type(self.job.model).__name__, facts=facts)
         if step.timeline is None:
             return report
-        return report.with_timelines(predicted=step.timeline, memory=live_by_name(step.made()))
+        made = step.made()
+        return report.with_timelines(predicted=step.timeline, memory=live_by_name(made), alive=alive_at_peak(made))
 
     def _shortfalls(self, step: StepCompilation, plain: Program, report: Report) -> tuple[Shortfall, ...]:
         expect, tensor = self.job.options.expect, self.job.place.tensor

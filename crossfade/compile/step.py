@@ -26,6 +26,7 @@ from crossfade.compile.options import Exchange
 from crossfade.compile.phases import PhaseRecords
 from crossfade.compile.place import Place
 from crossfade.compile.planned import plan_of
+from crossfade.compile.profiled import Profiled
 from crossfade.compile.step_inputs import StepInputs, earlier_inputs
 from crossfade.cost.timeline import Timeline
 from crossfade.errors import CrossfadeError, RankFailedError
@@ -94,6 +95,7 @@ class Step:
         self._dynamic = Dynamic.of(compiler.job.options, self._place) if compiler is not None else Dynamic(False)
         self._inputs = StepInputs(model, optimizer, self._place)
         self._last: _Ready | None = None
+        self._profiled: Profiled | None = None
         self.steps = 0
         self.captures = 0
         """How many programs were captured so far: one for each shape of batch and setting."""
@@ -101,8 +103,9 @@ class Step:
 
     @property
     def report(self) -> Report:
-        """What became of every collective of the program that ran last."""
-        return self._latest("report").report
+        """What became of every collective of the program that ran last; after `profile`, with what it measured."""
+        built = self._latest("report")
+        return built.report if self._profiled is None else self._profiled.added_to(built)
 
     @property
     def program(self) -> Program:
@@ -145,7 +148,7 @@ class Step:
             self._ready.clear()
             self._other_sizes.clear()
             self._inputs.keep_for(())
-            self._last = None
+            self._last = self._profiled = None
             if self._place.lease is not None:
                 self._place.lease.release()
 
@@ -189,7 +192,16 @@ class Step:
     def profile(self, /, *batch: Any, **named: Any) -> Timeline:
         """Train on one batch as a call does, and return what this rank did when; see `crossfade.execute.stopwatch`.
 
-        The first step makes optimizer state and the memory of buckets: profile a later one, on every rank.
+        The first step makes optimizer state and the memory of buckets: profile a later one, on every rank. `report` has
+        it from then on; the first rank's report has the timelines of all ranks, on one clock.
+
+            >>> import torch
+            >>> from crossfade.compile.training import compile_step
+            >>> model = nn.Linear(2, 1)
+            >>> step = compile_step(model, nn.functional.mse_loss, torch.optim.SGD(model.parameters(), lr=0.1))
+            >>> timeline = step.profile(torch.ones(4, 2), torch.zeros(4, 1))
+            >>> step.report.measured == timeline
+            True
         """
         with users_frames, self._turn:
             batch = as_batch(batch, named)
@@ -199,6 +211,7 @@ class Step:
             del batch
             stopwatch = Stopwatch(ready.executable)
             self._train(ready, stopwatch, values)
+            self._profiled = Profiled.of(ready.built, stopwatch, self._place, self._together("gather the timelines"))
         return stopwatch.timeline
 
     @users_frames

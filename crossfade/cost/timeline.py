@@ -45,11 +45,15 @@ class Costs:
 
 @dataclass(frozen=True, slots=True)
 class Computed:
-    """One node on the computing lane: its name, and the seconds from the start at which it began and ended."""
+    """One node on the computing lane: its name, and the seconds from the start at which it began and ended.
+
+    `on_core` is for how many of these seconds the computing thread had a processor, where that was measured.
+    """
 
     name: str
     start: float
     finish: float
+    on_core: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +92,26 @@ class Timeline:
     def busy(self) -> float:
         """Seconds of computation."""
         return sum(span.finish - span.start for span in self.computation)
+
+    @cached_property
+    def on_core(self) -> float | None:
+        """Seconds of computation for which the computing thread had a processor; None where nobody measured it.
+
+        >>> Timeline((Computed("mm", 0.0, 3.0, on_core=2.0),), (), 3.0).on_core
+        2.0
+        """
+        if not self.computation or any(span.on_core is None for span in self.computation):
+            return None
+        return sum(span.on_core or 0.0 for span in self.computation)
+
+    @cached_property
+    def stretched(self) -> float | None:
+        """Seconds by which computation took longer because others had its processor; None where nobody measured it.
+
+        >>> Timeline((Computed("mm", 0.0, 3.0, on_core=2.0),), (), 3.0).stretched
+        1.0
+        """
+        return None if self.on_core is None else max(0.0, self.busy - self.on_core)
 
     @cached_property
     def travelling(self) -> float:

@@ -22,13 +22,13 @@ DDP_BUCKETS_MB = (1.0, 4.0)
 """Bucket sizes tried for DDP beside its default; the best of them is shown."""
 
 
-def run(*, ranks: int, steps: int, size: str, folder: Path, console: Console) -> Report:
+def run(*, ranks: int, steps: int, size: str, folder: Path, console: Console, everything: bool = False) -> Report:
     """Train the same small GPT in every way, print the table, and write the report into `folder`."""
     console.print(f"Training a small GPT ({size}) on {ranks} local ranks, {steps} steps of each contender in turn.")
     with Ranks(ranks, timeout=600) as world:
         measured, report = world.run(work, size, steps)[0]
     report = report.with_table(times_table(measured)).with_table(losses_table(measured))
-    report.show(console)
+    report.show(console, all=everything)
     folder.mkdir(parents=True, exist_ok=True)
     report.to_json(folder / "report.json")
     console.print(f"HTML report: {report.to_html(folder / 'index.html')}", soft_wrap=True)
@@ -70,8 +70,8 @@ def _report(contender: Contender, size: Size) -> Report:
     """What became of the collectives, and what one more step does when."""
     step = contender.compiled
     assert step is not None
-    timeline = step.profile(*batches(size, dist.get_world_size(), 1)[0])
-    report: Report = step.report.with_timelines(measured=timeline)
+    step.profile(*batches(size, dist.get_world_size(), 1)[0])
+    report = step.report
     return replace(report, facts={**report.facts, "threads": f"{torch.get_num_threads()} on each rank"})
 
 

@@ -12,6 +12,10 @@ is measured is therefore:
   carries one at a time: the parts of one group never overlap and add up to the time in which that group was under way.
 - `exposed`: how long the program stood still in its wait, if the collective had not arrived when it came there.
 
+A stamp also notes how long the computing thread has had a processor (`Computed.on_core`): with fewer cores than threads
+those that carry a collective take it from the computation beside them, which hides them only in appearance: it is
+stretched.
+
 On CUDA all stamps are events: a node's time is the computing stream's, including its idling until the node was
 launched. One side stream a group waits for each collective and notes its end; the computing stream waits for that. An
 event costs about 2 us a node: nothing where kernels are long, but a step that only launches gets longer by it.
@@ -67,6 +71,8 @@ class Stopwatch(Executable):
         self.compiled = compile_written(_TimedWriter(self.program, self._watch, executable.compiled.views))
         self._watch.lines = len(self.compiled.node_at)
         self._timeline: Timeline | None = None
+        self.started = 0.0
+        """When the last call began, by this host's clock: what lays the timelines of several ranks side by side."""
 
     @property
     def timeline(self) -> Timeline:
@@ -74,13 +80,14 @@ class Stopwatch(Executable):
         if self._timeline is None:
             if not self._watch.stamps:
                 raise RuntimeError("nothing timed yet: call the stopwatch, then ask for its timeline")
-            reading = _Reading(self._watch.times(), self._watch.arrivals(), self.groups)
+            reading = _Reading(self._watch.times(), self._watch.arrivals(), self.groups, self._watch.on_core())
             self._timeline = reading.timeline(self.compiled.node_at.values())
         return self._timeline
 
     def __call__(self, inputs: list[Any]) -> tuple[Any, ...]:
         """Run on the inputs, in the program's order, and time it; the list is emptied."""
         self._timeline = None
+        self.started = time.time()
         with self._watch.running():
             return super().__call__(inputs)
 
@@ -112,8 +119,12 @@ class _HostClock:
 
     holds_inputs = False
 
-    now = staticmethod(time.perf_counter)
     noticed = staticmethod(time.perf_counter)
+
+    @staticmethod
+    def now() -> tuple[float, float]:
+        """The time, and for how long this thread has had a processor."""
+        return time.perf_counter(), time.thread_time()
 
     def wind(self, stamps: int) -> None:
         """Get ready for a run of so many stamps."""
@@ -125,9 +136,17 @@ class _HostClock:
     def follow(self, stamp: float) -> None:
         """Compute no further before `stamp`: it has passed already when the host holds it."""
 
-    def seconds(self, stamps: Sequence[float], since: float) -> list[float]:
-        """Stamps as seconds since one of them."""
-        return [stamp - since for stamp in stamps]
+    def seconds(self, stamps: Sequence[tuple[float, float]]) -> list[float]:
+        """Stamps as seconds since the first."""
+        return [at - stamps[0][0] for at, _ in stamps]
+
+    def arrivals(self, noticed: Sequence[float], since: tuple[float, float]) -> list[float]:
+        """When watchers saw something, as seconds since a stamp."""
+        return [at - since[0] for at in noticed]
+
+    def on_core(self, stamps: Sequence[tuple[float, float]]) -> list[float] | None:
+        """For how long the computing thread had a processor between each stamp and the next."""
+        return [after - before for (_, before), (_, after) in pairwise(stamps)]
 
 
 class _StreamClock:
@@ -174,10 +193,17 @@ class _StreamClock:
         """Compute no further before `stamp`."""
         torch.cuda.current_stream().wait_event(stamp)
 
-    def seconds(self, stamps: Sequence[torch.cuda.Event], since: torch.cuda.Event) -> list[float]:
-        """Stamps as seconds since one of them."""
+    def seconds(self, stamps: Sequence[torch.cuda.Event]) -> list[float]:
+        """Stamps as seconds since the first."""
+        return self.arrivals(stamps, stamps[0])
+
+    def arrivals(self, noticed: Sequence[torch.cuda.Event], since: torch.cuda.Event) -> list[float]:
+        """When watchers saw something, as seconds since a stamp."""
         torch.cuda.synchronize(self.device)
-        return [since.elapsed_time(stamp) / 1e3 for stamp in stamps]
+        return [since.elapsed_time(stamp) / 1e3 for stamp in noticed]
+
+    def on_core(self, stamps: Sequence[torch.cuda.Event]) -> None:
+        """Unknown: the device does not say what else ran beside a kernel."""
 
 
 _Clock = _HostClock | _StreamClock
@@ -272,10 +298,13 @@ class _Watch:
         self.flights[name].land(self.clock)
 
     def times(self) -> list[float]:
-        return self.clock.seconds(self.stamps, self.stamps[0])
+        return self.clock.seconds(self.stamps)
+
+    def on_core(self) -> list[float] | None:
+        return self.clock.on_core(self.stamps)
 
     def arrivals(self) -> dict[str, float]:
-        finishes = self.clock.seconds([flight.finish for flight in self.flights.values()], self.stamps[0])
+        finishes = self.clock.arrivals([flight.finish for flight in self.flights.values()], self.stamps[0])
         return dict(zip(self.flights, finishes, strict=True))
 
     def _watched_queue(self) -> SimpleQueue[_Flight | None]:
@@ -295,23 +324,30 @@ class _Reading:
     """Turns times into a timeline. `times` are those after each node, with the first before all; `finishes` are those
     of the collectives, by name."""
 
-    def __init__(self, times: list[float], finishes: dict[str, float], groups: dict[str, str]) -> None:
+    def __init__(
+        self,
+        times: list[float],
+        finishes: dict[str, float],
+        groups: dict[str, str],
+        on_core: list[float] | None = None,
+    ) -> None:
         self.times, self.finishes, self.groups = times, finishes, groups
+        self.on_core: Sequence[float | None] = on_core or [None] * (len(times) - 1)
         self.computed: list[Computed] = []
         self.launches: dict[str, tuple[fx.Node, float]] = {}
         self.needed: dict[str, float] = {}
         self.exposed: dict[str, float] = {}
 
     def timeline(self, nodes: Iterable[fx.Node]) -> Timeline:
-        for node, (start, finish) in zip(nodes, pairwise(self.times), strict=True):
-            self._read(node, start, finish)
+        for node, (start, finish), on_core in zip(nodes, pairwise(self.times), self.on_core, strict=True):
+            self._read(node, start, finish, on_core)
         end = self.times[-1]
         for name in sorted(self.launches.keys() - self.needed.keys(), key=lambda name: self.finishes[name]):
             self.exposed[name] = max(0.0, self.finishes[name] - end)
             end += self.exposed[name]
         return Timeline(tuple(self.computed), tuple(self._travelled()), end, "measured")
 
-    def _read(self, node: fx.Node, start: float, finish: float) -> None:
+    def _read(self, node: fx.Node, start: float, finish: float, on_core: float | None) -> None:
         awaited = collectives.started_by(node) if collectives.is_wait(node) else None
         if awaited is not None:
             self.needed.setdefault(awaited.name, start)
@@ -320,7 +356,8 @@ class _Reading:
                 return
         if collectives.is_collective(node):
             self.launches[node.name] = node, finish
-        self.computed.append(Computed(node.name, start, finish))
+        on_core = None if on_core is None else min(on_core, finish - start)  # two clocks, read one after the other
+        self.computed.append(Computed(node.name, start, finish, on_core))
 
     def _travelled(self) -> Iterator[Travelled]:
         free_at: dict[str, float] = {}

@@ -10,6 +10,7 @@ nor is an allocator's rounding.
 from __future__ import annotations
 
 import operator
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -92,6 +93,36 @@ def live_by_name(program: Program) -> list[tuple[str, int]]:
     [('x', 0), ('y', 16), ('output', 16)]
     """
     return [(node.name, size) for node, size in zip(program.graph.nodes, memory_curve(program).during, strict=True)]
+
+
+def alive_at_peak(program: Program) -> list[tuple[str, int]]:
+    """What is alive when most is: the nodes that made it and its bytes, the largest first.
+
+    >>> from crossfade.graph.text import parse
+    >>> program = parse('''
+    ... x: f32[4] = input("x")
+    ... a: f32[4] = aten.neg(x)
+    ... b: f32[4] = aten.exp(a)
+    ... c: f32[] = aten.sum(b)
+    ... return output("c", c)
+    ... ''')
+    >>> alive_at_peak(program)
+    [('a', 16), ('b', 16)]
+    """
+    storages = Storages(program.graph.nodes)
+    during = [size for size, _ in map(Meter(storages).run, storages.nodes)]
+    at = during.index(max(during, default=0)) if during else 0
+    meter, made_by = Meter(storages), dict[int, str]()
+    for node in storages.nodes[:at]:
+        made_by.update({cell: node.name for cell in storages.touches[node] if cell not in made_by})
+        meter.run(node)
+    alive = {cell: name for cell, name in made_by.items() if meter.holds(cell)}
+    for node in storages.nodes[at : at + 1]:
+        alive = dict.fromkeys(storages.touches[node], node.name) | alive
+    sizes = Counter[str]()
+    for cell, name in alive.items():
+        sizes[name] += storages.size[cell]
+    return sorted(((name, size) for name, size in sizes.items() if size), key=lambda pair: -pair[1])
 
 
 class Storages:
@@ -257,6 +288,10 @@ class Meter:
         for cell in touched:
             self._release(cell)
         return during, self.live
+
+    def holds(self, cell: int) -> bool:
+        """Whether a cell has begun and not ended."""
+        return bool(self._begun[cell]) and self._uses[cell] > 0
 
     def made_by(self, node: fx.Node) -> int:
         """The bytes that a node would make if it ran now."""

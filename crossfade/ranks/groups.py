@@ -150,3 +150,16 @@ def _inside_torch_distributed() -> bool:
     while frame is not None and frame.f_globals.get("__name__") != "torch.distributed.distributed_c10d":
         frame = frame.f_back  # type: ignore[assignment]
     return frame is not None
+
+
+def ranks_of(group: str) -> list[int]:
+    """The global ranks of a process group, by its name."""
+    return list(dist.get_process_group_ranks(group_named(group)))
+
+
+def gather_objects(value: Any, group: Any, onto: int) -> list[Any]:
+    """What all members of a group bring, on one of them, by its global rank; empty on the others. All must call it."""
+    here = dist.get_rank() == onto
+    found: list[Any] = [None] * dist.get_world_size(group) if here else []
+    dist.gather_object(value, found if here else None, dst=onto, group=group)
+    return found

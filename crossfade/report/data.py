@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import NamedTuple, Self
 
 from crossfade.cost.fused import is_fused, read_fused
@@ -11,13 +12,18 @@ from crossfade.cost.keys import Keys
 from crossfade.cost.timeline import Timeline
 from crossfade.errors import CrossfadeError
 from crossfade.graph.collectives import count_by_kind
+from crossfade.graph.modules import by_module
 from crossfade.graph.passes import Outcome, PassRecord, Verdict
 from crossfade.graph.program import Program
 from crossfade.graph.text import render
+from crossfade.report.rank_timelines import RankComparison, RankTimeline
 from crossfade.report.units import Cell, format_bytes, format_seconds, plural
 
 CollectiveCounts = Mapping[str, tuple[int, int]]
 """Kind of collective -> how many, and their bytes in all."""
+
+ALIVE_KEPT = 200
+"""A report names at most this many of the values that are alive at the peak of memory."""
 
 MemoryPoint = tuple[float | str, int]
 """Bytes from a time on: seconds from the start, or the name of the node that begins then."""
@@ -80,7 +86,9 @@ class ReportData:
     """What a pipeline did to a program, and what became of each of its collectives.
 
     `predicted` and `measured` are timelines of the final program. `memory` is the bytes alive over time: pairs of a
-    time (seconds, or the name of the node that begins then) and the bytes from then on.
+    time (seconds, or the name of the node that begins then) and the bytes from then on; `alive` names what is there
+    when most is, the largest first. `ranks` are the measured timelines of several ranks. `modules` says of each node
+    which module it belongs to.
 
     >>> from crossfade.graph.text import parse
     >>> before = parse('''
@@ -106,12 +114,17 @@ class ReportData:
     predicted: Timeline | None = None
     measured: Timeline | None = None
     memory: Sequence[MemoryPoint] = ()
+    alive: Sequence[tuple[str, int]] = ()
+    ranks: Sequence[RankTimeline] = ()
+    modules: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         # Copies: a report must not change when the caller's dict does.
-        for name in ("collectives_before", "collectives_after", "facts"):
+        for name in ("collectives_before", "collectives_after", "facts", "modules"):
             object.__setattr__(self, name, dict(getattr(self, name)))
         object.__setattr__(self, "memory", tuple((at, size) for at, size in self.memory))
+        object.__setattr__(self, "alive", tuple((name, size) for name, size in self.alive))
+        object.__setattr__(self, "ranks", tuple(self.ranks))
 
     @classmethod
     def of(
@@ -138,6 +151,7 @@ class ReportData:
             nodes_after=len(after.graph.nodes),
             facts={key: str(value) for key, value in (facts or {}).items()},
             program=render(after),
+            modules=by_module(after, by_module(before)),
         )
 
     def with_table(self, table: Table) -> Self:
@@ -154,6 +168,8 @@ class ReportData:
         predicted: Timeline | None = None,
         measured: Timeline | None = None,
         memory: Sequence[MemoryPoint] | None = None,
+        alive: Sequence[tuple[str, int]] | None = None,
+        ranks: Sequence[RankTimeline] | None = None,
     ) -> Self:
         """A copy with the timelines and the memory curve that are given; others stay.
 
@@ -165,7 +181,18 @@ class ReportData:
             predicted=self.predicted if predicted is None else predicted,
             measured=self.measured if measured is None else measured,
             memory=self.memory if memory is None else memory,
+            alive=self.alive if alive is None else alive[:ALIVE_KEPT],
+            ranks=self.ranks if ranks is None else ranks,
         )
+
+    @cached_property
+    def compared_ranks(self) -> RankComparison:
+        """The timelines of all ranks on one clock: who waited for whom.
+
+        >>> ReportData("step").compared_ranks.meetings
+        ()
+        """
+        return RankComparison.of(self.ranks)
 
     @property
     def verdicts(self) -> tuple[PassVerdict, ...]:

@@ -20,8 +20,6 @@ BLOCK = 4.0
 GROUP_LANES = 6
 """Groups that have a lane of their own; further ones share one more."""
 MEMORY_HEIGHT = 56
-STOOD_STILL_LIMIT = 8
-"""The page names at most this many collectives that computation stood still for, and counts the rest."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,13 +150,53 @@ def exposed_span(collective: Travelled) -> tuple[float, float]:
 
 
 def hidden(timeline: Timeline) -> float | None:
-    """The share of communication that computation did not stand still for; None without communication.
+    """The share of communication that cost nothing: that computation neither stood still for nor, where that was
+    measured, was stretched under. None without communication.
 
     >>> reduce = Travelled("r", "all_reduce", "dp", 8, 0.0, 0.0, 4.0, needed=3.0, exposed=1.0)
     >>> hidden(Timeline((), (reduce,), 4.0)), hidden(Timeline((), (), 4.0))
     (0.75, None)
+    >>> hidden(Timeline((Computed("mm", 0.0, 3.0, on_core=2.0),), (reduce,), 4.0))
+    0.5
     """
-    return max(0.0, 1 - timeline.exposed / timeline.travelling) if timeline.travelling else None
+    if not timeline.travelling:
+        return None
+    return max(0.0, 1 - (timeline.exposed + stretched_beneath(timeline)) / timeline.travelling)
+
+
+def stretched_beneath(timeline: Timeline) -> float:
+    """The seconds by which computation was stretched while something travelled; 0 where nobody measured it.
+
+    >>> reduce = Travelled("r", "all_reduce", "dp", 8, 0.0, 0.0, 1.0, needed=3.0, exposed=0.0)
+    >>> stretched_beneath(Timeline((Computed("mm", 0.0, 2.0, on_core=1.0),), (reduce,), 2.0))
+    0.5
+    """
+    if timeline.on_core is None:
+        return 0.0
+    ways = _united((sent.start, sent.finish) for sent in timeline.communication)
+    total, first = 0.0, 0
+    for span in timeline.computation:
+        while first < len(ways) and ways[first][1] <= span.start:
+            first += 1
+        beneath, index = 0.0, first
+        while index < len(ways) and ways[index][0] < span.finish:
+            beneath += min(span.finish, ways[index][1]) - max(span.start, ways[index][0])
+            index += 1
+        if beneath:
+            lost = max(0.0, span.finish - span.start - (span.on_core or 0.0))
+            total += lost * beneath / (span.finish - span.start)
+    return total
+
+
+def _united(spans: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
+    """Spans as few that do not overlap, in order."""
+    found: list[tuple[float, float]] = []
+    for start, finish in sorted(spans):
+        if found and start <= found[-1][1]:
+            found[-1] = found[-1][0], max(found[-1][1], finish)
+        else:
+            found.append((start, finish))
+    return found
 
 
 def comparison(report: ReportData) -> tuple[list[str], list[list[Cell]]]:
@@ -168,6 +206,8 @@ def comparison(report: ReportData) -> tuple[list[str], list[list[Cell]]]:
     >>> columns, rows = comparison(ReportData("step", measured=Timeline((Computed("mm", 0.0, 0.3),), (reduce,), 0.4)))
     >>> columns, rows[0], rows[3], rows[4]
     (['', 'measured'], ['step', '400.0 ms'], ['exposed', '100.0 ms'], ['hidden', '75%'])
+    >>> comparison(ReportData("step", measured=Timeline((Computed("mm", 0.0, 0.4, on_core=0.3),), (), 0.4)))[1][2]
+    ['of it stretched', '100.0 ms']
     """
     shown = timelines(report)
     both = len(shown) == 2
@@ -175,20 +215,16 @@ def comparison(report: ReportData) -> tuple[list[str], list[list[Cell]]]:
     rows: list[list[Cell]] = []
     for label, field in (("step", "seconds"), ("computation", "busy"), ("communication", "travelling"),
                          ("exposed", "exposed")):  # fmt: skip
+        if field == "travelling" and any(timeline.stretched is not None for _, timeline in shown):
+            lost = [timeline.stretched for _, timeline in shown]
+            rows.append(["of it stretched", *(None if value is None else format_seconds(value) for value in lost),
+                         *([None] if both else [])])  # fmt: skip
         values = [getattr(timeline, field) for _, timeline in shown]
         ratio = [f"{values[1] / values[0]:.2f}x" if values[0] else None] if both else []
         rows.append([label, *(format_seconds(value) for value in values), *ratio])
     shares = [hidden(timeline) for _, timeline in shown]
     rows.append(["hidden", *(None if share is None else f"{share:.0%}" for share in shares), *([None] if both else [])])
     return columns, rows
-
-
-def stood_still(report: ReportData) -> tuple[list[Travelled], int]:
-    """The collectives that computation stood still for the longest, as measured if it was, and how many more."""
-    shown = timelines(report)
-    exposed = [collective for collective in shown[-1][1].communication if collective.exposed > 0] if shown else []
-    exposed.sort(key=lambda collective: -collective.exposed)
-    return exposed[:STOOD_STILL_LIMIT], max(0, len(exposed) - STOOD_STILL_LIMIT)
 
 
 def coverage(spans: Iterable[tuple[float, float]], length: float, cells: int) -> list[float]:

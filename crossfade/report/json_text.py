@@ -17,6 +17,7 @@ from crossfade.files.plain import decoded_json
 from crossfade.graph.passes import PassRecord
 from crossfade.report.data import CollectiveCounts, MemoryPoint, ReportData, Table
 from crossfade.report.draw_timeline import hidden, timelines
+from crossfade.report.rank_timelines import RankTimeline
 from crossfade.report.units import Cell
 
 FORMAT = 1
@@ -57,6 +58,9 @@ def load(kind: type[AnyReport], text: str, where: str = "text") -> AnyReport:
         predicted=_timeline(content.get("predicted", None)),
         measured=_timeline(content.get("measured", None)),
         memory=tuple(item.read_as(MemoryPoint) for item in content.get("memory", []).items()),
+        alive=tuple(item.read_as(tuple[str, int]) for item in content.get("alive", []).items()),
+        ranks=tuple(_rank(item) for item in content.get("ranks", []).items()),
+        modules=content.get("modules", {}).read_as(Mapping[str, str]),
     )
 
 
@@ -83,6 +87,19 @@ def _table(item: FileValue) -> Table:
 def _sums(timeline: Timeline) -> dict[str, float | None]:
     sums = {name: getattr(timeline, name) for name in ("seconds", "busy", "travelling", "exposed")}
     return {**sums, "hidden": hidden(timeline)}
+
+
+def _rank(item: FileValue) -> RankTimeline:
+    timeline = _timeline(item["timeline"])
+    if timeline is None:
+        raise item.wrong("a rank with its timeline")
+    return RankTimeline(
+        item["rank"].whole(least=0),
+        timeline,
+        item["began"].number(),
+        item["host"].text(),
+        item["groups"].read_as(Mapping[str, tuple[int, ...]]),
+    )
 
 
 def _timeline(item: FileValue) -> Timeline | None:

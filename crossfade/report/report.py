@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Self
 
 from crossfade.errors import CrossfadeError
 from crossfade.files.plain import read_text
+from crossfade.report.compare import Comparison
 from crossfade.report.data import PassVerdict, ReportData, Table, VerdictGroup
 from crossfade.report.json_text import dump, load
 from crossfade.report.page import render_page
@@ -22,19 +23,17 @@ __all__ = ["PassVerdict", "Report", "Table", "VerdictGroup"]
 class Report(ReportData):
     """A report's data, and the ways to print, save and read it."""
 
-    def show(self, console: Console | None = None) -> None:
-        """Print the report on the terminal.
+    def show(self, console: Console | None = None, *, all: bool = False) -> None:
+        """Print what counts on the terminal, on at most 25 lines; with `all`, every table.
 
         >>> from rich.console import Console
-        >>> Report("step", facts={"mesh": "dp=2"}).show(Console(width=40))
-        ───────────────── step ─────────────────
-        mesh  dp=2
-        <BLANKLINE>
-        0 collectives (0 B) became 0 (0 B), 0
-        nodes became 0. No passes ran. No
-        verdicts were given.
+        >>> Report("step", facts={"mesh": "dp=2"}).show(Console(width=70))
+        ──────────────────────────────── step ────────────────────────────────
+        collectives  0 (0 B) became 0 (0 B)
+        step         not timed: step.profile(batch) measures it, a machine
+                     predicts it
         """
-        show(self, console)
+        show(self, console, all=all)
 
     def to_json(self, path: str | Path | None = None) -> str:
         """The whole report as JSON, also written to `path` if one is given; `from_json` reads it back.
@@ -71,6 +70,14 @@ class Report(ReportData):
         target = Path(path)
         target.write_text(render_page(self), encoding="utf-8", errors="xmlcharrefreplace")
         return target
+
+    def compared_with(self, after: ReportData) -> Comparison:
+        """What differs between this report and a later one, or one of another machine; see `Comparison`.
+
+        >>> Report("step").compared_with(Report("step")).tables
+        ()
+        """
+        return Comparison(self, after)
 
     def to_trace(self, path: str | Path) -> Path:
         """Write the timelines as a trace that Perfetto and chrome://tracing open, and return where it is.

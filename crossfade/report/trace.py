@@ -1,6 +1,7 @@
 """Timelines in the trace event format, which Perfetto and chrome://tracing open.
 
-Each timeline is a process; its threads are the computing lane and one lane a group. Arrows lead from a launch to its
+Each timeline is a process: the predicted one, and one for each rank that was measured, all on one clock. Its threads
+are the computing lane and one lane a group. Arrows lead from a launch to its
 travel. Times are whole nanoseconds, written in microseconds as the format asks, so that neighbours touch and never
 overlap.
 """
@@ -34,29 +35,45 @@ def dump_trace(report: ReportData) -> str:
     {"ph": "X", "pid": 1, "tid": 0, "name": "mm", "cat": "computation", "ts": 0.0, "dur": 2000.0}
     ]}
     """
-    shown = timelines(report)
+    shown = _processes(report)
     if not shown:
         raise CrossfadeError(
             "the report has no timeline",
             expected="a predicted or a measured one",
             remedy="add one with report.with_timelines(...), then write the trace",
         )
-    processes = (_process(pid, title, timeline) for pid, (title, timeline) in enumerate(shown, 1))
+    processes = (_process(pid, title, timeline, start) for pid, (title, timeline, start) in enumerate(shown, 1))
     events = [event for process in processes for event in process]
-    events += _memory(report, shown[0][1])
+    events += _memory(report, shown[0][1], shown[0][2])
     return '{"displayTimeUnit": "ms", "traceEvents": [\n' + ",\n".join(map(json.dumps, events)) + "\n]}\n"
 
 
-def _process(pid: int, title: str, timeline: Timeline) -> Iterator[Event]:
+def _processes(report: ReportData) -> list[tuple[str, Timeline, float]]:
+    """What is a process of its own, with the second at which it begins: what was predicted, and each rank."""
+    compared = report.compared_ranks
+    if len(compared.ranks) < 2:
+        return [(title, timeline, 0.0) for title, timeline in timelines(report)]
+    predicted = [(title, timeline, 0.0) for title, timeline in timelines(report) if title == "predicted"]
+    pairs = zip(compared.ranks, compared.starts, strict=True)
+    return [*predicted, *((f"rank {rank.rank}", rank.timeline, start) for rank, start in pairs)]
+
+
+def _process(pid: int, title: str, timeline: Timeline, start: float) -> Iterator[Event]:
+    for event in _events(pid, title, timeline):
+        yield {**event, "ts": round(event["ts"] + _micros(start), 3)} if "ts" in event and start else event
+
+
+def _events(pid: int, title: str, timeline: Timeline) -> Iterator[Event]:
     groups = dict.fromkeys(collective.group for collective in timeline.communication)
     lanes = {group: tid for tid, group in enumerate(groups, 1)}
-    name = title if timeline.source in ("", title) else f"{title}: {timeline.source}"
+    name = title if timeline.source in ("", "measured") else f"{title}: {timeline.source}"
     yield from _labels("process", name, pid, _COMPUTATION, place=pid)
     yield from _labels("thread", "computation", pid, _COMPUTATION, place=_COMPUTATION)
     for group, tid in lanes.items():
         yield from _labels("thread", f"communication {group}", pid, tid, place=tid)
     for node in timeline.computation:
-        yield _slice(pid, _COMPUTATION, node.name, "computation", node.start, node.finish)
+        event = _slice(pid, _COMPUTATION, node.name, "computation", node.start, node.finish)
+        yield event if node.on_core is None else {**event, "args": {"on_core_us": _micros(node.on_core)}}
     launched_at = {node.name: node.start for node in timeline.computation}
     for number, collective in enumerate(timeline.communication):
         lane = lanes[collective.group]
@@ -92,9 +109,9 @@ def _arrow(number: str, pid: int, launched: float, tid: int, travels: float) -> 
     yield {"ph": "f", **about, "tid": tid, "ts": _micros(travels), "bp": "e"}
 
 
-def _memory(report: ReportData, timeline: Timeline) -> Iterator[Event]:
+def _memory(report: ReportData, timeline: Timeline, start: float) -> Iterator[Event]:
     for at, size in placed(report.memory, timeline):
-        yield {"ph": "C", "pid": 1, "tid": 0, "name": "memory", "ts": _micros(at), "args": {"bytes": size}}
+        yield {"ph": "C", "pid": 1, "tid": 0, "name": "memory", "ts": _micros(start + at), "args": {"bytes": size}}
 
 
 def _micros(seconds: float) -> float:

@@ -273,3 +273,22 @@ def test_there_is_no_timeline_before_a_run_or_after_half_of_one() -> None:
         _ = run.timeline
     run([torch.ones(2)])
     assert [node.name for node in run.timeline.computation] == ["y"]
+
+
+ONE_PRODUCT = """
+x: f32[512, 512] = input("x")
+y: f32[512, 512] = aten.mm(x, x)
+return output("y", y)
+"""
+
+
+def test_a_node_says_for_how_long_it_had_a_processor() -> None:
+    run = Executable(parse(ONE_PRODUCT), {})
+    _, timeline = profile(run, [torch.randn(512, 512)])
+    (node,) = timeline.computation
+    assert node.on_core is not None
+    assert 0 < node.on_core <= node.finish - node.start
+    stamps = [(1.0, 0.5), (2.0, 1.25), (4.0, 1.5)]
+    clock = stopwatch._clock("cpu")
+    assert clock.seconds(stamps) == [0.0, 1.0, 3.0]
+    assert clock.on_core(stamps) == [0.75, 0.25]

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import base64
 import io
+import json
+import re
+import zlib
 from dataclasses import dataclass
 from html.parser import HTMLParser
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from rich.console import Console
 
@@ -50,11 +54,17 @@ def record(*verdicts: Verdict, name: str = "some-pass", changed: bool = False, *
     return PassRecord(name, name, "bitwise", 0.001, changed, {}, verdicts, 3, 3, **texts)
 
 
-def shown(report: Report, width: int = 100) -> str:
+def shown(report: Report, width: int = 100, *, all: bool = False) -> str:
     console = Console(file=io.StringIO(), width=width)
-    report.show(console)
+    report.show(console, all=all)
     lines = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
     return "\n".join(line.rstrip() for line in lines)
+
+
+def packed_texts(html: str) -> dict[str, Any]:
+    """What the page's script unpacks, by its element's name."""
+    found = re.findall(r'<script type="text/plain" id="([^"]+)">([^<]*)</script>', html)
+    return {name: json.loads(zlib.decompress(base64.b64decode(text))) for name, text in found}
 
 
 def written(report: Report, folder: Path) -> str:

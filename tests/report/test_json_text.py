@@ -25,7 +25,8 @@ def test_json_round_trips_everything(report: Report, tmp_path: Path) -> None:
 def test_json_keys_are_stable(report: Report) -> None:
     keys = re.findall(r'^  "(\w+)"', report.to_json(), flags=re.MULTILINE)
     assert keys == ["format", "title", "records", "collectives_before", "collectives_after", "nodes_before",
-                    "nodes_after", "facts", "tables", "program", "predicted", "measured", "memory"]  # fmt: skip
+                    "nodes_after", "facts", "tables", "program", "predicted", "measured", "memory", "alive",
+                    "ranks", "modules"]  # fmt: skip
     inner = re.findall(r'^ {10}"(\w+)"', report.to_json(), flags=re.MULTILINE)
     assert inner[:6] == ["subject", "outcome", "reason", "source", "remedy", "bytes"]
 

@@ -31,7 +31,7 @@ def test_summary_is_one_paragraph(report: Report) -> None:
 def test_summary_and_page_count_the_passes_that_changed_something(tmp_path: Path) -> None:
     report = Report("r", records=(record(changed=True), record(changed=True), record()))
     assert "3 passes took 3.00 ms, 2 changed the program." in report.summary
-    assert "Pass time 3.00 ms 3 passes, 2 changed the program" in Outline(written(report, tmp_path)).text
+    assert "2 of 3 changed the program" in Outline(written(report, tmp_path)).text
 
 
 def test_verdicts_come_with_the_name_of_their_pass(report: Report) -> None:

@@ -28,9 +28,9 @@ def section_of(report: Report, folder: Path) -> str:
     return found.group() if found else ""
 
 
-def shown(report: Report) -> list[str]:
+def shown(report: Report, *, all: bool = False) -> list[str]:
     console = Console(file=io.StringIO(), width=100)
-    report.show(console)
+    report.show(console, all=all)
     return [line.rstrip() for line in console.file.getvalue().splitlines()]  # type: ignore[attr-defined]
 
 
@@ -54,7 +54,7 @@ def test_page_draws_lanes_to_scale_and_marks_what_is_exposed(tmp_path: Path) -> 
 
 def test_page_puts_predicted_above_measured_on_one_axis(tmp_path: Path) -> None:
     section = section_of(Report("r", predicted=PREDICTED, measured=MEASURED), tmp_path)
-    assert re.findall(r'aria-label="(.*?)"', section) == [
+    assert re.findall(r'aria-label="((?:pre|mea).*?)"', section) == [
         "predicted computation", "predicted communication dp", "measured computation", "measured communication dp",
     ]  # fmt: skip
     assert ("computed", "400.0", "399.3", "add: 1.00 s") in rects(section)
@@ -71,7 +71,10 @@ def test_page_compares_and_names_what_was_waited_for(tmp_path: Path) -> None:
     words = " ".join(re.sub(r"<[^>]+>", " ", section).split())
     assert "predicted measured measured / predicted step 2.00 s 3.00 s 1.50x computation 2.00 s 2.00 s 1.00x" in words
     assert "communication 500.0 ms 1.50 s 3.00x exposed 0.00 ms 1.00 s hidden 100% 33%" in words
-    assert "Exposed r all_reduce dp 2 KiB 1.75 s 1.00 s" in words
+    page = " ".join(
+        re.sub(r"<[^>]+>", " ", page_of(Report("r", predicted=PREDICTED, measured=MEASURED), tmp_path)).split()
+    )
+    assert "exposed why r all_reduce dp 2 KiB 250.0 ms 1.50 s 1.00 s needed 750.0 ms after its launch" in page
 
 
 def test_page_without_timelines_has_no_section(tmp_path: Path) -> None:
@@ -86,8 +89,8 @@ def test_page_escapes_names(tmp_path: Path) -> None:
     reduce = Travelled(evil, evil, evil, 1, 0.0, 0.0, 1.0, 0.5, 0.5)
     html = page_of(Report("r", measured=Timeline((Computed(evil, 0.0, 0.5),), (reduce,), 1.0, evil)), tmp_path)
     assert "alert('x')" not in html
-    # Source 1; blocks 1 + 3 + 3 + 3; lane 2 times; the row of what was waited for 3.
-    assert html.count("alert(&#39;x&#39;)") == 16
+    # Source 1; blocks 1 + 3 + 3 + 3; lane 2 times; the first screen 3; the row of each collective 3.
+    assert html.count("alert(&#39;x&#39;)") == 19
 
 
 def test_page_draws_memory_and_its_peak(tmp_path: Path) -> None:
@@ -140,7 +143,7 @@ def test_merging_keeps_every_span_in_place(steps: list[tuple[float, float]]) -> 
 
 
 def test_terminal_shows_lanes_and_sums() -> None:
-    lines = shown(Report("r", predicted=PREDICTED, measured=MEASURED))
+    lines = shown(Report("r", predicted=PREDICTED, measured=MEASURED), all=True)
     start = next(index for index, line in enumerate(lines) if line.startswith("predicted"))
     assert lines[start : start + 4] == [
         "predicted  computation    " + "█" * 43,
@@ -160,7 +163,7 @@ def test_json_has_sums_and_spans() -> None:
     sums = {key: found[key] for key in ("source", "seconds", "busy", "travelling", "exposed", "hidden")}
     assert sums == {"source": "measured", "seconds": 3.0, "busy": 2.0, "travelling": 1.5, "exposed": 1.0,
                     "hidden": pytest.approx(1 / 3)}  # fmt: skip
-    assert found["computation"][0] == {"name": "mm", "start": 0.0, "finish": 1.0}
+    assert found["computation"][0] == {"name": "mm", "start": 0.0, "finish": 1.0, "on_core": None}
     assert Report.from_json(report.to_json()) == report
 
 

@@ -10,6 +10,7 @@ import pytest
 
 from crossfade.cost.timeline import Computed, Timeline
 from crossfade.errors import CrossfadeError
+from crossfade.report.rank_timelines import RankTimeline
 from crossfade.report.report import Report
 from crossfade.report.trace import dump_trace
 from tests.report.small_timelines import MEASURED, PREDICTED, REDUCE
@@ -69,3 +70,15 @@ def test_a_trace_of_nothing_is_refused(tmp_path: Path) -> None:
     with pytest.raises(CrossfadeError, match="the report has no timeline: expected a predicted or a measured one"):
         Report("r").to_trace(tmp_path / "trace.json")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_every_rank_is_a_process_on_one_clock() -> None:
+    late = RankTimeline(1, MEASURED, 12.5, "a", {"dp": (0, 1)})
+    report = Report(
+        "r", measured=MEASURED, predicted=PREDICTED, ranks=[RankTimeline(0, MEASURED, 12.0, "a", {"dp": (0, 1)}), late]
+    )
+    events = json.loads(dump_trace(report))["traceEvents"]
+    names = [event["args"]["name"] for event in events if event["name"] == "process_name"]
+    assert names == ["predicted: a machine", "rank 0", "rank 1"]
+    began = {event["pid"]: event["ts"] for event in events if event["ph"] == "X" and event["name"] == "mm"}
+    assert began == {1: 0.0, 2: 0.0, 3: 500_000.0}
