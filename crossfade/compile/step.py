@@ -5,67 +5,37 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
-import time
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from crossfade.capture.divide_batch import as_batch
-from crossfade.capture.symbolic_sizes import micro_batch_shapes
 from crossfade.compile.built import Built
-from crossfade.compile.captured import Captured
-from crossfade.compile.compiler import StepCompiler, StepKey
-from crossfade.compile.dynamic import Dynamic, Kind
+from crossfade.compile.compiler import StepCompiler
+from crossfade.compile.dynamic import Dynamic
 from crossfade.compile.habits import already_stepped
 from crossfade.compile.options import Exchange
 from crossfade.compile.phases import PhaseRecords
 from crossfade.compile.place import Place
 from crossfade.compile.planned import plan_of
 from crossfade.compile.profiled import Profiled
+from crossfade.compile.programs import Programs, Ready
 from crossfade.compile.step_inputs import StepInputs, earlier_inputs
 from crossfade.cost.timeline import Timeline
 from crossfade.errors import CrossfadeError, RankFailedError
-from crossfade.execute.bound import Bound
-from crossfade.execute.cuda_graph import said_of_replays
 from crossfade.execute.executable import Executable
 from crossfade.execute.stopwatch import Stopwatch
-from crossfade.graph.private import group_named, mark_optimizer_stepped, tree_map_only
-from crossfade.graph.program import InputKind, OutputKind, Program
+from crossfade.graph.private import group_named, mark_optimizer_stepped
+from crossfade.graph.program import OutputKind, Program
 from crossfade.ranks import checkpoint
-from crossfade.ranks.one_at_a_time import CAPTURING
 from crossfade.report.report import Report
 from crossfade.shard.tensor.parts import Parts
 from crossfade.tracebacks import users_frames
 
 log = logging.getLogger("crossfade")
-
-CAPTURES_KEPT = 32
-"""Programs kept for batches of other shapes or settings; the oldest goes first."""
-SIZES_KEPT = 1024
-"""Sizes of batches of which is known which program of symbolic sizes fits."""
-
-_WHY_SO_MANY = (
-    "each shape of batch, number in the batch, and optimizer option that is no number has its own; "
-    "pad batches to few shapes, pass changing numbers as tensors"
-)
-
-
-@dataclass(frozen=True)
-class _Ready:
-    built: Built
-    executable: Executable
-    bound: Bound
-    batch_names: list[str]
-    state_keys: list[tuple[str, nn.Parameter, Collection[str]]]
-    batch: tuple[Any, ...]
-    """A batch that it is for, as fakes without numbers."""
-    kind: Kind | None = None
-    """Of which batches; those of other sizes may fit."""
 
 
 class Step:
@@ -90,15 +60,12 @@ class Step:
         self._compiler, self._place = compiler, place or Place()
         self._closed, self._turn = False, threading.RLock()
         self._calls = 0
-        self._ready: dict[StepKey, _Ready] = {}
-        self._other_sizes: dict[Hashable, _Ready] = {}
-        self._dynamic = Dynamic.of(compiler.job.options, self._place) if compiler is not None else Dynamic(False)
         self._inputs = StepInputs(model, optimizer, self._place)
-        self._last: _Ready | None = None
+        dynamic = Dynamic.of(compiler.job.options, self._place) if compiler is not None else Dynamic(False)
+        self._programs = Programs(self._place, self._inputs, dynamic)
+        self._last: Ready | None = None
         self._profiled: Profiled | None = None
         self.steps = 0
-        self.captures = 0
-        """How many programs were captured so far: one for each shape of batch and setting."""
         self.outputs: dict[str, Tensor] = {}
 
     @property
@@ -116,6 +83,11 @@ class Step:
     def pipeline(self) -> PhaseRecords:
         """The phases that compiled it and the passes that they ran, as they ran; `print` shows the compiler."""
         return self._latest("pipeline").phases
+
+    @property
+    def captures(self) -> int:
+        """How many programs were captured so far: one for each shape of batch and setting."""
+        return self._programs.captures
 
     def _latest(self, what: str) -> Built:
         if self._last is None:
@@ -145,9 +117,7 @@ class Step:
         """
         with self._turn:
             self._closed = True
-            self._ready.clear()
-            self._other_sizes.clear()
-            self._inputs.keep_for(())
+            self._programs.clear()
             self._last = self._profiled = None
             if self._place.lease is not None:
                 self._place.lease.release()
@@ -223,14 +193,14 @@ class Step:
             remedy="save step.state_dict() or use step.save(folder); to copy the model, copy step.model",
         )
 
-    def _taken(self, ready: _Ready, batch: tuple[Any, ...]) -> dict[str, Tensor]:
+    def _taken(self, ready: Ready, batch: tuple[Any, ...]) -> dict[str, Tensor]:
         """This rank's part of a batch, by the names of the program's inputs."""
         values = dict(zip(ready.batch_names, ready.built.layout.take(batch, self._place.part_of_batch), strict=True))
         return values | {comparison.name: comparison.given(batch, self.steps) for comparison in ready.built.comparisons}
 
-    def _train(self, ready: _Ready, executable: Executable, values: dict[str, Tensor]) -> Tensor:
+    def _train(self, ready: Ready, executable: Executable, values: dict[str, Tensor]) -> Tensor:
         if not ready.bound.is_current():
-            for other in self._ready.values():  # they may hold what was replaced, and be called late or never
+            for other in self._programs.ready.values():  # they may hold what was replaced, and be called late or never
                 other.bound.forget()
             self._create_state(ready.state_keys)
             ready.bound.look_up()
@@ -292,7 +262,7 @@ class Step:
         must call it: weights that a plan splits in blocks are put in one piece first.
         """
         self._create_all_state()
-        for ready in self._ready.values():
+        for ready in self._programs.ready.values():
             for comparison in ready.built.comparisons:
                 comparison.finish()
         members = self._place.everyone if self._place.tensor is not None else None
@@ -347,7 +317,7 @@ class Step:
             torch.Size([])
         """
         self._latest("plan")
-        plan = plan_of(self._made_by().job, [(ready.batch, ready.built) for ready in self._ready.values()])
+        plan = plan_of(self._made_by().job, [(ready.batch, ready.built) for ready in self._programs.ready.values()])
         if self._place.everyone is None or not self._place.everyone.rank:
             plan.save(path)
 
@@ -384,7 +354,7 @@ class Step:
         assert self._compiler is not None, "a step that compile_step did not make"
         return self._compiler
 
-    def _prepared(self, batch: tuple[Any, ...], exchange: Exchange = "now") -> tuple[_Ready, tuple[Any, ...]]:
+    def _prepared(self, batch: tuple[Any, ...], exchange: Exchange = "now") -> tuple[Ready, tuple[Any, ...]]:
         """A program for a batch, and the batch: all samples of all ranks where these bring different numbers."""
         self._check_open()
         if self._place.shards is not None:
@@ -393,93 +363,7 @@ class Step:
             compiler, batch = self._made_by().given(batch, exchange)
         except RankFailedError as error:
             raise self._given_up(error) from error.__cause__
-        found = self._found(compiler.key(batch))
-        if found is not None:
-            return found, batch
-        with CAPTURING:  # and asked again: what tracing in another thread patches looks like a change
-            found = self._found(compiler.key(batch)) or self._fitting(compiler, batch)
-            return self._captured(compiler, batch) if found is None else found, batch
-
-    def _found(self, key: StepKey) -> _Ready | None:
-        return self._ready.get(key) or self._other_sizes.get(key)
-
-    def _fitting(self, compiler: StepCompiler, batch: tuple[Any, ...]) -> _Ready | None:
-        """A program of symbolic sizes that is right for a batch of a size that did not come before."""
-        programs = [ready for ready in reversed(self._ready.values()) if ready.built.fitting is not None]
-        kind = compiler.kind(batch) if programs else None
-        why_not = ""
-        for ready in programs:
-            if kind is None or ready.kind != kind or ready.built.fitting is None:
-                continue
-            layout = compiler.job.layout(batch)
-            if reason := ready.built.fitting.why_not(micro_batch_shapes(batch, layout)):
-                why_not = why_not or reason
-                continue
-            if len(self._other_sizes) == SIZES_KEPT:
-                self._other_sizes.pop(next(iter(self._other_sizes)))
-            found = replace(ready, built=replace(ready.built, layout=layout))
-            self._other_sizes[compiler.key(batch)] = found
-            return found
-        if why_not:
-            log.info("capturing again, for a batch of other sizes: %s", why_not)
-        return None
-
-    def _captured(self, compiler: StepCompiler, batch: tuple[Any, ...]) -> _Ready:
-        """A program for a batch: the one there is, if only something changed that it does not depend on.
-
-        That is found out without the other ranks, who may see no change: the first rank alone saves, logs, evaluates.
-        """
-        before = self._before_change(compiler, batch)
-        if before is None:
-            return self._compiled(compiler, batch, None)
-        fitting = before.built.fitting
-        captured = compiler.recapture(batch, fitting.sizes if fitting is not None else None)
-        if captured is None or not before.built.mark.is_of(captured):
-            return self._compiled(compiler, batch, captured if fitting is None else None)
-        change = compiler.changed()
-        log.info("nothing to compile: the program is the same although %s", change)
-        built = replace(before.built, layout=compiler.job.layout(batch))
-        return self._keep(compiler, batch, replace(before, built=built, kind=compiler.kind(batch)))
-
-    def _before_change(self, compiler: StepCompiler, batch: tuple[Any, ...]) -> _Ready | None:
-        """The last program for such a batch from before something changed that the model or the loss may read."""
-        key, kind = compiler.key(batch)._replace(baked_in=0), compiler.kind(batch)
-        for other, ready in reversed(self._ready.items()):
-            fitting = ready.built.fitting
-            if fitting is None and other._replace(baked_in=0) == key:
-                return ready
-            same = fitting is not None and kind and ready.kind and ready.kind._replace(baked_in=kind.baked_in) == kind
-            if same and fitting and not fitting.why_not(micro_batch_shapes(batch, compiler.job.layout(batch))):
-                return ready
-        return None
-
-    def _keep(self, compiler: StepCompiler, batch: tuple[Any, ...], ready: _Ready) -> _Ready:
-        if len(self._ready) == CAPTURES_KEPT:
-            self._ready.pop(next(iter(self._ready)))
-            self._other_sizes.clear()  # they may share what was dropped; those of others are found again
-            self._inputs.keep_for(ready.built.program for ready in self._ready.values())
-        self._ready[compiler.key(batch)] = ready  # as the model is now: a plan may have split its buffers
-        return ready
-
-    def _compiled(self, compiler: StepCompiler, batch: tuple[Any, ...], captured: Captured | None) -> _Ready:
-        start = time.perf_counter()
-        built = compiler.build(batch, self._dynamic, captured)
-        log.info("captured %s in %.1f s: %s", type(self.model).__name__, time.perf_counter() - start, built.report)
-        replay = self._place.device == "cuda" and compiler.job.options.execute != "eager"
-        executable = Executable(built.program, self._place.groups, built.regions, replay=replay)
-        if replay:
-            facts = {**built.report.facts, "CUDA graphs": said_of_replays(executable.program)}
-            built = replace(built, report=replace(built.report, facts=facts))
-        keys = [(name, self.model.get_parameter(name), entries) for name, entries in built.state_keys.items()]
-        names = [item.name for item in built.program.inputs if item.kind is InputKind.INPUT]
-        bound = self._inputs.bound(built.program, built.numbers.inputs)
-        shapes = tree_map_only(Tensor, lambda given: torch.empty_like(given, device="meta"), batch)
-        ready = _Ready(built, executable, bound, names, keys, shapes, compiler.kind(batch))
-        self._keep(compiler, batch, ready)
-        self.captures += 1
-        if self.captures in (5, 20, 100):
-            log.warning("captured %d programs so far: %s", self.captures, _WHY_SO_MANY)
-        return ready
+        return self._programs.program_for(compiler, batch), batch
 
     def _run(self, executable: Executable, inputs: list[Any]) -> tuple[Any, ...]:
         if self._place.everyone is None:

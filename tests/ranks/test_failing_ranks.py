@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import crossfade as cf
-from crossfade.compile import step as step_module
+from crossfade.compile import programs
 from crossfade.errors import CrossfadeError
 
 BATCH = torch.ones(6, 4), torch.ones(6, 2)
@@ -174,16 +174,16 @@ def test_steps_that_are_dropped_or_closed_leave_no_files_and_no_threads(ranks: A
 
 
 def _many_shapes(kept: int) -> tuple[int, bool]:
-    before, step_module.CAPTURES_KEPT = step_module.CAPTURES_KEPT, kept
+    before, programs.CAPTURES_KEPT = programs.CAPTURES_KEPT, kept
     try:
         step = compiled(linear(), machine="loopback-gloo")
         for size in range(2, 22, 2):
             step(torch.ones(size, 4), torch.ones(size, 2))
         held = {memory.data_ptr() for memory in step.kept_memory()}
-        step._inputs.keep_for(ready.built.program for ready in step._ready.values())
-        return len(step._ready), held == {memory.data_ptr() for memory in step.kept_memory()}
+        step._inputs.keep_for(ready.built.program for ready in step._programs.ready.values())
+        return len(step._programs.ready), held == {memory.data_ptr() for memory in step.kept_memory()}
     finally:
-        step_module.CAPTURES_KEPT = before
+        programs.CAPTURES_KEPT = before
 
 
 @pytest.mark.ranks
@@ -201,7 +201,7 @@ def _evict_workspaces() -> list[str]:
     step = cf.compile_step(model := linear(), F.mse_loss, torch.optim.SGD(model.parameters(), lr=0.1))
     step(*BATCH)
     step._inputs._workspace("bucket", Node(8))  # type: ignore[arg-type]
-    step._inputs.keep_for(ready.built.program for ready in step._ready.values())
+    step._inputs.keep_for(ready.built.program for ready in step._programs.ready.values())
     return [str(memory.shape) for memory in step.kept_memory()]
 
 
