@@ -74,7 +74,7 @@ class Projection:
     def activations(self) -> fx.Node:
         given = arguments(self.node)
         if self.use.role == "expert":
-            return given["mat2" if self.use.left else "self"]
+            return given["mat2"] if self.use.left else self.node.args[0]
         return given[_INPUTS[self.node.target]]
 
     @property

@@ -6,11 +6,14 @@ the result is then a partial sum, and - if the operand is put together first.
 
 from __future__ import annotations
 
+import importlib
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from tests.models import zoo
 
 aten = torch.ops.aten
 _seeded = torch.Generator().manual_seed(0)
@@ -40,6 +43,11 @@ def f(*shape: int) -> Tensor:
     return torch.randn(shape, generator=_seeded)
 
 
+def h(*shape: int) -> Tensor:
+    """Halves: small whole numbers in bfloat16, whose products and sums are exact."""
+    return torch.randint(-2, 3, shape, generator=_seeded).to(torch.bfloat16)
+
+
 def n(high: int, *shape: int) -> Tensor:
     """Whole numbers from 0 up."""
     return torch.randint(high, shape, generator=_seeded)
@@ -55,6 +63,10 @@ def each(*names: str, goes: str, args: tuple[Any, ...] = ()) -> list[Case]:
     return [case(getattr(aten, name).default, f(8, 8), *args, goes=goes) for name in names]
 
 
+zoo.library()
+importlib.import_module("transformers.integrations.moe")  # which makes an operator
+_ends = torch.tensor([2, 2, 5, 8], dtype=torch.int32)
+
 PRODUCTS = [
     case(aten.mm.default, f(8, 16), f(16, 8), goes="0P"),
     case(aten.bmm.default, f(8, 8, 16), f(8, 16, 8), goes="01P"),
@@ -69,6 +81,12 @@ PRODUCTS = [
     case(aten.addmm.default, f(8, 1), f(8, 8), f(8, 16), goes="0-"),
     case(aten.baddbmm.default, f(8, 8, 16), f(8, 8, 8), f(8, 8, 16), goes="012"),
     case(aten.baddbmm.default, f(1, 16), f(8, 8, 8), f(8, 8, 16), goes="-2"),
+    case(aten._grouped_mm.default, h(8, 32), h(4, 32, 64), _ends, goes="-P"),
+    case(aten._grouped_mm.default, h(8, 8), h(4, 8, 16), _ends, goes="--"),  # rows of 8 bytes
+    case(aten._grouped_mm.default, h(4, 32, 64), h(8, 64).mT, _ends, goes="-0P"),
+    case(aten._grouped_mm.default, h(8, 32).mT, h(8, 64), _ends, goes="1-"),
+    case(aten._grouped_mm.default, h(4, 32, 64), h(4, 64, 32), goes="01P"),
+    case(torch.ops.transformers.grouped_mm_fallback.default, f(8, 16), f(4, 16, 8), _ends, goes="-P"),
     case(aten.matmul.default, f(8, 16), f(16, 8), goes="0P"),
     case(aten.matmul.default, f(16), f(16), goes="P"),
     case(aten.matmul.default, f(16), f(8, 16, 8), goes="P"),
