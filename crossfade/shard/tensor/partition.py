@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import sympy
@@ -16,7 +17,17 @@ from crossfade.graph.private import FakeTensorMode, schema_of, size_expression
 from crossfade.shard.tensor import conjugate
 from crossfade.shard.tensor.devices import like
 from crossfade.shard.tensor.factors import Decision
-from crossfade.shard.tensor.placements import REPLICATE, Partial, Placement, Replicate, Shard, is_multiple
+from crossfade.shard.tensor.placements import (
+    REPLICATE,
+    Partial,
+    Placement,
+    Replicate,
+    Shard,
+    block_sizes,
+    is_multiple,
+    local_size,
+    units_each,
+)
 from crossfade.shard.tensor.propagate import Propagated, tensor_operands
 
 RANK = "crossfade_rank"
@@ -34,6 +45,7 @@ class Builder:
         self.mode, self.ranks, self.group = mode, ranks, group
         self.meta: dict[str, Any] = {}
         self._rank: fx.Node | None = None
+        self._padding: dict[Any, fx.Node] = {}
 
     def call(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
         """One call, with the provenance of the node that it stands for."""
@@ -74,6 +86,26 @@ class Builder:
         """Where the index goes: after all parameters and buffers, as in every exported program."""
         return next(node for node in self.graph.nodes if node.name not in self.state)
 
+    def padding(self, shard: Shard, size: int, rank: int) -> fx.Node:
+        """Which places along a padded dim of this size hold nothing, for a value of so many dims behind it."""
+        key = replace(shard, dim=rank), size
+        if key not in self._padding:
+            places = []
+            for block in block_sizes(shard, size):
+                unit, each = block // shard.units, units_each(shard.units, self.ranks)
+                steps = self.call(aten.arange.default, each * unit, device=self._device(), pin_memory=False)
+                own = self.call(aten.floor_divide.default, steps, unit) if unit > 1 else steps
+                first = self.call(aten.mul.Tensor, self.rank(), each)
+                places.append(self.call(aten.ge.Scalar, self.call(aten.add.Tensor, own, first), shard.units))
+            found = self.call(aten.cat.default, places) if len(places) > 1 else places[0]
+            self._padding[key] = self.call(aten.view.default, found, [-1, *([1] * rank)]) if rank else found
+        return self._padding[key]
+
+    def blanked(self, local: fx.Node, shard: Shard, size: Any, fill: float = 0.0) -> fx.Node:
+        """A part whose padding is zero."""
+        padding = self.padding(shard, size, local.meta["val"].dim() - 1 - shard.dim)
+        return self.call(aten.masked_fill.Scalar, local, padding, fill)
+
     @property
     def knows_rank(self) -> bool:
         """Whether the program asks for its rank."""
@@ -84,11 +116,13 @@ class Builder:
         if not isinstance(placement, Shard):
             return value
         sizes, strides = list(value.shape), list(value.stride())
-        whole = strides[placement.dim] * sizes[placement.dim]
-        sizes[placement.dim] = sizes[placement.dim] // self.ranks
+        step = strides[placement.dim]
+        whole = step * sizes[placement.dim]
+        sizes[placement.dim] = local_size(placement, sizes[placement.dim], self.ranks)
         around = [dim for dim in range(len(sizes)) if dim != placement.dim and is_multiple(strides[dim], whole)]
         for dim in around:
-            strides[dim] = strides[dim] // self.ranks
+            padded = placement.units > 0
+            strides[dim] = strides[dim] // whole * step * sizes[placement.dim] if padded else strides[dim] // self.ranks
         with self.mode:
             part = torch.empty_strided(sizes, strides, dtype=value.dtype, device=value.device)
         return like(part, value)
@@ -133,7 +167,7 @@ class Partitioner:
         elif node in self.placed.decisions:
             self._operator(node, self.placed.decisions[node])
         else:
-            args, kwargs = self._arguments(node, iter(()), {}, set())
+            args, kwargs = self._arguments(node, iter(()), {}, set(), None)
             made = self.builder.graph.create_node("call_function", node.target, args, kwargs)
             made.meta = dict(node.meta)  # whole on every rank
             if isinstance(node.meta.get("val"), (Tensor, tuple, list)):
@@ -160,8 +194,12 @@ class Partitioner:
             self.form(source, want, enters=enters and isinstance(want, Replicate))
             for source, want in zip(tensors, decision.wants, strict=True)
         ]
+        for index in decision.blank:
+            shard: Any = decision.wants[index]
+            local[index] = self.builder.blanked(local[index], shard, tensors[index].meta["val"].shape[shard.dim])
         divide = dict(decision.divide)
-        args, kwargs = self._arguments(node, iter(local), divide, set(tensors))
+        split = next((place for place in decision.results if isinstance(place, Shard)), None)
+        args, kwargs = self._arguments(node, iter(local), divide, set(tensors), split)
         if decision.emit is not None:
             named = {**defaults_of(node.target), **by_name(node.target, args, kwargs)}
             made = decision.emit(self.builder, node, named)
@@ -192,7 +230,9 @@ class Partitioner:
             return  # what else is asserted of a part was asserted when the whole was traced
         made = self.builder.call(node.target, local, *node.args[1:])
         if isinstance(placement, Shard) and (counts or placement.dim == node.args[1]):
-            made = self.builder.call(operator.mul, made, self.builder.ranks)
+            if placement.units:
+                made = self.builder.call(operator.floordiv, made, units_each(placement.units, self.builder.ranks))
+            made = self.builder.call(operator.mul, made, placement.units or self.builder.ranks)
         self.scalars[node] = made
 
     def _brought(self, node: fx.Node) -> None:
@@ -207,10 +247,10 @@ class Partitioner:
         differentiable = value.dtype.is_floating_point or value.dtype.is_complex
         key: Any = (want, "enters") if enters and differentiable else want
         if key not in forms:
-            forms[key] = self._convert(forms, want, isinstance(key, tuple))
+            forms[key] = self._convert(forms, want, value, isinstance(key, tuple))
         return forms[key]
 
-    def _convert(self, forms: dict[Any, fx.Node], want: Placement, enters: bool) -> fx.Node:
+    def _convert(self, forms: dict[Any, fx.Node], want: Placement, value: Any, enters: bool) -> fx.Node:
         builder = self.builder
         if want in forms:  # whole already, but not yet entered
             return builder.call(conjugate.enter, forms[want], builder.group)
@@ -220,21 +260,42 @@ class Partitioner:
             if isinstance(given, Partial):
                 forms[want] = builder.call(conjugate.reduce, local, "sum", builder.group)
                 return builder.call(conjugate.enter, forms[want], builder.group) if enters else forms[want]
-            return self._moved(conjugate.gather_enter if enters else conjugate.gather, local, given)
+            return self._moved(conjugate.gather_enter if enters else conjugate.gather, local, given, value)
         if whole is None and isinstance(given, Partial) and isinstance(want, Shard) and not want.sizes:
-            return self._moved(conjugate.scatter, local, want)
+            return self._moved(conjugate.scatter, local, want, value)
         if whole is None:
-            whole = forms[REPLICATE] = self._convert(forms, REPLICATE, False)
+            whole = forms[REPLICATE] = self._convert(forms, REPLICATE, value, False)
         if isinstance(want, Partial):
             return builder.call(conjugate.share, whole, builder.rank())
-        return self._moved(conjugate.split, whole, want)
+        return self._moved(conjugate.split, whole, want, value)
 
-    def _moved(self, collective: Any, local: fx.Node, shard: Any) -> fx.Node:
+    def _moved(self, collective: Any, local: fx.Node, shard: Any, value: Any) -> fx.Node:
+        """A value brought from or to a split; `value` describes the whole of it."""
         builder = self.builder
         if isinstance(shard, Shard) and shard.sizes:
-            return self._moved_by_blocks(collective, local, shard)
+            return self._moved_by_blocks(collective, local, shard, value)
+        if shard.units:
+            return self._moved_padded(collective, local, shard, value)
         outer = self._blocks_of(local, shard)
         return builder.call(collective, local, shard.dim, outer, builder.rank(), builder.ranks, builder.group)
+
+    def _moved_padded(self, collective: Any, local: fx.Node, shard: Shard, value: Any) -> fx.Node:
+        """Blocks that do not divide: padded before they are cut, and cut off after they are put together."""
+        builder, dim = self.builder, shard.dim
+        apart = shard.outer != 1
+        if apart:
+            blocks = self._blocks_of(local, shard)
+            local = builder.call(aten.unflatten.int, local, dim, [blocks, -1])
+            dim += 1
+        size = int(sympy.cancel(size_expression(value.shape[shard.dim]) / size_expression(shard.outer)))
+        lacking = local_size(replace(shard, outer=1), size, builder.ranks) * builder.ranks - size
+        if collective in _CUTS:
+            behind = local.meta["val"].dim() - 1 - dim
+            local = builder.call(aten.constant_pad_nd.default, local, [*([0, 0] * behind), 0, lacking])
+        local = builder.call(collective, local, dim, 1, builder.rank(), builder.ranks, builder.group)
+        if collective not in _CUTS:
+            local = builder.call(aten.slice.Tensor, local, dim, 0, size)
+        return builder.call(aten.flatten.using_ints, local, dim - 1, dim) if apart else local
 
     def _blocks_of(self, local: fx.Node, shard: Shard) -> Any:
         """How many blocks a value's split dim has: a number, or counted in the value where that is open."""
@@ -250,20 +311,25 @@ class Partitioner:
         size = self.builder.call(aten.sym_size.int, local, shard.dim)
         return self.builder.call(operator.floordiv, size, int(step))
 
-    def _moved_by_blocks(self, collective: Any, local: fx.Node, shard: Shard) -> fx.Node:
+    def _moved_by_blocks(self, collective: Any, local: fx.Node, shard: Shard, value: Any) -> fx.Node:
         """Blocks of different sizes, one by one."""
         builder = self.builder
-        whole = collective in (conjugate.split, conjugate.scatter)
-        sizes = [size if whole else size // builder.ranks for size in shard.sizes]
+        sizes = [size if collective in _CUTS else local_size(shard, size, builder.ranks) for size in shard.sizes]
         pieces = builder.call(aten.split_with_sizes.default, local, sizes, shard.dim)
         moved = []
-        for index in range(len(sizes)):
+        for index, size in enumerate(shard.sizes):
             piece = builder.call(operator.getitem, pieces, index)
-            moved.append(self._moved(collective, piece, Shard(shard.dim)))
+            block = value.narrow(shard.dim, 0, size)
+            moved.append(self._moved(collective, piece, Shard(shard.dim, units=shard.units), block))
         return builder.call(aten.cat.default, moved, shard.dim)
 
     def _arguments(
-        self, node: fx.Node, local: Iterator[fx.Node], divide: dict[str, int | None], tensors: set[fx.Node]
+        self,
+        node: fx.Node,
+        local: Iterator[fx.Node],
+        divide: dict[str, int | None],
+        tensors: set[fx.Node],
+        split: Shard | None,
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """A call's arguments with local tensors, global scalars, and sizes along the split dim divided."""
 
@@ -276,21 +342,28 @@ class Partitioner:
         if not divide:
             return args, kwargs
         schema = [item.name for item in schema_of(node.target).arguments]
-        args = tuple(self._divided(arg, schema[index], divide) for index, arg in enumerate(args))
-        return args, {name: self._divided(arg, name, divide) for name, arg in kwargs.items()}
+        args = tuple(self._divided(arg, schema[index], divide, split) for index, arg in enumerate(args))
+        return args, {name: self._divided(arg, name, divide, split) for name, arg in kwargs.items()}
 
-    def _divided(self, value: Any, name: str, divide: dict[str, int | None]) -> Any:
+    def _divided(self, value: Any, name: str, divide: dict[str, int | None], split: Shard | None) -> Any:
         if name not in divide:
             return value
         if isinstance(value, (tuple, list)):
             only = divide[name]
-            return [self._part(item) if only is None or index == only else item for index, item in enumerate(value)]
-        return self._part(value)
+            chosen = [only is None or index == only for index in range(len(value))]
+            return [self._part(item, split) if own else item for item, own in zip(value, chosen, strict=True)]
+        return self._part(value, split)
 
-    def _part(self, size: Any) -> Any:
+    def _part(self, size: Any, split: Shard | None) -> Any:
         if isinstance(size, int):
-            return size if size < 0 else size // self.builder.ranks
+            return size if size < 0 else local_size(split or Shard(0), size, self.builder.ranks)
+        if split is not None and split.units:  # an open number of blocks
+            unit = self.builder.call(operator.floordiv, size, split.units)
+            return self.builder.call(operator.mul, unit, units_each(split.units, self.builder.ranks))
         return self.builder.call(operator.floordiv, size, self.builder.ranks)
 
+
+_CUTS = (conjugate.split, conjugate.scatter)
+"""What takes a part of a whole value."""
 
 _ASKED = (aten.sym_size.int, aten._assert_tensor_metadata.default, aten.sym_numel.default)

@@ -14,8 +14,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from crossfade.errors import StateError
 from crossfade.graph.private import group_named
-from crossfade.shard.tensor.placements import REPLICATE, Placement, Shard, block_sizes
-from crossfade.shard.tensor.sources import local_part
+from crossfade.shard.tensor.placements import REPLICATE, Placement, Shard, block_sizes, local_size, whole_size
+from crossfade.shard.tensor.sources import local_part, own_ranges, padded
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,13 @@ class Parts:
         shape = self.whole_shape(name, part.shape)
         local = part.detach()
         if not _in_one_piece(place, shape):
-            local = self.whole(name, part).chunk(self.ranks, place.dim)[self.rank].contiguous()
+            start, end = own_ranges(Shard(place.dim, units=shape[place.dim]), shape[place.dim], self.rank, self.ranks)[
+                0
+            ]
+            local = self.whole(name, part).narrow(place.dim, start, end - start).contiguous()
+        elif place.units:  # without the padding, as DTensor has it
+            ((start, end),) = own_ranges(place, shape[place.dim], self.rank, self.ranks)
+            local = local.narrow(place.dim, 0, end - start)
         stride = torch.empty(shape, device="meta").stride()
         return DTensor.from_local(
             local, self.mesh, [TorchShard(place.dim)], run_check=False, shape=torch.Size(shape), stride=stride
@@ -100,7 +106,11 @@ class Parts:
         if isinstance(value, DTensor):
             alike = isinstance(place, Shard) and value.placements == (TorchShard(place.dim),)
             if isinstance(place, Shard) and alike and value.device_mesh == self.mesh and _in_one_piece(place, expected):
-                return value.to_local()
+                return (
+                    padded([value.to_local()], place, expected[place.dim], self.ranks)
+                    if place.units
+                    else (value.to_local())
+                )
             value = value.full_tensor()
         return self.part(name, value)
 
@@ -111,7 +121,8 @@ class Parts:
 
 
 def _in_one_piece(place: Shard, shape: Sequence[int]) -> bool:
-    return len(block_sizes(place, shape[place.dim])) == 1
+    """Whether each rank holds one piece of a dim, where DTensor cuts it too."""
+    return len(block_sizes(place, shape[place.dim])) == 1 and place.units in (0, shape[place.dim])
 
 
 def whole_shape(part: Sequence[int], placement: Placement, ranks: int) -> tuple[int, ...]:
@@ -122,7 +133,7 @@ def whole_shape(part: Sequence[int], placement: Placement, ranks: int) -> tuple[
     """
     sizes = list(part)
     if isinstance(placement, Shard):
-        sizes[placement.dim] *= ranks
+        sizes[placement.dim] = whole_size(placement, sizes[placement.dim], ranks)
     return tuple(sizes)
 
 
@@ -141,8 +152,12 @@ def joined(parts: Sequence[Tensor], shard: Shard) -> Tensor:
 
     >>> joined([torch.tensor([0, 1, 4]), torch.tensor([2, 3, 5])], Shard(0, sizes=(4, 2)))
     tensor([0, 1, 2, 3, 4, 5])
+    >>> joined([torch.tensor([0, 1]), torch.tensor([2, 0])], Shard(0, units=3))
+    tensor([0, 1, 2])
     """
-    size = parts[0].shape[shard.dim] * len(parts)
-    blocks = [block // len(parts) for block in block_sizes(shard, size)]
-    pieces = [part.split(blocks, shard.dim) for part in parts]
-    return torch.cat([piece for block in zip(*pieces, strict=True) for piece in block], shard.dim)
+    size = whole_size(shard, parts[0].shape[shard.dim], len(parts))
+    blocks = block_sizes(shard, size)
+    local = [local_size(shard, block, len(parts)) for block in blocks]
+    pieces = [part.split(local, shard.dim) for part in parts]
+    whole = [torch.cat(block, shard.dim) for block in zip(*pieces, strict=True)]
+    return torch.cat([block.narrow(shard.dim, 0, end) for block, end in zip(whole, blocks, strict=True)], shard.dim)

@@ -18,33 +18,12 @@ from torch import fx
 from torch.export import ExportedProgram
 
 from crossfade.graph.effects import written_inputs
-from crossfade.graph.operators import arguments
 from crossfade.shard.tensor.plan_channels import ChannelFactor, Channels, follow, is_summed, sizes_of
 from crossfade.shard.tensor.plan_names import ProgramNames, Use, is_glob, matches, names_of, owner, starred
+from crossfade.shard.tensor.plan_projections import activations_of, adds_earlier, is_value, multiplies
 from crossfade.shard.tensor.plan_styles import Fused, read_style
 
 aten = torch.ops.aten
-
-_INPUTS: dict[Any, str] = {
-    aten.linear.default: "input",
-    aten.addmm.default: "mat1",
-    aten.mm.default: "self",
-    aten.matmul.default: "self",
-    aten.bmm.default: "self",
-}
-"""The activations of operators that multiply by a matrix."""
-
-_NO_VALUES = {
-    aten.new_empty.default,
-    aten.new_zeros.default,
-    aten.new_ones.default,
-    aten.new_full.default,
-    aten.empty_like.default,
-    aten.zeros_like.default,
-    aten.ones_like.default,
-    aten.full_like.default,
-}
-"""Operators that look at a tensor's shape and not at what is in it."""
 
 
 @dataclass
@@ -72,10 +51,7 @@ class Projection:
 
     @property
     def activations(self) -> fx.Node:
-        given = arguments(self.node)
-        if self.use.role == "expert":
-            return given["mat2"] if self.use.left else self.node.args[0]
-        return given[_INPUTS[self.node.target]]
+        return activations_of(self.use)
 
     @property
     def back(self) -> int:
@@ -119,13 +95,9 @@ def _projections(names: ProgramNames, graph: fx.Graph) -> dict[fx.Node, Projecti
     known = {
         use.node: Projection(name, use, biases.get(use.node), is_table=name in tables)
         for name, use in every
-        if _multiplies(use)
+        if multiplies(use)
     }
     return {node: known[node] for node in graph.nodes if node in known}
-
-
-def _multiplies(use: Use) -> bool:
-    return use.role == "expert" or (use.role == "linear" and use.node is not None and use.node.target in _INPUTS)
 
 
 def _pair(found: Mapping[fx.Node, Projection]) -> None:
@@ -178,8 +150,8 @@ def _followed(
             if contracted or summing or user.op == "output":
                 pieces.add((channels.start, channels.length))
                 summed |= summing
-            elif _is_value(user):
-                meets_residual |= _adds_earlier(user, start)
+            elif is_value(user):
+                meets_residual |= adds_earlier(user, start)
                 now = follow(user, node, channels) if user not in found else None
                 if now is None:
                     projection.apart, projection.reason = False, f"{_where(user)} needs all that it puts out"
@@ -194,25 +166,11 @@ def _followed(
     return _blocks(projection, width, sorted(pieces))
 
 
-def _adds_earlier(node: fx.Node, projection: fx.Node) -> bool:
-    """Whether a node adds a value of the same size that was there before the projection."""
-    if node.target is not aten.add.Tensor:
-        return False
-    others = [source for source in node.all_input_nodes if source < projection]
-    return any(sizes_of(source) == sizes_of(node) for source in others)
-
-
 def _contracts(user: fx.Node, node: fx.Node, channels: Channels, found: Mapping[fx.Node, Projection]) -> bool:
     """Whether a projection contracts over the dim that the channels fill, outermost factor outermost."""
     if user not in found or found[user].activations is not node:
         return False
     return channels.first.dim == node.meta["val"].ndim - found[user].back and channels.first.outer == 1
-
-
-def _is_value(node: fx.Node) -> bool:
-    """Whether a node computes tensors: assertions and sizes do not."""
-    value = node.meta.get("val") if node.target not in _NO_VALUES else None
-    return isinstance(value, torch.Tensor) or (isinstance(value, list | tuple) and bool(value))
 
 
 def _where(node: fx.Node) -> str:

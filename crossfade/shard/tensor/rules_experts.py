@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from crossfade.shard.tensor.factors import Decision, WeightStuck
-from crossfade.shard.tensor.placements import Shard, is_multiple
+from crossfade.shard.tensor.placements import Shard, is_multiple, local_size
 from crossfade.shard.tensor.rules import PlacedCall, rule
 
 _BY_DIMS = {
@@ -40,4 +40,4 @@ def _stays_aligned(call: PlacedCall, index: int, want: Shard) -> bool:
     value = call.sources[index].meta["val"]
     if value.stride(want.dim) != 1:
         return True
-    return is_multiple(value.shape[want.dim] * value.itemsize, _ALIGNED * call.ranks)
+    return is_multiple(local_size(want, value.shape[want.dim], call.ranks) * value.itemsize, _ALIGNED)

@@ -336,7 +336,7 @@ def test_real_architectures(name: str, dynamic: bool) -> None:
     exported = architecture(name).export(dynamic)
     plan = Plan.megatron(exported)
     assert plan == Plan(FOUND[name])
-    assert not any(sharding.uneven for sharding in plan.resolve(exported, 2).parameters.values())
+    assert not any(sharding.units for sharding in plan.resolve(exported, 2).parameters.values())
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,63 @@
+"""Projections in a graph: multiplications of activations by a parameter, and what their results meet."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx
+
+from crossfade.graph.operators import arguments
+from crossfade.shard.tensor.plan_channels import sizes_of
+from crossfade.shard.tensor.plan_names import Use
+
+aten = torch.ops.aten
+
+INPUTS: dict[Any, str] = {
+    aten.linear.default: "input",
+    aten.addmm.default: "mat1",
+    aten.mm.default: "self",
+    aten.matmul.default: "self",
+    aten.bmm.default: "self",
+}
+"""The activations of operators that multiply by a matrix."""
+
+_NO_VALUES = {
+    aten.new_empty.default,
+    aten.new_zeros.default,
+    aten.new_ones.default,
+    aten.new_full.default,
+    aten.empty_like.default,
+    aten.zeros_like.default,
+    aten.ones_like.default,
+    aten.full_like.default,
+}
+"""Operators that look at a tensor's shape and not at what is in it."""
+
+
+def multiplies(use: Use) -> bool:
+    """Whether a use of a parameter is a projection."""
+    return use.role == "expert" or (use.role == "linear" and use.node is not None and use.node.target in INPUTS)
+
+
+def activations_of(use: Use) -> fx.Node:
+    """What a projection multiplies by its parameter."""
+    assert use.node is not None
+    given = arguments(use.node)
+    if use.role == "expert":
+        return given["mat2"] if use.left else use.node.args[0]
+    return given[INPUTS[use.node.target]]
+
+
+def adds_earlier(node: fx.Node, projection: fx.Node) -> bool:
+    """Whether a node adds a value of the same size that was there before the projection."""
+    if node.target is not aten.add.Tensor:
+        return False
+    others = [source for source in node.all_input_nodes if source < projection]
+    return any(sizes_of(source) == sizes_of(node) for source in others)
+
+
+def is_value(node: fx.Node) -> bool:
+    """Whether a node computes tensors: assertions and sizes do not."""
+    value = node.meta.get("val") if node.target not in _NO_VALUES else None
+    return isinstance(value, torch.Tensor) or (isinstance(value, list | tuple) and bool(value))
