@@ -31,9 +31,9 @@ from crossfade.ranks.groups import Lease
 from crossfade.ranks.members import Members
 from crossfade.ranks.mesh import Axis, MeshLike, without_axis
 from crossfade.ranks.shards import replaced
+from crossfade.shard.tensor.builder import RANK
 from crossfade.shard.tensor.devices import like
 from crossfade.shard.tensor.localize import LocalProgram, Request, localize
-from crossfade.shard.tensor.partition import RANK
 from crossfade.shard.tensor.parts import Parts
 from crossfade.shard.tensor.placements import Placement
 from crossfade.shard.tensor.plan import Plan

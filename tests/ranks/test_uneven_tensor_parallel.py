@@ -1,4 +1,4 @@
-"""Vocabularies, widths and heads that do not divide by the ranks: trained, clipped, saved and loaded as on one device."""
+"""Sizes and heads that do not divide by the ranks: trained, clipped, saved and loaded as on one device."""
 
 from __future__ import annotations
 

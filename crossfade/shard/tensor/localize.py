@@ -22,8 +22,9 @@ from crossfade.errors import PlanError
 from crossfade.graph.effects import written_inputs
 from crossfade.graph.passes import Verdict
 from crossfade.graph.private import FakeTensorMode, exported_program
+from crossfade.shard.tensor.builder import RANK, Builder
 from crossfade.shard.tensor.devices import like
-from crossfade.shard.tensor.partition import RANK, Builder, Partitioner
+from crossfade.shard.tensor.partition import Partitioner
 from crossfade.shard.tensor.placements import REPLICATE, Placement, Shard, in_blocks, local_size
 from crossfade.shard.tensor.plan_boundaries import find_boundaries
 from crossfade.shard.tensor.plan_resolved import ParameterSharding, ResolvedPlan

@@ -1,10 +1,11 @@
 """In which units a split dim comes, and what follows where these do not divide by the ranks.
 
-Heads are not in a parameter's shape: nine of 64 channels are 576 rows, which two ranks could halve, but not so that each
-goes on by itself. A column-wise projection is followed through the graph to the projections that contract over what it
-puts out; the coarsest factor on the way is its unit. What meets in one contraction is cut alike: queries of nine heads
-as five and four. Keys and values of fewer heads than that stay whole if these do not divide, and every rank takes what
-its queries see. Where padding would cost more than half again, a dim stays whole, or is cut through its units.
+Heads are not in a parameter's shape: nine of 64 channels are 576 rows, which two ranks could halve, but not so that
+each goes on by itself. A column-wise projection is followed through the graph to the projections that contract over
+what it puts out; the coarsest factor on the way is its unit. What meets in one contraction is cut alike: queries of
+nine heads as five and four. Keys and values of fewer heads than that stay whole if these do not divide, and every rank
+takes what its queries see. Where padding would cost more than half again, a dim stays whole, or is cut through its
+units.
 """
 
 from __future__ import annotations
@@ -16,10 +17,10 @@ from dataclasses import dataclass, field
 
 from torch import fx
 
+from crossfade.shard.tensor.placements import units_each
 from crossfade.shard.tensor.plan_channels import ChannelFactor, Channels, follow, sizes_of
 from crossfade.shard.tensor.plan_names import ProgramNames, Use
 from crossfade.shard.tensor.plan_projections import activations_of, adds_earlier, is_value, multiplies
-from crossfade.shard.tensor.placements import units_each
 
 Split = tuple[int | None, tuple[int, ...]]
 

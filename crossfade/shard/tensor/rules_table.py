@@ -10,6 +10,7 @@ import torch
 from crossfade.shard.tensor.factors import Decision, Factors
 from crossfade.shard.tensor.placements import PARTIAL, REPLICATE, Placement, Shard, divides, local_size
 from crossfade.shard.tensor.rules import PlacedCall, pointwise, rule
+from crossfade.shard.tensor.rules_draws import attention_with_dropout
 
 _aten = torch.ops.aten
 
@@ -47,19 +48,23 @@ def attention(call: PlacedCall) -> Decision:
 
     Of a kernel, which has several results, the second has each head's statistics, some padded; seeds are whole.
     """
-    if call.args.get("dropout_p", 0.0) != 0.0:
-        return call.replicated("ranks must draw alike")
+    drops = call.args.get("dropout_p", 0.0) != 0.0
     rank = len(call.shapes[0])
     if rank < 3 or any(len(shape) != rank for shape in call.shapes[1:3]) or len(call.shapes[-1]) > rank:
         return call.replicated("its operands' numbers of dims differ")
     batch = " ".join([*(f"b{index}" for index in range(rank - 3)), "h"])
     kernel = len(call.results) > 1
+    if drops and kernel:
+        return call.replicated("what its kernel draws cannot be taken apart")
     queries, width = "!q" if kernel or call.args.get("is_causal") else "q", "!e" if kernel else "e"
     text = f"{batch} {queries} !d, {batch} !k !d, {batch} !k {width}, {batch} {queries} !k -> {batch} {queries} {width}"
     split, keys = call.placements[0], call.shapes[1][rank - 3]
-    if isinstance(split, Shard) and split.dim == rank - 3 and not divides(split, keys, call.ranks):
-        return _with_own_keys(call, text, rank - 3)
+    by_head = isinstance(split, Shard) and split.dim == rank - 3 and split.outer == 1 and not split.sizes
+    if by_head and isinstance(split, Shard) and not kernel and not divides(split, keys, call.ranks):
+        return call.replicated("ranks must draw alike") if drops else _with_own_keys(call, text, rank - 3)
     decision = call.by_text(text)
+    if drops:
+        return attention_with_dropout(call, decision)
     rest = (*decision.results, *((REPLICATE,) * (len(call.results) - 2))) if kernel else ()
     return replace(decision, results=(*decision.results, *rest))
 
@@ -185,19 +190,6 @@ def _emit_share_of_mean(shard: Shard) -> Any:
     return emit
 
 
-@rule("layer_norm", "native_layer_norm", "rms_norm", "_fused_rms_norm")
-def norm(call: PlacedCall) -> Decision:
-    """Leading dims pass; the normalized ones are needed whole."""
-    normalized = len(call.args["normalized_shape"])
-    rank = len(call.shapes[0])
-    names = tuple(f"d{dim}" for dim in range(rank))
-    inner = names[rank - normalized :]
-    inputs = (names, *((inner,) * (len(call.operands) - 1)))
-    statistics = (*names[: rank - normalized], *((None,) * normalized))
-    outputs = (names, *((statistics,) * (len(call.results) - 1)))
-    return call.decide(Factors(inputs, outputs, frozenset(inner)))
-
-
 LINEAR = {
     "add": (_BOTH,),
     "sub": (_BOTH,),
@@ -226,14 +218,6 @@ for _name, _linear in LINEAR.items():
 def elementwise(call: PlacedCall) -> Decision:
     """Operators that torch does not mark as pointwise though they are."""
     return pointwise(call)
-
-
-@rule("dropout", "native_dropout")
-def dropout(call: PlacedCall) -> Decision:
-    """Without training the value itself; with it, drawn for whole values only, alike on all ranks."""
-    if call.args["train"] is not False and call.args["p"] != 0.0:
-        return call.replicated("ranks must draw alike")
-    return pointwise(call, (_FIRST,) if len(call.results) == 1 else ())
 
 
 @rule("to", "_to_copy", "type_as")
