@@ -70,7 +70,10 @@ class Partitioner:
     def _element(self, node: fx.Node) -> None:
         source: Any = node.args[0]
         (whole,) = self.forms[source].values()
-        made = self.builder.call(operator.getitem, whole, node.args[1])
+        kept = whole.meta["val"] is source.meta["val"]
+        made = self.builder.described_call(
+            operator.getitem, (whole, node.args[1]), {}, node.meta["val"] if kept else None
+        )
         held = self.placed.placements[source]
         index: Any = node.args[1]
         self._keep(node, held[index] if isinstance(held, tuple) else held, made)
@@ -96,7 +99,10 @@ class Partitioner:
             named = {**defaults_of(node.target), **by_name(node.target, args, kwargs)}
             made = decision.emit(self.builder, node, named)
         else:
-            made = self.builder.described_call(node.target, args, kwargs, self._known(node, tensors, local, decision))
+            target = node.target
+            if target is aten.view.default and isinstance(decision.results[0], Shard):
+                target = aten.reshape.default  # a part may lie otherwise than the whole does
+            made = self.builder.described_call(target, args, kwargs, self._known(node, tensors, local, decision))
         results: Any = decision.results
         several = isinstance(node.meta.get("val"), (tuple, list))
         self._keep(node, results if several else (results[0] if results else REPLICATE), made)
@@ -106,6 +112,8 @@ class Partitioner:
     def _known(self, node: fx.Node, tensors: list[fx.Node], local: list[fx.Node], decision: Decision) -> Any:
         """The description of a result where it need not be found by running: of symbolic sizes that is slow."""
         value = node.meta.get("val")
+        if not isinstance(value, (Tensor, tuple, list)):
+            return value  # a number read from a tensor: the same symbol, not another
         if all(part.meta["val"] is source.meta["val"] for part, source in zip(local, tensors, strict=True)):
             return value
         if isinstance(value, Tensor) and any(isinstance(size, torch.SymInt) for size in value.shape):

@@ -88,6 +88,14 @@ def is_summed(node: fx.Node, source: fx.Node, channels: Channels) -> bool:
     return node.target in _SUMS and dim in (_dims_taken(node, len(sizes)) or ()) and sizes[dim] >= _WIDE
 
 
+def is_normed(node: fx.Node, source: fx.Node, channels: Channels) -> bool:
+    """Whether a norm runs over the channels: they stay where they are, and ranks add up its statistics."""
+    if node.target not in _NORMS or node.args[0] is not source:
+        return False
+    dim, sizes = channels.first.dim, sizes_of(source)
+    return dim in (_dims_taken(node, len(sizes)) or ()) and sizes[dim] >= _WIDE
+
+
 def follow(node: fx.Node, source: fx.Node, channels: Channels) -> Channels | None:
     """The channels in `node`'s result, given those in its argument `source`; None where ranks would need each other."""
     schema = schema_of(node.target)
@@ -390,6 +398,7 @@ _ACROSS = {
     aten.cumsum.default,
     aten.linalg_vector_norm.default,
 }
+_NORMS = {aten.layer_norm.default, aten.rms_norm.default}
 _SUMS = {aten.sum.dim_IntList, aten.mean.dim}
 _WIDE = 16
 """How many channels at least a sum runs over that ranks add up: its results are small then."""

@@ -18,9 +18,10 @@ from torch import fx
 from torch.export import ExportedProgram
 
 from crossfade.graph.effects import written_inputs
-from crossfade.shard.tensor.plan_channels import ChannelFactor, Channels, follow, is_summed, sizes_of
+from crossfade.graph.operators import arguments
+from crossfade.shard.tensor.plan_channels import ChannelFactor, Channels, follow, is_normed, is_summed, sizes_of
 from crossfade.shard.tensor.plan_names import ProgramNames, Use, is_glob, matches, names_of, owner, starred
-from crossfade.shard.tensor.plan_projections import activations_of, adds_earlier, is_value, multiplies
+from crossfade.shard.tensor.plan_projections import NO_VALUES, activations_of, adds_earlier, is_value, multiplies
 from crossfade.shard.tensor.plan_styles import Fused, read_style
 
 aten = torch.ops.aten
@@ -76,7 +77,7 @@ def find_entries(exported: ExportedProgram, vocab: bool) -> tuple[dict[str, Any]
         else:
             names = names_of(exported)
             found = _paired(names, exported.graph)
-    tables = _split_vocabulary(found, names) if vocab else {}
+    tables = _split_vocabulary(found, names, _from_tokens(exported)) if vocab else {}
     styles = _by_name(found.values(), names) | tables
     return _patterns(styles, names), (*_notes(found.values(), names), *problems)
 
@@ -143,6 +144,7 @@ def _followed(
         for user in node.users:
             contracted = _contracts(user, node, channels, found)
             summing = through_norms and is_summed(user, node, channels)
+            normed = through_norms and is_normed(user, node, channels)
             if contracted:
                 projection.ends.add(user)
                 if found[user].style not in (None, "rowwise"):
@@ -152,7 +154,8 @@ def _followed(
                 summed |= summing
             elif is_value(user):
                 meets_residual |= adds_earlier(user, start)
-                now = follow(user, node, channels) if user not in found else None
+                now = channels if normed else follow(user, node, channels) if user not in found else None
+                summed |= normed
                 if now is None:
                     projection.apart, projection.reason = False, f"{_where(user)} needs all that it puts out"
                     projection.is_written = bool(written_inputs(user))
@@ -235,20 +238,45 @@ def _notes(found: Iterable[Projection], names: ProgramNames) -> tuple[str, ...]:
     return tuple(dict.fromkeys(notes))
 
 
-def _split_vocabulary(found: Mapping[fx.Node, Projection], names: ProgramNames) -> dict[str, Any]:
+def _from_tokens(exported: ExportedProgram) -> set[fx.Node]:
+    """What is computed of whole numbers that the user gives."""
+    given = set(exported.graph_signature.user_inputs)
+    found: set[fx.Node] = set()
+    for node in exported.graph.nodes:
+        value = node.meta.get("val")
+        if isinstance(value, torch.Tensor) and not value.is_floating_point():
+            own = node.op == "placeholder" and node.name in given
+            if own or (node.target not in NO_VALUES and not found.isdisjoint(node.all_input_nodes)):
+                found.add(node)
+    return found
+
+
+def _split_vocabulary(found: Mapping[fx.Node, Projection], names: ProgramNames, tokens: set[fx.Node]) -> dict[str, Any]:
     """The token embedding is as long as the head is wide; with no such head it is the longest embedding.
 
-    A head puts out one column for each word, gathered at the end.
+    A head puts out one column for each word, gathered at the end. A table is only split if it is used for nothing else,
+    and looked up by what the user gives: positions are counted from shapes.
     """
-    rows = {name: _rows(name, names) for name in names.uses}
+    looked_up = {
+        name
+        for name, uses in names.uses.items()
+        if all(_looks_up(use, tokens) or (use.node in found and use.role == "linear") for use in uses)
+    }
+    rows = {name: _rows(name, names) if name in looked_up else 0 for name in names.uses}
     unpaired = [projection for projection in found.values() if projection.style is None and not projection.ends]
     heads = {projection.width: projection for projection in unpaired}
     longest = max(rows.values(), default=0)
     words = max((count for count in rows.values() if count in heads and heads[count].apart), default=longest)
     if words in heads:
         heads[words].style = read_style("colwise_gather_output")
-    tables = [use for name in rows if rows[name] == words for use in names.uses[name] if use.role == "embedding"]
+    longest_tables = [name for name in rows if rows[name] == words > 0]
+    tables = [use for name in longest_tables for use in names.uses[name] if use.role == "embedding"]
     return dict.fromkeys((use.module for use in tables if use.module), "embedding_rowwise")
+
+
+def _looks_up(use: Use, tokens: set[fx.Node]) -> bool:
+    """Whether a table is looked up by token."""
+    return use.role == "embedding" and use.node is not None and arguments(use.node)["indices"] in tokens
 
 
 def _rows(name: str, names: ProgramNames) -> int:

@@ -22,7 +22,7 @@ INPUTS: dict[Any, str] = {
 }
 """The activations of operators that multiply by a matrix."""
 
-_NO_VALUES = {
+NO_VALUES = {
     aten.new_empty.default,
     aten.new_zeros.default,
     aten.new_ones.default,
@@ -59,5 +59,5 @@ def adds_earlier(node: fx.Node, projection: fx.Node) -> bool:
 
 def is_value(node: fx.Node) -> bool:
     """Whether a node computes tensors: assertions and sizes do not."""
-    value = node.meta.get("val") if node.target not in _NO_VALUES else None
+    value = node.meta.get("val") if node.target not in NO_VALUES else None
     return isinstance(value, torch.Tensor) or (isinstance(value, list | tuple) and bool(value))
