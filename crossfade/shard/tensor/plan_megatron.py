@@ -19,7 +19,7 @@ from torch.export import ExportedProgram
 
 from crossfade.graph.effects import written_inputs
 from crossfade.graph.operators import arguments
-from crossfade.shard.tensor.plan_channels import ChannelFactor, Channels, follow, is_normed, is_summed, sizes_of
+from crossfade.shard.tensor.plan_channels import ChannelFactor, Channels, follow, is_normed, is_summed, lends, sizes_of
 from crossfade.shard.tensor.plan_names import ProgramNames, Use, is_glob, matches, names_of, owner, starred
 from crossfade.shard.tensor.plan_projections import NO_VALUES, activations_of, adds_earlier, is_value, multiplies
 from crossfade.shard.tensor.plan_styles import Fused, read_style
@@ -152,7 +152,7 @@ def _followed(
             if contracted or summing or user.op == "output":
                 pieces.add((channels.start, channels.length))
                 summed |= summing
-            elif is_value(user):
+            elif is_value(user) and not lends(user, node):
                 meets_residual |= adds_earlier(user, start)
                 now = channels if normed else follow(user, node, channels) if user not in found else None
                 summed |= normed

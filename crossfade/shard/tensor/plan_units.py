@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from torch import fx
 
 from crossfade.shard.tensor.placements import units_each
-from crossfade.shard.tensor.plan_channels import ChannelFactor, Channels, follow, is_normed, sizes_of
+from crossfade.shard.tensor.plan_channels import ChannelFactor, Channels, follow, is_normed, lends, sizes_of
 from crossfade.shard.tensor.plan_names import ProgramNames, Use
 from crossfade.shard.tensor.plan_projections import activations_of, adds_earlier, is_value, multiplies
 
@@ -146,7 +146,7 @@ def _followed(
                 if channels.first.dim == dim and splits.get(name, (None, ()))[0] == end.in_dim:
                     ends.append(name)
                 continue
-            if not is_value(user) or adds_earlier(user, start):
+            if not is_value(user) or lends(user, node) or adds_earlier(user, start):
                 continue
             now = channels if is_normed(user, node, channels) else follow(user, node, channels)
             if now is not None and (user, now) not in seen:

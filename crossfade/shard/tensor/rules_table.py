@@ -192,10 +192,10 @@ def _emit_share_of_mean(shard: Shard) -> Any:
 
 LINEAR = {
     "add": (_BOTH,),
-    "sub": (_BOTH,),
-    "mul": (_FIRST, _SECOND),
-    "div": (_FIRST,),
-    "neg": (_FIRST,),
+    **dict.fromkeys(("sub", "subtract"), (_BOTH,)),
+    **dict.fromkeys(("mul", "multiply"), (_FIRST, _SECOND)),
+    **dict.fromkeys(("div", "divide"), (_FIRST,)),
+    **dict.fromkeys(("neg", "negative"), (_FIRST,)),
     "where": (frozenset({1, 2}),),
     "clone": (_FIRST,),
     "contiguous": (_FIRST,),
@@ -214,7 +214,7 @@ for _name, _linear in LINEAR.items():
     rule(_name)(_from_linear(_linear))
 
 
-@rule("masked_fill", "__and__", "__or__", "fill", "copy", "hardswish")
+@rule("masked_fill", "__and__", "__or__", "fill", "copy", "hardswish", "absolute", "log_sigmoid")
 def elementwise(call: PlacedCall) -> Decision:
     """Operators that torch does not mark as pointwise though they are."""
     return pointwise(call)

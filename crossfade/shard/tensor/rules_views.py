@@ -11,7 +11,7 @@ from torch import Tensor, fx
 
 from crossfade.graph.private import statically_equal
 from crossfade.shard.tensor.factors import Decision, Factors
-from crossfade.shard.tensor.placements import Placement, Shard, block_sizes, in_blocks, local_size, reshaped
+from crossfade.shard.tensor.placements import REPLICATE, Placement, Shard, block_sizes, in_blocks, local_size, reshaped
 from crossfade.shard.tensor.rules import PlacedCall, rule
 
 aten = torch.ops.aten
@@ -37,6 +37,26 @@ def reshape(call: PlacedCall) -> Decision:
     after = _reshaped(call)
     named = [name for name in ("size", "shape") if name in call.args]
     return _viewed(call, after, divide=tuple((name, after.dim) for name in named if isinstance(after, Shard)))
+
+
+@rule("view_as", "reshape_as")
+def reshape_as(call: PlacedCall) -> Decision:
+    """A reshape to the sizes of another value, of which nothing else matters."""
+    after = _reshaped(call)
+    whole = call.results[0].shape
+    if after is None or not isinstance(after, Shard):
+        why = "no dim of the reshaped value is split alike" if after is None else ""
+        wants = (call.placements[0] if after is not None else REPLICATE, REPLICATE)
+        return Decision(wants, (REPLICATE if after is None else after,), why=why)
+    if not isinstance(whole[after.dim], int):
+        return call.replicated("the split dim of what it becomes has an open size")
+
+    def emit(builder: Any, node: Any, args: dict[str, Any]) -> Any:
+        sizes = [builder.whole_size(args["other"], call.results[0], after, dim) for dim in range(len(whole))]
+        sizes[after.dim] = local_size(after, whole[after.dim], builder.ranks)
+        return builder.call(aten.reshape.default, args["self"], sizes)
+
+    return Decision((call.placements[0], REPLICATE), (after,), emit=emit)
 
 
 @rule("unflatten")
@@ -231,7 +251,7 @@ def split(call: PlacedCall) -> Decision:
     return Decision(call.placements, results, emit=_emit(aten.split_with_sizes.default, local, placement.dim))
 
 
-@rule("cat", "concat")
+@rule("cat", "concat", "concatenate")
 def cat(call: PlacedCall) -> Decision:
     """All dims pass but the one joined; where all are split along that, the result has the blocks of all."""
     rank = call.results[0].dim()
@@ -275,6 +295,18 @@ def triangle(call: PlacedCall) -> Decision:
     rank = len(call.shapes[0])
     names = tuple(f"d{dim}" for dim in range(rank))
     return call.decide(Factors((names,), (names,), frozenset(names[-2:]), linear=(_FIRST,)))
+
+
+@rule("select_scatter")
+def select_scatter(call: PlacedCall) -> Decision:
+    """One index of a dim replaced: the others pass."""
+    names = tuple(f"d{dim}" for dim in range(len(call.shapes[0])))
+    dim = call.dim()
+    alike = call.sources[0].meta["val"].dtype is call.sources[1].meta["val"].dtype  # else it rounds
+    linear = (frozenset({0, 1}),) if alike else ()
+    return call.decide(
+        Factors((names, names[:dim] + names[dim + 1 :]), (names,), frozenset({names[dim]}), linear=linear)
+    )
 
 
 @rule("slice_scatter")

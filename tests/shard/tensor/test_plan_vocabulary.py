@@ -1,4 +1,4 @@
-"""Tables that are as long as the vocabulary but are not looked up by token stay whole; programs shard more than once."""
+"""Tables as long as the vocabulary that tokens do not look up stay whole; programs are sharded more than once."""
 
 from __future__ import annotations
 
