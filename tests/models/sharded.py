@@ -91,14 +91,15 @@ def minimum(name: str, ranks: int) -> tuple[int, int] | None:
     """All-reduces and all-gathers of a decoder's forward, counted by hand for its two layers.
 
     One reduction after attention and one after the feed-forward part (one for both where they are added), one for a
-    split embedding, one for the mean of each norm over all heads; and a gather of the logits, and of each layer's keys
-    and values where there are fewer of their heads than ranks (falcon's are one tensor).
+    split embedding, one for the mean of each norm over all heads; and a gather of the logits, and of each layer's
+    queries, keys and values where these are one tensor in fewer groups than ranks (falcon). Keys and values on their
+    own stay whole then.
     """
     if name not in _COUNTED:
         return None
     options = zoo.architecture(name).options
-    apart, fused = (options.get(name, ranks) % ranks != 0 for name in ("num_key_value_heads", "num_kv_heads"))
-    return _COUNTED[name], 1 + 2 * (2 * apart + fused)
+    fused = options.get("num_kv_heads", ranks) % ranks != 0
+    return _COUNTED[name], 1 + 2 * fused
 
 
 def plan_for(architecture: zoo.Architecture, exported: ExportedProgram) -> tuple[str, Plan]:

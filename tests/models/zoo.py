@@ -235,7 +235,7 @@ ARCHITECTURES: tuple[Architecture, ...] = (
         "mixtral",
         "Mixtral",
         _GROUPED,
-        "routed experts, batched",
+        "routed experts",
         num_local_experts=4,
         num_experts_per_tok=2,
         sliding_window=None,

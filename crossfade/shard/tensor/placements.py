@@ -143,8 +143,8 @@ def reshaped(shard: Shard, before: Sequence[Any], after: Sequence[Any], ranks: i
         below = math.prod(new[dim + 1 :])
         parts = [block / below for block in blocks] if below != 0 else []
         if parts and all(_is_whole(part / by) for part in parts) and _is_whole(size / sum(parts)):
-            after = _in_cycles(dim, parts, size / sum(parts))
-            return after and replace(after, units=shard.units)
+            split = _in_cycles(dim, parts, size / sum(parts))
+            return replace(split, units=shard.units) if split is not None else None
     return None
 
 

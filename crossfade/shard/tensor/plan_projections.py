@@ -44,9 +44,12 @@ def activations_of(use: Use) -> fx.Node:
     """What a projection multiplies by its parameter."""
     assert use.node is not None
     given = arguments(use.node)
-    if use.role == "expert":
-        return given["mat2"] if use.left else use.node.args[0]
-    return given[INPUTS[use.node.target]]
+    if use.role != "expert":
+        found = given[INPUTS[use.node.target]]
+    else:
+        found = given["mat2"] if use.left else use.node.args[0]
+    assert isinstance(found, fx.Node)
+    return found
 
 
 def adds_earlier(node: fx.Node, projection: fx.Node) -> bool:
