@@ -115,6 +115,8 @@ class TensorParallel:
         local = localize(exported, resolved, self.axis.size, self.axis.name, Request())
         self._split(dict(local.parameters), resolved.aliases)
         self.verdicts = local.verdicts
+        for note in resolved.notes:
+            log.warning("%s", note)
         for said in local.verdicts:
             log.log(logging.INFO if said.outcome is Outcome.INSERTED else logging.WARNING, "%s", said)
         tied = _first_names(self.model)

@@ -391,21 +391,6 @@ def _triangle(node: fx.Node, source: fx.Node, channels: Channels) -> Channels | 
     return _keep(channels, lambda factor: None if factor.dim >= last else factor)
 
 
-_LENT = {
-    aten.type_as.default,
-    aten.to.other,
-    aten.expand_as.default,
-    aten.view_as.default,
-    aten.reshape_as.default,
-}
-"""Operators of which another operand than the first only lends its sizes or its dtype."""
-
-
-def lends(node: fx.Node, source: fx.Node) -> bool:
-    """Whether a node asks a value for nothing but its sizes or dtype."""
-    return node.target in _LENT and node.args[0] is not source
-
-
 _RESHAPES = {
     aten.view_as.default,
     aten.reshape_as.default,

@@ -19,9 +19,9 @@ from torch.export import ExportedProgram
 
 from crossfade.graph.effects import written_inputs
 from crossfade.graph.operators import arguments
-from crossfade.shard.tensor.plan_channels import ChannelFactor, Channels, follow, is_normed, is_summed, lends, sizes_of
+from crossfade.shard.tensor.plan_channels import ChannelFactor, Channels, follow, is_normed, is_summed, sizes_of
 from crossfade.shard.tensor.plan_names import ProgramNames, Use, is_glob, matches, names_of, owner, starred
-from crossfade.shard.tensor.plan_projections import NO_VALUES, activations_of, adds_earlier, is_value, multiplies
+from crossfade.shard.tensor.plan_projections import NO_VALUES, activations_of, adds_earlier, is_value, lends, multiplies
 from crossfade.shard.tensor.plan_styles import Fused, read_style
 
 aten = torch.ops.aten

@@ -64,3 +64,18 @@ def is_value(node: fx.Node) -> bool:
     """Whether a node computes tensors: assertions and sizes do not."""
     value = node.meta.get("val") if node.target not in NO_VALUES else None
     return isinstance(value, torch.Tensor) or (isinstance(value, list | tuple) and bool(value))
+
+
+_LENT = {
+    aten.type_as.default,
+    aten.to.other,
+    aten.expand_as.default,
+    aten.view_as.default,
+    aten.reshape_as.default,
+}
+"""Operators of which another operand than the first only lends its sizes or its dtype."""
+
+
+def lends(node: fx.Node, source: fx.Node) -> bool:
+    """Whether a node asks a value for nothing but its sizes or dtype."""
+    return node.target in _LENT and node.args[0] is not source

@@ -50,6 +50,7 @@ def resolve(entries: Mapping[str, Style], exported: ExportedProgram, ranks: int)
     parameters = _shardings(merged, names, ranks, fitted)
     notes = wanted.notes + [f"{starred(name)} stays whole: {why}" for name, why in fitted.whole.items()]
     notes += [_padding_note(sharding) for sharding in parameters.values() if sharding.units]
+    notes += _little_split(parameters.values())
     return ResolvedPlan(
         parameters=parameters,
         boundaries={module: border for module, border in boundaries.items() if border.input or border.output},
@@ -242,6 +243,22 @@ def _shardings(
         style = str(claim.style) if claim else ""
         found[name] = ParameterSharding(name, dim, blocks, style, fitted.units.get(name, 0), shape, tensor.dtype, ranks)
     return found
+
+
+def _little_split(parameters: Iterable[ParameterSharding]) -> list[str]:
+    """That a plan leaves most of a model whole: the library's own plans do, of some models."""
+    matrices = [sharding for sharding in parameters if len(sharding.shape) > 1]
+    split = sum(sharding.bytes for sharding in matrices if sharding.dim is not None)
+    whole = sum(sharding.bytes for sharding in matrices)
+    if not split or split >= whole * _LITTLE:
+        return []
+    return [
+        f"the plan splits {split / whole:.0%} of the matrices' bytes: Plan.megatron(exported, vocab=True) may find more"
+    ]
+
+
+_LITTLE = 0.25
+"""The share of a model's bytes below which a plan that splits no more is remarked upon."""
 
 
 def _padding_note(sharding: ParameterSharding) -> str:

@@ -18,9 +18,9 @@ from dataclasses import dataclass, field
 from torch import fx
 
 from crossfade.shard.tensor.placements import units_each
-from crossfade.shard.tensor.plan_channels import ChannelFactor, Channels, follow, is_normed, lends, sizes_of
+from crossfade.shard.tensor.plan_channels import ChannelFactor, Channels, follow, is_normed, sizes_of
 from crossfade.shard.tensor.plan_names import ProgramNames, Use
-from crossfade.shard.tensor.plan_projections import activations_of, adds_earlier, is_value, multiplies
+from crossfade.shard.tensor.plan_projections import activations_of, adds_earlier, is_value, lends, multiplies
 
 Split = tuple[int | None, tuple[int, ...]]
 
