@@ -36,7 +36,7 @@ from crossfade.graph.private import tree_flatten
 from crossfade.graph.program import InputKind, OutputKind
 from crossfade.ranks.alike import RankComparison
 from crossfade.ranks.compared import RANDOM_STREAM
-from crossfade.shard.tensor.partition import RANK
+from crossfade.shard.tensor.builder import RANK
 
 log = logging.getLogger("crossfade")
 

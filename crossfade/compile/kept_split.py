@@ -77,7 +77,12 @@ def _placement(placement: Placement) -> Any:
         return "replicate" if placement == REPLICATE else "partial"
     if type(placement.outer) is not int:
         raise NotKept(f"a parameter {placement}, in a number of blocks that is a symbol")
-    return {"dim": placement.dim, "outer": placement.outer, "sizes": list(placement.sizes)}
+    return {
+        "dim": placement.dim,
+        "outer": placement.outer,
+        "sizes": list(placement.sizes),
+        "units": placement.units,
+    }
 
 
 def _read(found: FileValue) -> Placement:
@@ -85,4 +90,5 @@ def _read(found: FileValue) -> Placement:
         whole: Placement = found.one_of({"replicate": REPLICATE, "partial": PARTIAL})
         return whole
     sizes = tuple(size.whole(least=1) for size in found["sizes"].items())
-    return Shard(found["dim"].whole(least=0, most=64), found["outer"].whole(least=1), sizes)
+    units = found.get("units", 0).whole(least=0, most=1 << 40)
+    return Shard(found["dim"].whole(least=0, most=64), found["outer"].whole(least=1), sizes, units)

@@ -32,9 +32,9 @@ from crossfade.ranks.groups import Lease
 from crossfade.ranks.members import Members
 from crossfade.ranks.mesh import Axis, MeshLike, without_axis
 from crossfade.ranks.shards import replaced
+from crossfade.shard.tensor.builder import RANK
 from crossfade.shard.tensor.devices import like
 from crossfade.shard.tensor.localize import LocalProgram, Request, localize
-from crossfade.shard.tensor.partition import RANK
 from crossfade.shard.tensor.parts import Parts
 from crossfade.shard.tensor.placements import Placement
 from crossfade.shard.tensor.plan import Plan
@@ -119,6 +119,8 @@ class TensorParallel:
         local = localize(exported, resolved, self.axis.size, self.axis.name, Request())
         self._split(dict(local.parameters), resolved.aliases)
         self.verdicts = local.verdicts
+        for note in resolved.notes:
+            log.warning("%s", note)
         for said in local.verdicts:
             log.log(logging.INFO if said.outcome is Outcome.INSERTED else logging.WARNING, "%s", said)
         tied = _first_names(self.model)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import io
 from collections import Counter
 from collections.abc import Sequence
@@ -12,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.export import ExportedProgram
-from torch.utils.flop_counter import FlopCounterMode
+from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 
 from crossfade.errors import CrossfadeError
 from crossfade.graph.private import name_group, tree_flatten
@@ -90,14 +91,15 @@ def minimum(name: str, ranks: int) -> tuple[int, int] | None:
     """All-reduces and all-gathers of a decoder's forward, counted by hand for its two layers.
 
     One reduction after attention and one after the feed-forward part (one for both where they are added), one for a
-    split embedding, one for the mean of each norm over all heads; and a gather of the logits, and of each layer's keys
-    and values where there are fewer of their heads than ranks (falcon's are one tensor).
+    split embedding, one for the mean of each norm over all heads; and a gather of the logits, and of each layer's
+    queries, keys and values where these are one tensor in fewer groups than ranks (falcon). Keys and values on their
+    own stay whole then.
     """
     if name not in _COUNTED:
         return None
     options = zoo.architecture(name).options
-    apart, fused = (options.get(name, ranks) % ranks != 0 for name in ("num_key_value_heads", "num_kv_heads"))
-    return _COUNTED[name], 1 + 2 * (2 * apart + fused)
+    fused = options.get("num_kv_heads", ranks) % ranks != 0
+    return _COUNTED[name], 1 + 2 * fused
 
 
 def plan_for(architecture: zoo.Architecture, exported: ExportedProgram) -> tuple[str, Plan]:
@@ -118,7 +120,7 @@ def shard_on_ranks(pool: Ranks, architecture: zoo.Architecture, variant: str) ->
         row.refused = f"torch cannot decompose it: {str(error).partition(chr(10))[0]}"
         return row
     inputs = architecture.inputs()
-    with torch.no_grad(), FlopCounterMode(display=False) as counter:
+    with torch.no_grad(), counted_flops() as counter:
         whole = exported.module()(**inputs)
     try:
         row.plan, plan = plan_for(architecture, raw)
@@ -154,9 +156,26 @@ def run_saved(name: str, programs: Sequence[bytes], inputs: dict[str, Tensor]) -
     zoo.architecture(name).build()  # what the library returns must be known to be loaded
     program = torch.export.load(io.BytesIO(programs[dist.get_rank()]))
     name_group("tp", dist.group.WORLD)
-    with torch.no_grad(), FlopCounterMode(display=False) as counter:
+    with torch.no_grad(), counted_flops() as counter:
         results = program.module()(**inputs)
     return _tensors(results), counter.get_total_flops()
+
+
+def counted_flops() -> FlopCounterMode:
+    """Torch's counter, which counts neither attention on a CPU nor experts by the library's kernel on its own."""
+    zoo.library()
+    importlib.import_module("transformers.integrations.moe")  # which makes the operator
+    attended = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    grouped = torch.ops.transformers.grouped_mm_fallback
+    known = {
+        attended: lambda query, key, value, *_, out_shape=None, **__: sdpa_flop_count(query, key, value),
+        **dict.fromkeys((grouped, torch.ops.aten._grouped_mm), _grouped_flops),
+    }
+    return FlopCounterMode(display=False, custom_mapping=known)
+
+
+def _grouped_flops(rows: Any, matrices: Any, *_: Any, out_shape: Any = None, **__: Any) -> int:
+    return int(2 * rows[0] * rows[1] * matrices[-1])
 
 
 def _tensors(results: Any) -> list[Tensor]:

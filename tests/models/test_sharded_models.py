@@ -25,5 +25,7 @@ def test_split_architectures_equal_one_device(ranks: Any, name: str, variant: st
     assert not row.refused
     assert row.error < 1e-5
     assert row.split == row.planned > 0
-    assert row.flops <= 1 / count + 0.05
+    assert row.flops <= 1 / count + (0.05 if count == 2 else 0.1), (
+        "keys and values of two heads are whole on four ranks"
+    )
     assert row.counts == minimum(name, count)

@@ -41,13 +41,16 @@ class Architecture:
     dynamic_dims: Mapping[str, tuple[int, ...]]
     note: str = ""
     attention: str = "sdpa"
+    experts: str = ""
+    """How routed experts are computed; the library's default if empty."""
 
     def build(self) -> torch.nn.Module:
         """The model in eval mode, float32, with the same weights at every call; no weight is zero or one."""
         transformers = library()
         config = getattr(transformers, self.configuration)(**self.options, use_cache=False)
         config._attn_implementation = self.attention
-        config._experts_implementation = "batched_mm"
+        if self.experts:
+            config._experts_implementation = self.experts
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
             model = getattr(transformers, self.model)(config).eval().float()
@@ -232,7 +235,7 @@ ARCHITECTURES: tuple[Architecture, ...] = (
         "mixtral",
         "Mixtral",
         _GROUPED,
-        "routed experts, batched",
+        "routed experts",
         num_local_experts=4,
         num_experts_per_tok=2,
         sliding_window=None,

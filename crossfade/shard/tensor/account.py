@@ -19,7 +19,7 @@ from crossfade.graph.words import ALL_DTYPES
 from crossfade.shard.tensor.placements import PARTIAL, REPLICATE, Partial, Placement, Shard
 from crossfade.shard.tensor.plan_resolved import ModuleBoundary, ParameterSharding, ResolvedPlan
 
-FORMAT = 1
+FORMAT = 2
 
 
 @dataclass(frozen=True)
@@ -119,6 +119,7 @@ def _parameter(data: FileValue) -> ParameterSharding:
     for size in (*data["shape"].items(), *data["blocks"].items()):
         size.whole(least=0)
     data["ranks"].whole(least=1)
+    data["units"].whole(least=0)
     if data["dim"].value is not None:
         data["dim"].whole(least=0, most=max(len(data["shape"].items()) - 1, 0))
     found: ParameterSharding = data.record(ParameterSharding, dtype=data["dtype"].one_of(ALL_DTYPES))
@@ -135,11 +136,13 @@ def _spelled(placement: Placement) -> Any:
     if not isinstance(placement, Shard):
         return "partial" if isinstance(placement, Partial) else "replicate"
     blocks = {"sizes": list(placement.sizes)} if placement.sizes else {"outer": placement.outer}
-    return {"shard": placement.dim, **({} if blocks == {"outer": 1} else blocks)}
+    units = {"units": placement.units} if placement.units else {}
+    return {"shard": placement.dim, **({} if blocks == {"outer": 1} else blocks), **units}
 
 
 def _read(data: FileValue) -> Placement:
     if isinstance(data.value, str):
         return data.one_of({"partial": PARTIAL, "replicate": REPLICATE})
     sizes = tuple(size.whole(least=1) for size in data.get("sizes", []).items())
-    return Shard(data["shard"].whole(least=0, most=64), data.get("outer", 1).whole(least=1), sizes)
+    units = data.get("units", 0).whole(least=0, most=1 << 40)
+    return Shard(data["shard"].whole(least=0, most=64), data.get("outer", 1).whole(least=1), sizes, units)

@@ -2,7 +2,7 @@
 
 >>> from torch.distributed import tensor
 >>> read_placement(tensor.Shard(-1), rank=3), read_placement(tensor.Replicate(), rank=3)
-(Shard(dim=2, outer=1, sizes=()), Replicate())
+(Shard(dim=2, outer=1, sizes=(), units=0), Replicate())
 """
 
 from __future__ import annotations

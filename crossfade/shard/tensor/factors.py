@@ -43,7 +43,8 @@ class Decision:
 
     `divide` names list or scalar arguments that are sizes along the split dim, to be divided by the number of ranks
     (argument, index in it; None for all of it). `emit` builds something else than the operator itself.
-    `why` says what forced a wanted placement to differ from the one given.
+    `why` says what forced a wanted placement to differ from the one given. `blank` are operands whose padding has to
+    be zero, since it is added up.
     """
 
     wants: tuple[Placement, ...]
@@ -51,6 +52,7 @@ class Decision:
     divide: tuple[tuple[str, int | None], ...] = ()
     emit: Any = None
     why: str = ""
+    blank: tuple[int, ...] = ()
 
 
 def replicated(operands: int, results: int, why: str = "") -> Decision:
@@ -199,7 +201,17 @@ def _split(factors: Factors, operands: Sequence[Operand], name: str, shard: Shar
         whole = PARTIAL if summed and index in factors.added else REPLICATE
         wants.append(shard.on(dims.index(name)) if name in dims else whole)
     results = [shard.on(dims.index(name)) if name in dims else PARTIAL for dims in factors.outputs]
-    return Decision(tuple(wants), tuple(results), why=why)
+    blank = _blank(factors, operands, name) if summed and shard.units else ()
+    return Decision(tuple(wants), tuple(results), why=why, blank=blank)
+
+
+def _blank(factors: Factors, operands: Sequence[Operand], name: str) -> tuple[int, ...]:
+    """Of the operands that are multiplied and added up over a padded dim, one whose padding is made zero.
+
+    An activation: the gradient of the weight's padding is then zero too, and the optimizer leaves it alone.
+    """
+    having = [index for index, dims in enumerate(factors.inputs) if name in dims]
+    return tuple(sorted(having, key=lambda index: operands[index].is_weight)[:1])
 
 
 def _linear_group(factors: Factors, operands: Sequence[Operand], partial: frozenset[int]) -> frozenset[int]:

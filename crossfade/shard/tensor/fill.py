@@ -10,9 +10,9 @@ from torch.export import ExportedProgram
 
 from crossfade.errors import StateError
 from crossfade.graph.private import exported_with
+from crossfade.shard.tensor.builder import RANK
 from crossfade.shard.tensor.devices import has_numbers, like
 from crossfade.shard.tensor.localize import LocalProgram
-from crossfade.shard.tensor.partition import RANK
 from crossfade.shard.tensor.parts import whole_shape
 from crossfade.shard.tensor.placements import REPLICATE, Placement, Shard
 from crossfade.shard.tensor.sources import InMemory, Source, missing

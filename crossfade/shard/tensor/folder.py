@@ -29,9 +29,9 @@ from crossfade.files.tensors import TensorsFile, safetensors_for
 from crossfade.graph.private import exported_with, tree_map_only
 from crossfade.graph.text import render_type
 from crossfade.shard.tensor.account import FORMAT, Account, account_of, check_fits, to_data
+from crossfade.shard.tensor.builder import RANK
 from crossfade.shard.tensor.devices import device_types, like, moved
 from crossfade.shard.tensor.fill import devices_of
-from crossfade.shard.tensor.partition import RANK
 from crossfade.shard.tensor.placements import Placement, Shard
 
 __all__ = ["Account", "fingerprint", "read_account", "read_program", "read_weights", "write_program", "write_weights"]

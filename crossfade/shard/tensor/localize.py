@@ -22,9 +22,10 @@ from crossfade.errors import PlanError
 from crossfade.graph.effects import written_inputs
 from crossfade.graph.passes import Verdict
 from crossfade.graph.private import FakeTensorMode, exported_program
+from crossfade.shard.tensor.builder import RANK, Builder
 from crossfade.shard.tensor.devices import like
-from crossfade.shard.tensor.partition import RANK, Builder, Partitioner
-from crossfade.shard.tensor.placements import REPLICATE, Placement, Shard, divides, in_blocks
+from crossfade.shard.tensor.partition import Partitioner
+from crossfade.shard.tensor.placements import REPLICATE, Placement, Shard, in_blocks, local_size
 from crossfade.shard.tensor.plan_boundaries import find_boundaries
 from crossfade.shard.tensor.plan_resolved import ParameterSharding, ResolvedPlan
 from crossfade.shard.tensor.propagate import Propagated, Settings, propagate
@@ -67,7 +68,7 @@ def localize(exported: ExportedProgram, plan: ResolvedPlan, ranks: int, group: s
     boundaries = find_boundaries(exported, plan.boundaries, ranks)
     exported = boundaries.exported
     signature = exported.graph_signature
-    placements = {name: placement_of(sharding, ranks) for name, sharding in plan.parameters.items()}
+    placements = {name: placement_of(sharding) for name, sharding in plan.parameters.items()}
     settings = _settings(exported, plan, placements, ranks, request, boundaries.placements)
     placed = propagate(exported.graph, settings)
     state = frozenset(spec.arg.name for spec in signature.input_specs if spec.kind in _STATE)
@@ -97,26 +98,16 @@ def _empty_state(
         shape = list(value.shape)
         placement = placements.get(plan.aliases.get(name, name), REPLICATE)
         if isinstance(placement, Shard):
-            shape[placement.dim] //= ranks
+            shape[placement.dim] = local_size(placement, shape[placement.dim], ranks)
         state[name] = like(torch.empty(shape, dtype=value.dtype, device="meta"), value)
     return state | ({RANK: torch.empty((), dtype=torch.int64, device="meta")} if knows_rank else {})
 
 
-def placement_of(sharding: ParameterSharding, ranks: int) -> Placement:
-    """The placement of a parameter; refused if its blocks do not divide by the ranks."""
+def placement_of(sharding: ParameterSharding) -> Placement:
+    """The placement of a parameter."""
     if sharding.dim is None:
         return REPLICATE
-    size, shape = sharding.shape[sharding.dim], tuple(sharding.shape)
-    blocks = sharding.blocks or (size,)
-    shard = in_blocks(sharding.dim, blocks)
-    if not divides(shard, size, ranks):
-        sizes = ", ".join(map(str, blocks))
-        raise PlanError(
-            f"{sharding.name} of shape {shape} cannot be split on dim {sharding.dim} ({sizes}) over {ranks} ranks",
-            expected=f"sizes that divide by {ranks}",
-            remedy="pad it, split another dim, or leave it out of the plan",
-        )
-    return shard
+    return in_blocks(sharding.dim, sharding.blocks or (sharding.shape[sharding.dim],), sharding.units)
 
 
 def _settings(

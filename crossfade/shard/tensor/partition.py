@@ -6,92 +6,18 @@ import operator
 from collections.abc import Iterator
 from typing import Any
 
-import sympy
 import torch
 from torch import Tensor, fx
 
-from crossfade.errors import PlanError
 from crossfade.graph.operators import by_name, defaults_of
-from crossfade.graph.private import FakeTensorMode, schema_of, size_expression
+from crossfade.graph.private import schema_of
 from crossfade.shard.tensor import conjugate
-from crossfade.shard.tensor.devices import like
+from crossfade.shard.tensor.builder import Builder
 from crossfade.shard.tensor.factors import Decision
-from crossfade.shard.tensor.placements import REPLICATE, Partial, Placement, Replicate, Shard, is_multiple
+from crossfade.shard.tensor.placements import REPLICATE, Partial, Placement, Replicate, Shard, local_size, units_each
 from crossfade.shard.tensor.propagate import Propagated, tensor_operands
 
-RANK = "crossfade_rank"
-"""The name of the buffer that tells a rank its index on the axis: all else in the program is alike on all ranks."""
-
 aten = torch.ops.aten
-
-
-class Builder:
-    """Makes the nodes of the local graph, each described by running it on the parts' descriptions."""
-
-    def __init__(self, mode: FakeTensorMode, ranks: int, group: str, state: frozenset[str]) -> None:
-        self.graph = fx.Graph()
-        self.state = state
-        self.mode, self.ranks, self.group = mode, ranks, group
-        self.meta: dict[str, Any] = {}
-        self._rank: fx.Node | None = None
-
-    def call(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
-        """One call, with the provenance of the node that it stands for."""
-        return self.described_call(target, args, kwargs, None)
-
-    def described_call(self, target: Any, args: Any, kwargs: Any, known: Any) -> fx.Node:
-        """A call whose result is known, or else found by running it without data."""
-        node = self.graph.call_function(target, args, kwargs)
-        if known is None:
-            values, named = fx.map_arg((args, kwargs), lambda source: source.meta["val"])
-            with self.mode, torch.no_grad():
-                known = target(*values, **named)
-        node.meta = {**self.meta, "val": known}
-        return node
-
-    def placeholder(self, like: fx.Node, value: Any) -> fx.Node:
-        """An input of the same name."""
-        node = self.graph.placeholder(like.name)
-        node.name, node.target = like.name, like.target  # a builtin's name too, which fx would change
-        node.meta = {**like.meta, "val": value}
-        return node
-
-    def rank(self) -> fx.Node:
-        """The input that holds this rank's index."""
-        if self._rank is None:
-            with self.graph.inserting_before(self._first_activation()):
-                self._rank = self.graph.placeholder(f"b_{RANK}")
-            with self.mode:
-                self._rank.meta = {"val": torch.empty((), dtype=torch.int64, device=self._device())}
-        return self._rank
-
-    def _device(self) -> torch.device:
-        """Where the program computes."""
-        values = (node.meta.get("val") for node in self.graph.find_nodes(op="placeholder"))
-        return next((value.device for value in values if isinstance(value, Tensor)), torch.device("cpu"))
-
-    def _first_activation(self) -> fx.Node:
-        """Where the index goes: after all parameters and buffers, as in every exported program."""
-        return next(node for node in self.graph.nodes if node.name not in self.state)
-
-    @property
-    def knows_rank(self) -> bool:
-        """Whether the program asks for its rank."""
-        return self._rank is not None
-
-    def local(self, value: Tensor, placement: Placement) -> Tensor:
-        """The description of a part: one dim shrinks, and with it the steps between whatever lies outside of it."""
-        if not isinstance(placement, Shard):
-            return value
-        sizes, strides = list(value.shape), list(value.stride())
-        whole = strides[placement.dim] * sizes[placement.dim]
-        sizes[placement.dim] = sizes[placement.dim] // self.ranks
-        around = [dim for dim in range(len(sizes)) if dim != placement.dim and is_multiple(strides[dim], whole)]
-        for dim in around:
-            strides[dim] = strides[dim] // self.ranks
-        with self.mode:
-            part = torch.empty_strided(sizes, strides, dtype=value.dtype, device=value.device)
-        return like(part, value)
 
 
 class Partitioner:
@@ -133,7 +59,7 @@ class Partitioner:
         elif node in self.placed.decisions:
             self._operator(node, self.placed.decisions[node])
         else:
-            args, kwargs = self._arguments(node, iter(()), {}, set())
+            args, kwargs = self._arguments(node, iter(()), {}, set(), None)
             made = self.builder.graph.create_node("call_function", node.target, args, kwargs)
             made.meta = dict(node.meta)  # whole on every rank
             if isinstance(node.meta.get("val"), (Tensor, tuple, list)):
@@ -144,7 +70,10 @@ class Partitioner:
     def _element(self, node: fx.Node) -> None:
         source: Any = node.args[0]
         (whole,) = self.forms[source].values()
-        made = self.builder.call(operator.getitem, whole, node.args[1])
+        kept = whole.meta["val"] is source.meta["val"]
+        made = self.builder.described_call(
+            operator.getitem, (whole, node.args[1]), {}, node.meta["val"] if kept else None
+        )
         held = self.placed.placements[source]
         index: Any = node.args[1]
         self._keep(node, held[index] if isinstance(held, tuple) else held, made)
@@ -160,13 +89,20 @@ class Partitioner:
             self.form(source, want, enters=enters and isinstance(want, Replicate))
             for source, want in zip(tensors, decision.wants, strict=True)
         ]
+        for index in decision.blank:
+            shard: Any = decision.wants[index]
+            local[index] = self.builder.blanked(local[index], shard, tensors[index].meta["val"].shape[shard.dim])
         divide = dict(decision.divide)
-        args, kwargs = self._arguments(node, iter(local), divide, set(tensors))
+        split = next((place for place in decision.results if isinstance(place, Shard)), None)
+        args, kwargs = self._arguments(node, iter(local), divide, set(tensors), split)
         if decision.emit is not None:
             named = {**defaults_of(node.target), **by_name(node.target, args, kwargs)}
             made = decision.emit(self.builder, node, named)
         else:
-            made = self.builder.described_call(node.target, args, kwargs, self._known(node, tensors, local, decision))
+            target = node.target
+            if target is aten.view.default and isinstance(decision.results[0], Shard):
+                target = aten.reshape.default  # a part may lie otherwise than the whole does
+            made = self.builder.described_call(target, args, kwargs, self._known(node, tensors, local, decision))
         results: Any = decision.results
         several = isinstance(node.meta.get("val"), (tuple, list))
         self._keep(node, results if several else (results[0] if results else REPLICATE), made)
@@ -176,6 +112,8 @@ class Partitioner:
     def _known(self, node: fx.Node, tensors: list[fx.Node], local: list[fx.Node], decision: Decision) -> Any:
         """The description of a result where it need not be found by running: of symbolic sizes that is slow."""
         value = node.meta.get("val")
+        if not isinstance(value, (Tensor, tuple, list)):
+            return value  # a number read from a tensor: the same symbol, not another
         if all(part.meta["val"] is source.meta["val"] for part, source in zip(local, tensors, strict=True)):
             return value
         if isinstance(value, Tensor) and any(isinstance(size, torch.SymInt) for size in value.shape):
@@ -192,7 +130,9 @@ class Partitioner:
             return  # what else is asserted of a part was asserted when the whole was traced
         made = self.builder.call(node.target, local, *node.args[1:])
         if isinstance(placement, Shard) and (counts or placement.dim == node.args[1]):
-            made = self.builder.call(operator.mul, made, self.builder.ranks)
+            if placement.units:
+                made = self.builder.call(operator.floordiv, made, units_each(placement.units, self.builder.ranks))
+            made = self.builder.call(operator.mul, made, placement.units or self.builder.ranks)
         self.scalars[node] = made
 
     def _brought(self, node: fx.Node) -> None:
@@ -207,10 +147,10 @@ class Partitioner:
         differentiable = value.dtype.is_floating_point or value.dtype.is_complex
         key: Any = (want, "enters") if enters and differentiable else want
         if key not in forms:
-            forms[key] = self._convert(forms, want, isinstance(key, tuple))
+            forms[key] = self._convert(forms, want, value, isinstance(key, tuple))
         return forms[key]
 
-    def _convert(self, forms: dict[Any, fx.Node], want: Placement, enters: bool) -> fx.Node:
+    def _convert(self, forms: dict[Any, fx.Node], want: Placement, value: Any, enters: bool) -> fx.Node:
         builder = self.builder
         if want in forms:  # whole already, but not yet entered
             return builder.call(conjugate.enter, forms[want], builder.group)
@@ -220,50 +160,22 @@ class Partitioner:
             if isinstance(given, Partial):
                 forms[want] = builder.call(conjugate.reduce, local, "sum", builder.group)
                 return builder.call(conjugate.enter, forms[want], builder.group) if enters else forms[want]
-            return self._moved(conjugate.gather_enter if enters else conjugate.gather, local, given)
+            return builder.moved(conjugate.gather_enter if enters else conjugate.gather, local, given, value)
         if whole is None and isinstance(given, Partial) and isinstance(want, Shard) and not want.sizes:
-            return self._moved(conjugate.scatter, local, want)
+            return builder.moved(conjugate.scatter, local, want, value)
         if whole is None:
-            whole = forms[REPLICATE] = self._convert(forms, REPLICATE, False)
+            whole = forms[REPLICATE] = self._convert(forms, REPLICATE, value, False)
         if isinstance(want, Partial):
             return builder.call(conjugate.share, whole, builder.rank())
-        return self._moved(conjugate.split, whole, want)
-
-    def _moved(self, collective: Any, local: fx.Node, shard: Any) -> fx.Node:
-        builder = self.builder
-        if isinstance(shard, Shard) and shard.sizes:
-            return self._moved_by_blocks(collective, local, shard)
-        outer = self._blocks_of(local, shard)
-        return builder.call(collective, local, shard.dim, outer, builder.rank(), builder.ranks, builder.group)
-
-    def _blocks_of(self, local: fx.Node, shard: Shard) -> Any:
-        """How many blocks a value's split dim has: a number, or counted in the value where that is open."""
-        if isinstance(shard.outer, int):
-            return shard.outer
-        step = sympy.cancel(size_expression(local.meta["val"].shape[shard.dim]) / shard.outer)
-        if not step.is_Integer:
-            raise PlanError(
-                f"{local.name} is {shard} and has to be moved between ranks",
-                expected="blocks of a size that is known",
-                remedy="export without merging a dynamic dim with the split one, or with static sizes",
-            )
-        size = self.builder.call(aten.sym_size.int, local, shard.dim)
-        return self.builder.call(operator.floordiv, size, int(step))
-
-    def _moved_by_blocks(self, collective: Any, local: fx.Node, shard: Shard) -> fx.Node:
-        """Blocks of different sizes, one by one."""
-        builder = self.builder
-        whole = collective in (conjugate.split, conjugate.scatter)
-        sizes = [size if whole else size // builder.ranks for size in shard.sizes]
-        pieces = builder.call(aten.split_with_sizes.default, local, sizes, shard.dim)
-        moved = []
-        for index in range(len(sizes)):
-            piece = builder.call(operator.getitem, pieces, index)
-            moved.append(self._moved(collective, piece, Shard(shard.dim)))
-        return builder.call(aten.cat.default, moved, shard.dim)
+        return builder.moved(conjugate.split, whole, want, value)
 
     def _arguments(
-        self, node: fx.Node, local: Iterator[fx.Node], divide: dict[str, int | None], tensors: set[fx.Node]
+        self,
+        node: fx.Node,
+        local: Iterator[fx.Node],
+        divide: dict[str, int | None],
+        tensors: set[fx.Node],
+        split: Shard | None,
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """A call's arguments with local tensors, global scalars, and sizes along the split dim divided."""
 
@@ -276,20 +188,24 @@ class Partitioner:
         if not divide:
             return args, kwargs
         schema = [item.name for item in schema_of(node.target).arguments]
-        args = tuple(self._divided(arg, schema[index], divide) for index, arg in enumerate(args))
-        return args, {name: self._divided(arg, name, divide) for name, arg in kwargs.items()}
+        args = tuple(self._divided(arg, schema[index], divide, split) for index, arg in enumerate(args))
+        return args, {name: self._divided(arg, name, divide, split) for name, arg in kwargs.items()}
 
-    def _divided(self, value: Any, name: str, divide: dict[str, int | None]) -> Any:
+    def _divided(self, value: Any, name: str, divide: dict[str, int | None], split: Shard | None) -> Any:
         if name not in divide:
             return value
         if isinstance(value, (tuple, list)):
             only = divide[name]
-            return [self._part(item) if only is None or index == only else item for index, item in enumerate(value)]
-        return self._part(value)
+            chosen = [only is None or index == only for index in range(len(value))]
+            return [self._part(item, split) if own else item for item, own in zip(value, chosen, strict=True)]
+        return self._part(value, split)
 
-    def _part(self, size: Any) -> Any:
+    def _part(self, size: Any, split: Shard | None) -> Any:
         if isinstance(size, int):
-            return size if size < 0 else size // self.builder.ranks
+            return size if size < 0 else local_size(split or Shard(0), size, self.builder.ranks)
+        if split is not None and split.units:  # an open number of blocks
+            unit = self.builder.call(operator.floordiv, size, split.units)
+            return self.builder.call(operator.mul, unit, units_each(split.units, self.builder.ranks))
         return self.builder.call(operator.floordiv, size, self.builder.ranks)
 
 

@@ -19,8 +19,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from crossfade.errors import StateError
 from crossfade.graph.private import group_named, rows_of_parts
 from crossfade.graph.program import rows_per_rank
-from crossfade.shard.tensor.placements import REPLICATE, Placement, Shard, block_sizes
-from crossfade.shard.tensor.sources import local_part
+from crossfade.shard.tensor.placements import REPLICATE, Placement, Shard, block_sizes, local_size, whole_size
+from crossfade.shard.tensor.sources import local_part, own_ranges, padded
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,8 @@ class Parts:
     def seen(self, name: str, part: Tensor) -> Any:
         """A part as a DTensor, for checkpoints: over the same memory, unless it is of a tensor split in blocks.
 
-        DTensor has no word for blocks: of such a tensor the DTensor holds a copy, cut in one piece a rank.
+        DTensor has no word for blocks: of such a tensor the DTensor holds a copy, cut in one piece a rank. Nor has it one
+        for rows of padded parts, which are put together whole.
         """
         from torch.distributed.tensor import DTensor
 
@@ -83,11 +84,17 @@ class Parts:
         shape = self.whole_shape(name, part.shape)
         mesh, placements = self._seen_as(name, part)
         local = part.detach()
-        if isinstance(place, Shard) and not _in_one_piece(place, shape):
-            local = self.whole(name, part).chunk(self.ranks, place.dim)[self.rank].contiguous()
+        if _is_padded_rows(place, part):
+            local = self.whole(name, part)
+        elif isinstance(place, Shard) and not _in_one_piece(place, shape):
+            ((start, end),) = own_ranges(Shard(place.dim, units=shape[place.dim]), shape[place.dim], self.rank, self.ranks)
+            local = self.whole(name, part).narrow(place.dim, start, end - start).contiguous()
             local = _rows_like(part, local) if is_rows(part) else local
         elif is_rows(part):
             local = local.to_local()  # type: ignore[attr-defined]
+        elif isinstance(place, Shard) and place.units:  # without the padding, as DTensor has it
+            ((start, end),) = own_ranges(place, shape[place.dim], self.rank, self.ranks)
+            local = local.narrow(place.dim, 0, end - start)
         stride = torch.empty(shape, device="meta").stride()
         return DTensor.from_local(local, mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride)
 
@@ -108,8 +115,11 @@ class Parts:
         if isinstance(value, DTensor):
             mesh, placements = self._seen_as(name, like)
             alike = list(value.placements) == placements and value.device_mesh == mesh
-            if alike and (not isinstance(place, Shard) or _in_one_piece(place, expected)):
+            in_place = not isinstance(place, Shard) or _in_one_piece(place, expected)
+            if alike and in_place and not _is_padded_rows(place, like):
                 local = value.to_local()
+                if isinstance(place, Shard) and place.units:
+                    local = padded([local], place, expected[place.dim], self.ranks)
                 return _as_rows(like, local) if is_rows(like) else local
             value = value.full_tensor()
         part = self.part(name, value)
@@ -126,6 +136,8 @@ class Parts:
             return self.mesh, [by_plan]
         assert self.axes is not None and self.axes.mesh_dim_names is not None, "rows are split over another axis"
         names = self.axes.mesh_dim_names
+        if _is_padded_rows(place, part):
+            return self.axes, [Replicate()] * len(names)
         of_rows = dict(zip(part.device_mesh.mesh_dim_names, part.placements, strict=True))
         placements: list[Any] = [of_rows.get(axis, Replicate()) for axis in names]
         own = names.index(self.axis)
@@ -148,6 +160,10 @@ def is_rows(part: Any) -> bool:
     return isinstance(part, DTensor)
 
 
+def _is_padded_rows(place: Placement, part: Any) -> bool:
+    return isinstance(place, Shard) and bool(place.units) and is_rows(part)
+
+
 def _rows_like(like: Any, part: Tensor) -> Tensor:
     """The rows of a part that this rank keeps, where it keeps those of `like`."""
     mesh, last = like.device_mesh, like.device_mesh.ndim - 1
@@ -165,7 +181,8 @@ def _as_rows(like: Any, rows: Tensor) -> Any:
 
 
 def _in_one_piece(place: Shard, shape: Sequence[int]) -> bool:
-    return len(block_sizes(place, shape[place.dim])) == 1
+    """Whether each rank holds one piece of a dim, where DTensor cuts it too."""
+    return len(block_sizes(place, shape[place.dim])) == 1 and place.units in (0, shape[place.dim])
 
 
 def whole_shape(part: Sequence[int], placement: Placement, ranks: int) -> tuple[int, ...]:
@@ -176,7 +193,7 @@ def whole_shape(part: Sequence[int], placement: Placement, ranks: int) -> tuple[
     """
     sizes = list(part)
     if isinstance(placement, Shard):
-        sizes[placement.dim] *= ranks
+        sizes[placement.dim] = whole_size(placement, sizes[placement.dim], ranks)
     return tuple(sizes)
 
 
@@ -195,8 +212,12 @@ def joined(parts: Sequence[Tensor], shard: Shard) -> Tensor:
 
     >>> joined([torch.tensor([0, 1, 4]), torch.tensor([2, 3, 5])], Shard(0, sizes=(4, 2)))
     tensor([0, 1, 2, 3, 4, 5])
+    >>> joined([torch.tensor([0, 1]), torch.tensor([2, 0])], Shard(0, units=3))
+    tensor([0, 1, 2])
     """
-    size = parts[0].shape[shard.dim] * len(parts)
-    blocks = [block // len(parts) for block in block_sizes(shard, size)]
-    pieces = [part.split(blocks, shard.dim) for part in parts]
-    return torch.cat([piece for block in zip(*pieces, strict=True) for piece in block], shard.dim)
+    size = whole_size(shard, parts[0].shape[shard.dim], len(parts))
+    blocks = block_sizes(shard, size)
+    local = [local_size(shard, block, len(parts)) for block in blocks]
+    pieces = [part.split(local, shard.dim) for part in parts]
+    whole = [torch.cat(block, shard.dim) for block in zip(*pieces, strict=True)]
+    return torch.cat([block.narrow(shard.dim, 0, end) for block, end in zip(whole, blocks, strict=True)], shard.dim)

@@ -132,7 +132,7 @@ def read_layout(text: str, what: str, value: Tensor, ranks: int) -> Placement | 
     """A placement from a boundary's words; None if the value lacks the dim, PlanError if that cannot be split.
 
     >>> read_layout("shard(-1)", "it", torch.ones(2, 8), 4), read_layout("shard(2)", "it", torch.ones(2, 8), 4)
-    (Shard(dim=1, outer=1, sizes=()), None)
+    (Shard(dim=1, outer=1, sizes=(), units=0), None)
     """
     if text == "replicate":
         return REPLICATE

@@ -88,6 +88,14 @@ def is_summed(node: fx.Node, source: fx.Node, channels: Channels) -> bool:
     return node.target in _SUMS and dim in (_dims_taken(node, len(sizes)) or ()) and sizes[dim] >= _WIDE
 
 
+def is_normed(node: fx.Node, source: fx.Node, channels: Channels) -> bool:
+    """Whether a norm runs over the channels: they stay where they are, and ranks add up its statistics."""
+    if node.target not in _NORMS or node.args[0] is not source:
+        return False
+    dim, sizes = channels.first.dim, sizes_of(source)
+    return dim in (_dims_taken(node, len(sizes)) or ()) and sizes[dim] >= _WIDE
+
+
 def follow(node: fx.Node, source: fx.Node, channels: Channels) -> Channels | None:
     """The channels in `node`'s result, given those in its argument `source`; None where ranks would need each other."""
     schema = schema_of(node.target)
@@ -222,6 +230,8 @@ def _item(node: fx.Node, source: fx.Node, channels: Channels) -> Channels | None
 def _written_into(node: fx.Node, source: fx.Node, channels: Channels) -> Channels | None:
     """A range of one dim replaced: fine where it holds no channels."""
     dim = arguments(node)["dim"] % node.meta["val"].ndim
+    if source.meta["val"].ndim < node.meta["val"].ndim:  # what is written is one index of that dim
+        return _keep(channels, lambda factor: replace(factor, dim=factor.dim + (factor.dim >= dim)))
     return _keep(channels, lambda factor: None if factor.dim == dim else factor)
 
 
@@ -352,7 +362,38 @@ def _attended(node: fx.Node, source: fx.Node, channels: Channels) -> Channels | 
     return replace(channels, factors=(first,))
 
 
+def _repeated_whole(node: fx.Node, source: fx.Node, channels: Channels) -> Channels | None:
+    """Dims repeated so often: so many times their blocks."""
+    times = [_plain(count) or 0 for count in arguments(node)["repeats"]]
+    ahead = len(times) - source.meta["val"].ndim
+    if times[channels.first.dim + ahead] != 1:
+        return None
+
+    def moved(factor: ChannelFactor) -> ChannelFactor:
+        dim = factor.dim + ahead
+        return replace(factor, dim=dim, outer=factor.outer * times[dim])
+
+    return _keep(channels, moved)
+
+
+def _gathered(node: fx.Node, source: fx.Node, channels: Channels) -> Channels | None:
+    """Elements picked along one dim: fine where it holds no channels, and all of the others are picked of."""
+    given, before, after = arguments(node), sizes_of(source), sizes_of(node)
+    dim = given["dim"] % len(before)
+    if source is not given["self"] or before[channels.first.dim] != after[channels.first.dim]:
+        return None
+    return _keep(channels, lambda factor: None if factor.dim == dim else factor)
+
+
+def _triangle(node: fx.Node, source: fx.Node, channels: Channels) -> Channels | None:
+    """Fine along dims that no triangle is in."""
+    last = source.meta["val"].ndim - 2
+    return _keep(channels, lambda factor: None if factor.dim >= last else factor)
+
+
 _RESHAPES = {
+    aten.view_as.default,
+    aten.reshape_as.default,
     aten.view.default,
     aten.reshape.default,
     aten._unsafe_view.default,
@@ -370,6 +411,12 @@ _SPLITS: set[Any] = {
     aten.chunk.default,
     aten.unbind.int,
 }
+_ALIASES: set[Any] = {
+    *(getattr(aten, name).Tensor for name in ("multiply", "divide", "subtract")),
+    *(getattr(aten, name).default for name in ("negative", "absolute", "log_sigmoid")),
+}
+"""Elementwise operators that torch does not mark as such."""
+
 _BEST: set[Any] = {aten.max.dim, aten.min.dim}
 _SAME_SHAPE = {
     aten.dropout.default,
@@ -390,6 +437,7 @@ _ACROSS = {
     aten.cumsum.default,
     aten.linalg_vector_norm.default,
 }
+_NORMS = {aten.layer_norm.default, aten.rms_norm.default}
 _SUMS = {aten.sum.dim_IntList, aten.mean.dim}
 _WIDE = 16
 """How many channels at least a sum runs over that ranks add up: its results are small then."""
@@ -420,14 +468,17 @@ _RULES: tuple[tuple[Callable[[fx.Node], bool], Callable[[fx.Node, fx.Node, Chann
     (_one_of({aten.slice.Tensor}), _sliced),
     (_one_of({aten.select.int}), _selected),
     (_one_of({aten.index.Tensor}), _indexed),
-    (_one_of({aten.cat.default, aten.concat.default}), _joined),
+    (_one_of({aten.cat.default, aten.concat.default, aten.concatenate.default}), _joined),
+    (_one_of({aten.repeat.default}), _repeated_whole),
+    (_one_of({aten.gather.default}), _gathered),
+    (_one_of({aten.tril.default, aten.triu.default}), _triangle),
     (_one_of({aten.stack.default}), _stacked),
-    (_one_of({aten.expand.default, aten.broadcast_to.default}), _broadcast),
+    (_one_of({aten.expand.default, aten.broadcast_to.default, aten.expand_as.default, *_ALIASES}), _broadcast),
     (_one_of(_ACROSS), _across),
-    (_one_of({aten.slice_scatter.default}), _written_into),
+    (_one_of({aten.slice_scatter.default, aten.select_scatter.default}), _written_into),
     (_one_of({aten.pad.default, aten.constant_pad_nd.default}), _padded),
     (_one_of({aten.repeat_interleave.self_int}), _repeated),
-    (_one_of({aten.conv1d.default}), _convolved),
+    (_one_of({aten.conv1d.default, aten.conv2d.default, aten.conv3d.default}), _convolved),
     (_one_of({aten.einsum.default}), _by_equation),
     (_one_of(_FACTORS), _multiplied),
     (_one_of({aten.scaled_dot_product_attention.default}), _attended),

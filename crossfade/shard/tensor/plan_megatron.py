@@ -19,32 +19,12 @@ from torch.export import ExportedProgram
 
 from crossfade.graph.effects import written_inputs
 from crossfade.graph.operators import arguments
-from crossfade.shard.tensor.plan_channels import ChannelFactor, Channels, follow, is_summed, sizes_of
+from crossfade.shard.tensor.plan_channels import ChannelFactor, Channels, follow, is_normed, is_summed, sizes_of
 from crossfade.shard.tensor.plan_names import ProgramNames, Use, is_glob, matches, names_of, owner, starred
+from crossfade.shard.tensor.plan_projections import NO_VALUES, activations_of, adds_earlier, is_value, lends, multiplies
 from crossfade.shard.tensor.plan_styles import Fused, read_style
 
 aten = torch.ops.aten
-
-_INPUTS: dict[Any, str] = {
-    aten.linear.default: "input",
-    aten.addmm.default: "mat1",
-    aten.mm.default: "self",
-    aten.matmul.default: "self",
-    aten.bmm.default: "self",
-}
-"""The activations of operators that multiply by a matrix."""
-
-_NO_VALUES = {
-    aten.new_empty.default,
-    aten.new_zeros.default,
-    aten.new_ones.default,
-    aten.new_full.default,
-    aten.empty_like.default,
-    aten.zeros_like.default,
-    aten.ones_like.default,
-    aten.full_like.default,
-}
-"""Operators that look at a tensor's shape and not at what is in it."""
 
 
 @dataclass
@@ -72,10 +52,7 @@ class Projection:
 
     @property
     def activations(self) -> fx.Node:
-        given = arguments(self.node)
-        if self.use.role == "expert":
-            return given["mat2" if self.use.left else "self"]
-        return given[_INPUTS[self.node.target]]
+        return activations_of(self.use)
 
     @property
     def back(self) -> int:
@@ -100,7 +77,7 @@ def find_entries(exported: ExportedProgram, vocab: bool) -> tuple[dict[str, Any]
         else:
             names = names_of(exported)
             found = _paired(names, exported.graph)
-    tables = _split_vocabulary(found, names) if vocab else {}
+    tables = _split_vocabulary(found, names, _from_tokens(exported)) if vocab else {}
     styles = _by_name(found.values(), names) | tables
     return _patterns(styles, names), (*_notes(found.values(), names), *problems)
 
@@ -119,13 +96,9 @@ def _projections(names: ProgramNames, graph: fx.Graph) -> dict[fx.Node, Projecti
     known = {
         use.node: Projection(name, use, biases.get(use.node), is_table=name in tables)
         for name, use in every
-        if _multiplies(use)
+        if multiplies(use)
     }
     return {node: known[node] for node in graph.nodes if node in known}
-
-
-def _multiplies(use: Use) -> bool:
-    return use.role == "expert" or (use.role == "linear" and use.node is not None and use.node.target in _INPUTS)
 
 
 def _pair(found: Mapping[fx.Node, Projection]) -> None:
@@ -171,6 +144,7 @@ def _followed(
         for user in node.users:
             contracted = _contracts(user, node, channels, found)
             summing = through_norms and is_summed(user, node, channels)
+            normed = through_norms and is_normed(user, node, channels)
             if contracted:
                 projection.ends.add(user)
                 if found[user].style not in (None, "rowwise"):
@@ -178,9 +152,10 @@ def _followed(
             if contracted or summing or user.op == "output":
                 pieces.add((channels.start, channels.length))
                 summed |= summing
-            elif _is_value(user):
-                meets_residual |= _adds_earlier(user, start)
-                now = follow(user, node, channels) if user not in found else None
+            elif is_value(user) and not lends(user, node):
+                meets_residual |= adds_earlier(user, start)
+                now = channels if normed else follow(user, node, channels) if user not in found else None
+                summed |= normed
                 if now is None:
                     projection.apart, projection.reason = False, f"{_where(user)} needs all that it puts out"
                     projection.is_written = bool(written_inputs(user))
@@ -194,25 +169,11 @@ def _followed(
     return _blocks(projection, width, sorted(pieces))
 
 
-def _adds_earlier(node: fx.Node, projection: fx.Node) -> bool:
-    """Whether a node adds a value of the same size that was there before the projection."""
-    if node.target is not aten.add.Tensor:
-        return False
-    others = [source for source in node.all_input_nodes if source < projection]
-    return any(sizes_of(source) == sizes_of(node) for source in others)
-
-
 def _contracts(user: fx.Node, node: fx.Node, channels: Channels, found: Mapping[fx.Node, Projection]) -> bool:
     """Whether a projection contracts over the dim that the channels fill, outermost factor outermost."""
     if user not in found or found[user].activations is not node:
         return False
     return channels.first.dim == node.meta["val"].ndim - found[user].back and channels.first.outer == 1
-
-
-def _is_value(node: fx.Node) -> bool:
-    """Whether a node computes tensors: assertions and sizes do not."""
-    value = node.meta.get("val") if node.target not in _NO_VALUES else None
-    return isinstance(value, torch.Tensor) or (isinstance(value, list | tuple) and bool(value))
 
 
 def _where(node: fx.Node) -> str:
@@ -277,20 +238,45 @@ def _notes(found: Iterable[Projection], names: ProgramNames) -> tuple[str, ...]:
     return tuple(dict.fromkeys(notes))
 
 
-def _split_vocabulary(found: Mapping[fx.Node, Projection], names: ProgramNames) -> dict[str, Any]:
+def _from_tokens(exported: ExportedProgram) -> set[fx.Node]:
+    """What is computed of whole numbers that the user gives."""
+    given = set(exported.graph_signature.user_inputs)
+    found: set[fx.Node] = set()
+    for node in exported.graph.nodes:
+        value = node.meta.get("val")
+        if isinstance(value, torch.Tensor) and not value.is_floating_point():
+            own = node.op == "placeholder" and node.name in given
+            if own or (node.target not in NO_VALUES and not found.isdisjoint(node.all_input_nodes)):
+                found.add(node)
+    return found
+
+
+def _split_vocabulary(found: Mapping[fx.Node, Projection], names: ProgramNames, tokens: set[fx.Node]) -> dict[str, Any]:
     """The token embedding is as long as the head is wide; with no such head it is the longest embedding.
 
-    A head puts out one column for each word, gathered at the end.
+    A head puts out one column for each word, gathered at the end. A table is only split if it is used for nothing else,
+    and looked up by what the user gives: positions are counted from shapes.
     """
-    rows = {name: _rows(name, names) for name in names.uses}
+    looked_up = {
+        name
+        for name, uses in names.uses.items()
+        if all(_looks_up(use, tokens) or (use.node in found and use.role == "linear") for use in uses)
+    }
+    rows = {name: _rows(name, names) if name in looked_up else 0 for name in names.uses}
     unpaired = [projection for projection in found.values() if projection.style is None and not projection.ends]
     heads = {projection.width: projection for projection in unpaired}
     longest = max(rows.values(), default=0)
     words = max((count for count in rows.values() if count in heads and heads[count].apart), default=longest)
     if words in heads:
         heads[words].style = read_style("colwise_gather_output")
-    tables = [use for name in rows if rows[name] == words for use in names.uses[name] if use.role == "embedding"]
+    longest_tables = [name for name in rows if rows[name] == words > 0]
+    tables = [use for name in longest_tables for use in names.uses[name] if use.role == "embedding"]
     return dict.fromkeys((use.module for use in tables if use.module), "embedding_rowwise")
+
+
+def _looks_up(use: Use, tokens: set[fx.Node]) -> bool:
+    """Whether a table is looked up by token."""
+    return use.role == "embedding" and use.node is not None and arguments(use.node)["indices"] in tokens
 
 
 def _rows(name: str, names: ProgramNames) -> int:

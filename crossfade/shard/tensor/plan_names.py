@@ -19,6 +19,7 @@ from torch.export import ExportedProgram
 
 from crossfade.errors import PlanError
 from crossfade.graph.operators import arguments
+from crossfade.graph.private import schema_of
 
 aten = torch.ops.aten
 
@@ -237,15 +238,22 @@ def moved_dims(node: fx.Node, rank: int) -> tuple[int, ...] | None:
     given = arguments(node) if node.op == "call_function" else {}
     if node.target in (aten.t.default, aten.numpy_T.default):
         return tuple(reversed(order))
-    if node.target in (aten.transpose.int, aten.swapaxes.default):
-        dims = ("dim0", "dim1") if "dim0" in given else ("axis0", "axis1")
-        first, other = (given[name] for name in dims)
+    if node.target in _SWAPS and rank > 1:
+        first, other = (given[name] for name in _SWAPS[node.target]) if _SWAPS[node.target] else (-2, -1)
         order[first], order[other] = order[other], order[first]
         return tuple(order)
     if node.target is aten.permute.default:
         return tuple(order[dim] for dim in given["dims"])
     return None
 
+
+_SWAPS: dict[Any, tuple[str, ...]] = {
+    aten.transpose.int: ("dim0", "dim1"),
+    aten.swapdims.default: ("dim0", "dim1"),
+    aten.swapaxes.default: ("axis0", "axis1"),
+    aten.mT.default: (),
+}
+"""Operators that swap two dims, and how they name them; the last two if they do not."""
 
 _REPEATED = -1
 """In place of a dim of the parameter: one that only repeats it."""
@@ -275,6 +283,15 @@ _OPERANDS = {
 """Of an operator that multiplies by a matrix: the matrix, its dims put out and contracted over, and the bias."""
 
 
+def is_grouped_product(node: fx.Node) -> bool:
+    """Whether a node multiplies rows by the matrix of their group, of a stack of them: how experts compute by default.
+
+    Told by name: the one operator is only in torch, the other only where the transformers library is loaded.
+    """
+    name = getattr(schema_of(node.target), "name", "")
+    return name in ("aten::_grouped_mm", "transformers::grouped_mm_fallback")
+
+
 def _use(node: fx.Node, value: fx.Node, dims: tuple[int, ...]) -> Use:
     module, given = module_of(node), arguments(node)
     if node.target in _OPERANDS:
@@ -292,6 +309,8 @@ def _use(node: fx.Node, value: fx.Node, dims: tuple[int, ...]) -> Use:
     if node.target is aten.bmm.default and value.target is aten.index.Tensor:
         left = given["self"] is value
         return Use(module, "expert", dims[1 if left else 2], dims[2 if left else 1], node, left)
+    if is_grouped_product(node) and value is node.args[1] and len(dims) == 3:
+        return Use(module, "expert", dims[2], dims[1], node)
     if len(dims) == 1 and (node.target is aten.add.Tensor or node.target in _CONVOLUTIONS):
         return Use(module, "bias", dims[0], None, node)
     return Use(module, "other", node=node)

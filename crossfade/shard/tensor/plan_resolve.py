@@ -12,9 +12,10 @@ from dataclasses import dataclass, field
 from torch.export import ExportedProgram
 
 from crossfade.errors import PlanError
-from crossfade.shard.tensor.plan_names import ProgramNames, Use, is_glob, names_of
+from crossfade.shard.tensor.plan_names import ProgramNames, Use, is_glob, names_of, starred
 from crossfade.shard.tensor.plan_resolved import ModuleBoundary, ParameterSharding, ResolvedPlan
 from crossfade.shard.tensor.plan_styles import Style
+from crossfade.shard.tensor.plan_units import Fitted, fit
 
 Split = tuple[int | None, tuple[int, ...]]
 """The dim that is split and the blocks along it."""
@@ -45,14 +46,17 @@ def resolve(entries: Mapping[str, Style], exported: ExportedProgram, ranks: int)
     merged = _merge_tied({name: _strongest(name, found) for name, found in wanted.claims.items()}, names)
     boundaries = {module: _agreed(module, found) for module, found in wanted.borders.items()}
     _keep_partners_whole(boundaries, merged, names)
-    parameters = _shardings(merged, names, ranks)
-    notes = wanted.notes + [_uneven_note(sharding) for sharding in parameters.values() if sharding.uneven]
+    fitted = fit({name: claim.split for name, claim in merged.items()}, names, ranks)
+    parameters = _shardings(merged, names, ranks, fitted)
+    notes = wanted.notes + [f"{starred(name)} stays whole: {why}" for name, why in fitted.whole.items()]
+    notes += [_padding_note(sharding) for sharding in parameters.values() if sharding.units]
+    notes += _little_split(parameters.values())
     return ResolvedPlan(
         parameters=parameters,
         boundaries={module: border for module, border in boundaries.items() if border.input or border.output},
         aliases={name: meant for name, meant in names.canonical.items() if name != meant},
         ranks=ranks,
-        notes=tuple(notes),
+        notes=tuple(dict.fromkeys(notes)),
     )
 
 
@@ -226,21 +230,39 @@ def _keep_partners_whole(
             boundaries.setdefault(use.module, ModuleBoundary(use.module, None, "replicate"))
 
 
-def _shardings(merged: Mapping[str, Claim], names: ProgramNames, ranks: int) -> dict[str, ParameterSharding]:
+def _shardings(
+    merged: Mapping[str, Claim], names: ProgramNames, ranks: int, fitted: Fitted
+) -> dict[str, ParameterSharding]:
     found = {}
     for name in dict.fromkeys(names.canonical[name] for name in names.tensors):
         claim, tensor = merged.get(name), names.tensors[name]
         if claim is None and name not in names.parameters:
             continue
-        dim, blocks = claim.split if claim else (None, ())
+        dim, blocks = claim.split if claim and name not in fitted.whole else (None, ())
         shape = tuple(map(int, tensor.shape))
-        uneven = dim is not None and any(size % ranks for size in blocks or (shape[dim],))
         style = str(claim.style) if claim else ""
-        found[name] = ParameterSharding(name, dim, blocks, style, uneven, shape, tensor.dtype, ranks)
+        found[name] = ParameterSharding(name, dim, blocks, style, fitted.units.get(name, 0), shape, tensor.dtype, ranks)
     return found
 
 
-def _uneven_note(sharding: ParameterSharding) -> str:
+def _little_split(parameters: Iterable[ParameterSharding]) -> list[str]:
+    """That a plan leaves most of a model whole: the library's own plans do, of some models."""
+    matrices = [sharding for sharding in parameters if len(sharding.shape) > 1]
+    split = sum(sharding.bytes for sharding in matrices if sharding.dim is not None)
+    whole = sum(sharding.bytes for sharding in matrices)
+    if not split or split >= whole * _LITTLE:
+        return []
+    return [
+        f"the plan splits {split / whole:.0%} of the matrices' bytes: Plan.megatron(exported, vocab=True) may find more"
+    ]
+
+
+_LITTLE = 0.25
+"""The share of a model's bytes below which a plan that splits no more is remarked upon."""
+
+
+def _padding_note(sharding: ParameterSharding) -> str:
     assert sharding.dim is not None
     sizes = " + ".join(map(str, sharding.blocks)) or str(sharding.shape[sharding.dim])
-    return f"{sharding.name}: {sizes} at dim {sharding.dim} does not divide by {sharding.ranks} ranks"
+    why = "" if str(sharding.units) == sizes else f" in {sharding.units} units"
+    return f"{starred(sharding.name)}: {sizes} at dim {sharding.dim}{why} over {sharding.ranks} ranks, so it is padded"

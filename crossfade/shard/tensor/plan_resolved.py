@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from crossfade.shard.tensor.placements import Shard, local_size
 from crossfade.shard.tensor.plan_names import starred
 
 
@@ -32,26 +33,27 @@ class ParameterSharding:
     """Sizes along `dim` of blocks that are split one by one, and whose pieces a rank keeps side by side; () is one."""
     style: str = ""
     """The spelling that asked for it."""
-    uneven: bool = False
-    """Whether `dim`, or a block of it, does not divide by the number of ranks."""
+    units: int = 0
+    """In how many units each block comes if they do not divide by the ranks, and the last ranks are padded; else 0."""
     shape: tuple[int, ...] = ()
     dtype: torch.dtype = torch.float32
     ranks: int = 1
 
     def local_blocks(self, rank: int) -> tuple[slice, ...]:
-        """The pieces along `dim` that a rank keeps; the last ranks get less, or nothing, of what does not divide."""
+        """The pieces along `dim` that a rank keeps, without padding: of what does not divide the last ranks get less,
+        or nothing."""
         if self.dim is None:
             raise ValueError(f"{self.name} is not split")
         start, pieces = 0, []
         for size in self.blocks or (self.shape[self.dim],):
-            step = math.ceil(size / self.ranks)
+            step = local_size(Shard(self.dim, units=self.units or size), size, self.ranks)
             pieces.append(slice(start + min(rank * step, size), start + min((rank + 1) * step, size)))
             start += size
         return tuple(pieces)
 
     @property
     def local_shape(self) -> tuple[int, ...]:
-        """The shape on rank 0, which no rank's exceeds."""
+        """The shape on every rank, padding included."""
         if self.dim is None:
             return self.shape
         kept = sum(piece.stop - piece.start for piece in self.local_blocks(0))
@@ -64,7 +66,7 @@ class ParameterSharding:
 
     @property
     def local_bytes(self) -> int:
-        """Of what rank 0 keeps."""
+        """Of what a rank keeps."""
         return math.prod(self.local_shape) * self.dtype.itemsize
 
 
@@ -106,7 +108,7 @@ class ResolvedPlan:
         for name, sharding, count in self._rows():
             split = "-" if sharding.dim is None else str(sharding.dim)
             split += f", {len(sharding.blocks)} blocks" if sharding.blocks else ""
-            split += " (uneven)" if sharding.uneven else ""
+            split += " (padded)" if sharding.units else ""
             cells = (name, _shape(sharding.shape), sharding.style or "-", split, _shape(sharding.local_shape))
             table.add_row(*map(Text, cells), _bytes(sharding.local_bytes * count))
         return table

@@ -5,6 +5,7 @@ Each rank knows the numbers from `rank * size` on; what is not its own gives zer
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -27,6 +28,8 @@ def embedding(call: PlacedCall) -> Decision:
         if call.args["scale_grad_by_freq"] or call.args["sparse"]:
             return call.replicated("its gradient is scaled by frequency, or sparse")
         why = "rows and positions are both split" if isinstance(indices, Shard) else ""
+        if weight.units not in (0, call.shapes[0][0]):
+            return call.replicated("its rows are split in units of several")
         return Decision((weight, REPLICATE), (PARTIAL,), emit=_emit_embedding, why=why)
     return call.by_text("!v d, ... -> ... d")
 
@@ -67,14 +70,23 @@ def cross_entropy(call: PlacedCall) -> Decision:
         return call.replicated("its classes are split in blocks")
     if args["weight"] is not None or args["label_smoothing"] != 0.0 or target.is_floating_point():
         return call.replicated("class weights, smoothing and probabilities need all classes")
+    if logits.units not in (0, call.shapes[0][logits.dim]):
+        return call.replicated("its classes are split in units of several")
     wants: tuple[Placement, ...] = (logits, *((REPLICATE,) * (len(call.operands) - 1)))
-    return Decision(wants, (REPLICATE,), emit=_emit_cross_entropy)
+    return Decision(wants, (REPLICATE,), emit=_emit_cross_entropy(logits, call.shapes[0][logits.dim]))
 
 
-def _emit_cross_entropy(builder: Any, node: Any, args: dict[str, Any]) -> Any:
+def _emit_cross_entropy(shard: Shard, classes: int) -> Any:
+    """Classes that are padding count as impossible."""
+    return lambda builder, node, args: _emitted_cross_entropy(builder, args, shard, classes)
+
+
+def _emitted_cross_entropy(builder: Any, args: dict[str, Any], shard: Shard, classes: int) -> Any:
     logits, target = args["self"], args["target"]
-    dim = 1 if logits.meta["val"].dim() > 1 else 0
+    dim = shard.dim
     count = logits.meta["val"].shape[dim]
+    if shard.units:
+        logits = builder.blanked(logits, shard, classes, -math.inf)
     detached = builder.call(aten.detach.default, logits)
     highest = builder.call(aten.amax.default, detached, [dim], True)
     highest = builder.call(conjugate.reduce, highest, "max", builder.group)

@@ -8,8 +8,11 @@ from typing import Any
 import torch
 
 from crossfade.shard.tensor.factors import Decision, Factors
-from crossfade.shard.tensor.placements import PARTIAL, REPLICATE, Placement, Shard
+from crossfade.shard.tensor.placements import PARTIAL, REPLICATE, Placement, Shard, divides, local_size
 from crossfade.shard.tensor.rules import PlacedCall, pointwise, rule
+from crossfade.shard.tensor.rules_draws import attention_with_dropout
+
+_aten = torch.ops.aten
 
 _FIRST, _SECOND, _BOTH = frozenset({0}), frozenset({1}), frozenset({0, 1})
 
@@ -45,18 +48,48 @@ def attention(call: PlacedCall) -> Decision:
 
     Of a kernel, which has several results, the second has each head's statistics, some padded; seeds are whole.
     """
-    if call.args.get("dropout_p", 0.0) != 0.0:
-        return call.replicated("ranks must draw alike")
+    drops = call.args.get("dropout_p", 0.0) != 0.0
     rank = len(call.shapes[0])
     if rank < 3 or any(len(shape) != rank for shape in call.shapes[1:3]) or len(call.shapes[-1]) > rank:
         return call.replicated("its operands' numbers of dims differ")
     batch = " ".join([*(f"b{index}" for index in range(rank - 3)), "h"])
     kernel = len(call.results) > 1
+    if drops and kernel:
+        return call.replicated("what its kernel draws cannot be taken apart")
     queries, width = "!q" if kernel or call.args.get("is_causal") else "q", "!e" if kernel else "e"
     text = f"{batch} {queries} !d, {batch} !k !d, {batch} !k {width}, {batch} {queries} !k -> {batch} {queries} {width}"
+    split, keys = call.placements[0], call.shapes[1][rank - 3]
+    by_head = isinstance(split, Shard) and split.dim == rank - 3 and split.outer == 1 and not split.sizes
+    if by_head and isinstance(split, Shard) and not kernel and not divides(split, keys, call.ranks):
+        return call.replicated("ranks must draw alike") if drops else _with_own_keys(call, text, rank - 3)
     decision = call.by_text(text)
+    if drops:
+        return attention_with_dropout(call, decision)
     rest = (*decision.results, *((REPLICATE,) * (len(call.results) - 2))) if kernel else ()
     return replace(decision, results=(*decision.results, *rest))
+
+
+def _with_own_keys(call: PlacedCall, text: str, dim: int) -> Decision:
+    """Split heads of queries, and fewer of keys that cannot be split: each rank takes those that its queries see."""
+    operands = list(call.operands)
+    for index in (1, 2):
+        shape = list(operands[index].shape)
+        shape[dim] = call.shapes[0][dim]
+        operands[index] = replace(operands[index], placement=REPLICATE, shape=tuple(shape))
+    decision = PlacedCall(call.node, operands, call.sources, call.ranks).by_text(text)
+    wants = (decision.wants[0], REPLICATE, REPLICATE, *decision.wants[3:])
+
+    def emit(builder: Any, node: Any, args: dict[str, Any]) -> Any:
+        each = args["query"].meta["val"].shape[dim]
+        head = builder.call(_aten.arange.default, each, device=args["query"].meta["val"].device, pin_memory=False)
+        head = builder.call(_aten.add.Tensor, head, builder.call(_aten.mul.Tensor, builder.rank(), each))
+        head = builder.call(_aten.clamp.default, head, None, call.shapes[0][dim] - 1)  # what is padding sees the last
+        own = builder.call(_aten.floor_divide.default, head, call.shapes[0][dim] // call.shapes[1][dim])
+        for name in ("key", "value"):
+            args[name] = builder.call(_aten.index_select.default, args[name], dim, own)
+        return builder.call(node.target, **{**args, "enable_gqa": False})
+
+    return replace(decision, wants=wants, emit=emit)
 
 
 @rule("matmul")
@@ -138,36 +171,31 @@ def reduction(call: PlacedCall) -> Decision:
     keeps_dtype = dtype is call.sources[0].meta["val"].dtype  # whole numbers that are cut off do not add up
     linear = (_FIRST,) if call.name in ("aten::sum", "aten::mean") and keeps_dtype else ()
     decision = call.decide(Factors((names,), (result,) * len(call.results), summed=summed, linear=linear))
-    of_parts = mean and isinstance(decision.wants[0], Shard) and decision.results == (PARTIAL,)
-    return replace(decision, emit=_emit_share_of_mean) if of_parts else decision
+    split = decision.wants[0]
+    of_parts = mean and isinstance(split, Shard) and decision.results == (PARTIAL,)
+    return replace(decision, emit=_emit_share_of_mean(split)) if of_parts and isinstance(split, Shard) else decision
 
 
-def _emit_share_of_mean(builder: Any, node: Any, args: dict[str, Any]) -> Any:
+def _emit_share_of_mean(shard: Shard) -> Any:
     """What a rank adds to a mean: that of its part, which is as large as every other's, by the number of ranks."""
-    given = [args[name] for name in ("self", "dim", "keepdim") if name in args]
-    own = builder.call(node.target, *given, **({"dtype": args["dtype"]} if args["dtype"] is not None else {}))
-    return builder.call(torch.ops.aten.div.Tensor, own, builder.ranks)
 
+    def emit(builder: Any, node: Any, args: dict[str, Any]) -> Any:
+        given = [args[name] for name in ("self", "dim", "keepdim") if name in args]
+        own = builder.call(node.target, *given, **({"dtype": args["dtype"]} if args["dtype"] is not None else {}))
+        if not shard.units:
+            return builder.call(torch.ops.aten.div.Tensor, own, builder.ranks)
+        size = node.args[0].meta["val"].shape[shard.dim]
+        return builder.call(torch.ops.aten.mul.Tensor, own, local_size(shard, size, builder.ranks) / size)
 
-@rule("layer_norm", "native_layer_norm", "rms_norm", "_fused_rms_norm")
-def norm(call: PlacedCall) -> Decision:
-    """Leading dims pass; the normalized ones are needed whole."""
-    normalized = len(call.args["normalized_shape"])
-    rank = len(call.shapes[0])
-    names = tuple(f"d{dim}" for dim in range(rank))
-    inner = names[rank - normalized :]
-    inputs = (names, *((inner,) * (len(call.operands) - 1)))
-    statistics = (*names[: rank - normalized], *((None,) * normalized))
-    outputs = (names, *((statistics,) * (len(call.results) - 1)))
-    return call.decide(Factors(inputs, outputs, frozenset(inner)))
+    return emit
 
 
 LINEAR = {
     "add": (_BOTH,),
-    "sub": (_BOTH,),
-    "mul": (_FIRST, _SECOND),
-    "div": (_FIRST,),
-    "neg": (_FIRST,),
+    **dict.fromkeys(("sub", "subtract"), (_BOTH,)),
+    **dict.fromkeys(("mul", "multiply"), (_FIRST, _SECOND)),
+    **dict.fromkeys(("div", "divide"), (_FIRST,)),
+    **dict.fromkeys(("neg", "negative"), (_FIRST,)),
     "where": (frozenset({1, 2}),),
     "clone": (_FIRST,),
     "contiguous": (_FIRST,),
@@ -186,18 +214,10 @@ for _name, _linear in LINEAR.items():
     rule(_name)(_from_linear(_linear))
 
 
-@rule("masked_fill", "__and__", "__or__", "fill", "copy", "hardswish")
+@rule("masked_fill", "__and__", "__or__", "fill", "copy", "hardswish", "absolute", "log_sigmoid")
 def elementwise(call: PlacedCall) -> Decision:
     """Operators that torch does not mark as pointwise though they are."""
     return pointwise(call)
-
-
-@rule("dropout", "native_dropout")
-def dropout(call: PlacedCall) -> Decision:
-    """Without training the value itself; with it, drawn for whole values only, alike on all ranks."""
-    if call.args["train"] is not False and call.args["p"] != 0.0:
-        return call.replicated("ranks must draw alike")
-    return pointwise(call, (_FIRST,) if len(call.results) == 1 else ())
 
 
 @rule("to", "_to_copy", "type_as")

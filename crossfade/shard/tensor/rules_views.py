@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -10,7 +11,7 @@ from torch import Tensor, fx
 
 from crossfade.graph.private import statically_equal
 from crossfade.shard.tensor.factors import Decision, Factors
-from crossfade.shard.tensor.placements import Placement, Shard, block_sizes, in_blocks, reshaped
+from crossfade.shard.tensor.placements import REPLICATE, Placement, Shard, block_sizes, in_blocks, local_size, reshaped
 from crossfade.shard.tensor.rules import PlacedCall, rule
 
 aten = torch.ops.aten
@@ -36,6 +37,26 @@ def reshape(call: PlacedCall) -> Decision:
     after = _reshaped(call)
     named = [name for name in ("size", "shape") if name in call.args]
     return _viewed(call, after, divide=tuple((name, after.dim) for name in named if isinstance(after, Shard)))
+
+
+@rule("view_as", "reshape_as")
+def reshape_as(call: PlacedCall) -> Decision:
+    """A reshape to the sizes of another value, of which nothing else matters."""
+    after = _reshaped(call)
+    whole = call.results[0].shape
+    if after is None or not isinstance(after, Shard):
+        why = "no dim of the reshaped value is split alike" if after is None else ""
+        wants = (call.placements[0] if after is not None else REPLICATE, REPLICATE)
+        return Decision(wants, (REPLICATE if after is None else after,), why=why)
+    if not isinstance(whole[after.dim], int):
+        return call.replicated("the split dim of what it becomes has an open size")
+
+    def emit(builder: Any, node: Any, args: dict[str, Any]) -> Any:
+        sizes = [builder.whole_size(args["other"], call.results[0], after, dim) for dim in range(len(whole))]
+        sizes[after.dim] = local_size(after, whole[after.dim], builder.ranks)
+        return builder.call(aten.reshape.default, args["self"], sizes)
+
+    return Decision((call.placements[0], REPLICATE), (after,), emit=emit)
 
 
 @rule("unflatten")
@@ -98,7 +119,8 @@ def repeat(call: PlacedCall) -> Decision:
     if not isinstance(times, int) or times < 1:
         return call.replicated("it is repeated a number of times known only when it runs, or never")
     outer = placement.outer if placement.sizes else placement.outer * times
-    return Decision(call.placements, (Shard(placement.dim + ahead, outer, placement.sizes * times),))
+    repeated = replace(placement, dim=placement.dim + ahead, outer=outer, sizes=placement.sizes * times)
+    return Decision(call.placements, (repeated,))
 
 
 @rule("repeat_interleave.self_int")
@@ -178,7 +200,7 @@ def slice_(call: PlacedCall) -> Decision:
     taken = _blocks_between(call, start, start + length)
     if taken is None:
         return call.replicated("it takes a part of the split dim")
-    ends = start // call.ranks, (start + length) // call.ranks
+    ends = [local_size(placement, end, call.ranks) for end in (start, start + length)]
     return Decision(call.placements, (taken,), emit=_emit(aten.slice.Tensor, placement.dim, *ends))
 
 
@@ -186,12 +208,12 @@ def _every_so_many(call: PlacedCall, shard: Shard, start: int, step: int) -> Dec
     """Neighbours lie interleaved: each rank takes its own, if none are cut apart."""
     size, length = call.shapes[0][shard.dim], call.results[0].shape[shard.dim]
     blocks = block_sizes(shard, size)
-    if start >= step or length * step != size or any(block % (call.ranks * step) for block in blocks):
+    by = shard.units or call.ranks
+    if start >= step or length * step != size or any(block % (by * step) for block in blocks):
         return call.replicated("it takes a part of the split dim")
-    taken = in_blocks(shard.dim, [block // step for block in blocks])
-    return Decision(
-        call.placements, (taken,), emit=_emit(aten.slice.Tensor, shard.dim, start, size // call.ranks, step)
-    )
+    taken = in_blocks(shard.dim, [block // step for block in blocks], shard.units)
+    end = local_size(shard, size, call.ranks)
+    return Decision(call.placements, (taken,), emit=_emit(aten.slice.Tensor, shard.dim, start, end, step))
 
 
 def _emit(target: Any, *rest: Any) -> Any:
@@ -208,7 +230,7 @@ def _blocks_between(call: PlacedCall, start: int, end: int) -> Shard | None:
             found.append(block)
         position += block
         ends.add(position)
-    return in_blocks(shard.dim, found) if {start, end} <= ends and found else None
+    return in_blocks(shard.dim, found, shard.units) if {start, end} <= ends and found else None
 
 
 @rule("split", "split_with_sizes", "chunk", "tensor_split")
@@ -225,22 +247,23 @@ def split(call: PlacedCall) -> Decision:
     results = tuple(piece for piece in pieces if piece is not None)
     if len(results) < len(pieces):
         return call.replicated("it cuts the split dim")
-    local = [size // call.ranks for size in sizes]
+    local = [local_size(placement, size, call.ranks) for size in sizes]
     return Decision(call.placements, results, emit=_emit(aten.split_with_sizes.default, local, placement.dim))
 
 
-@rule("cat", "concat")
+@rule("cat", "concat", "concatenate")
 def cat(call: PlacedCall) -> Decision:
     """All dims pass but the one joined; where all are split along that, the result has the blocks of all."""
     rank = call.results[0].dim()
     dim = call.dim(rank=rank)
     along = [isinstance(place, Shard) and place.dim == dim for place in call.placements]
-    if all(along) and all(isinstance(shape[dim], int) for shape in call.shapes):
+    units = {place.units for place in call.placements if isinstance(place, Shard)}
+    if all(along) and len(units) == 1 and all(isinstance(shape[dim], int) for shape in call.shapes):
         blocks: list[int] = []
         for place, shape in zip(call.placements, call.shapes, strict=True):
             assert isinstance(place, Shard)
             blocks += block_sizes(place, shape[dim])
-        return Decision(call.placements, (in_blocks(dim, blocks),))
+        return Decision(call.placements, (in_blocks(dim, blocks, units.pop()),))
     names = tuple(f"d{index}" for index in range(rank))
     inputs = tuple(names if len(shape) == rank else (None,) * len(shape) for shape in call.shapes)
     every = frozenset(range(len(call.operands)))
@@ -272,6 +295,18 @@ def triangle(call: PlacedCall) -> Decision:
     rank = len(call.shapes[0])
     names = tuple(f"d{dim}" for dim in range(rank))
     return call.decide(Factors((names,), (names,), frozenset(names[-2:]), linear=(_FIRST,)))
+
+
+@rule("select_scatter")
+def select_scatter(call: PlacedCall) -> Decision:
+    """One index of a dim replaced: the others pass."""
+    names = tuple(f"d{dim}" for dim in range(len(call.shapes[0])))
+    dim = call.dim()
+    alike = call.sources[0].meta["val"].dtype is call.sources[1].meta["val"].dtype  # else it rounds
+    linear = (frozenset({0, 1}),) if alike else ()
+    return call.decide(
+        Factors((names, names[:dim] + names[dim + 1 :]), (names,), frozenset({names[dim]}), linear=linear)
+    )
 
 
 @rule("slice_scatter")

@@ -16,7 +16,7 @@ from crossfade.files.inside import named_inside
 from crossfade.files.plain import read_json
 from crossfade.files.tensors import TensorsFile
 from crossfade.shard.tensor.devices import has_numbers
-from crossfade.shard.tensor.placements import Placement, Shard, block_sizes
+from crossfade.shard.tensor.placements import Placement, Shard, block_sizes, local_size
 
 
 class Source(Protocol):
@@ -152,9 +152,10 @@ class SafetensorsFiles:
         opened = self._file(self.files[name])
         if not isinstance(placement, Shard):
             return opened.tensor(name)
-        ranges = own_ranges(placement, opened.shape(name)[placement.dim], rank, ranks)
+        size = opened.shape(name)[placement.dim]
+        ranges = own_ranges(placement, size, rank, ranks)
         ahead = (slice(None),) * placement.dim
-        return torch.cat([opened.part(name, (*ahead, slice(*limits))) for limits in ranges], placement.dim)
+        return padded([opened.part(name, (*ahead, slice(*limits))) for limits in ranges], placement, size, ranks)
 
     def _file(self, file: Path) -> TensorsFile:
         """A file, opened once: its header is long where it has many tensors."""
@@ -212,17 +213,31 @@ def _files_in(folder: Path) -> list[Path]:
 
 
 def own_ranges(shard: Shard, size: int, rank: int, ranks: int) -> list[tuple[int, int]]:
-    """Where a rank's part lies along the split dim: one range a block.
+    """Where a rank's part lies along the split dim: one range a block, without padding.
 
-    >>> own_ranges(Shard(0, outer=2), 8, rank=1, ranks=2)
-    [(2, 4), (6, 8)]
+    >>> own_ranges(Shard(0, outer=2), 8, rank=1, ranks=2), own_ranges(Shard(0, units=3), 3, rank=1, ranks=2)
+    ([(2, 4), (6, 8)], [(2, 3)])
     """
     start, found = 0, []
     for block in block_sizes(shard, size):
-        width = block // ranks
-        found.append((start + rank * width, start + (rank + 1) * width))
+        width = local_size(shard, block, ranks)
+        found.append((start + min(rank * width, block), start + min((rank + 1) * width, block)))
         start += block
     return found
+
+
+def padded(pieces: Sequence[Tensor], shard: Shard, size: int, ranks: int) -> Tensor:
+    """A rank's pieces of a dim's blocks side by side, each as long as every rank's: zeros where it ends sooner.
+
+    >>> padded([torch.ones(1), torch.ones(1)], Shard(0, outer=2, units=3), size=6, ranks=2)
+    tensor([1., 0., 1., 0.])
+    """
+    found = []
+    for piece, block in zip(pieces, block_sizes(shard, size), strict=True):
+        lacking = local_size(shard, block, ranks) - piece.shape[shard.dim]
+        rest = [*piece.shape[: shard.dim], lacking, *piece.shape[shard.dim + 1 :]]
+        found += [piece, piece.new_zeros(rest)] if lacking else [piece]
+    return torch.cat(found, shard.dim)
 
 
 def local_part(tensor: Tensor, placement: Placement, rank: int, ranks: int) -> Tensor:
@@ -233,8 +248,9 @@ def local_part(tensor: Tensor, placement: Placement, rank: int, ranks: int) -> T
     """
     if not isinstance(placement, Shard):
         return tensor
-    ranges = own_ranges(placement, tensor.shape[placement.dim], rank, ranks)
-    return torch.cat([tensor.narrow(placement.dim, start, end - start) for start, end in ranges], placement.dim)
+    size = tensor.shape[placement.dim]
+    ranges = own_ranges(placement, size, rank, ranks)
+    return padded([tensor.narrow(placement.dim, start, end - start) for start, end in ranges], placement, size, ranks)
 
 
 def missing(name: str, source: Source) -> StateError:

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from crossfade.shard.tensor.builder import RANK
 from crossfade.shard.tensor.localize import LocalProgram
-from crossfade.shard.tensor.partition import RANK
 from crossfade.shard.tensor.parts import joined
 from crossfade.shard.tensor.placements import Shard
 from crossfade.shard.tensor.sources import local_part
@@ -47,13 +47,21 @@ def run_ranks(local: LocalProgram, state: Mapping[str, Tensor], inputs: Sequence
     return [list(fx.map_arg(results, environment.__getitem__)) for environment in environments]
 
 
+_DRAWING = {"aten::dropout", "aten::native_dropout", "aten::scaled_dot_product_attention"}
+
+
 def _step(node: fx.Node, environments: list[dict[fx.Node, Any]]) -> None:
     calls = [fx.map_arg((node.args, node.kwargs), environment.__getitem__) for environment in environments]
     name = getattr(getattr(node.target, "_schema", None), "name", "")
     if name.startswith("crossfade::tp_"):
         outputs = _collective(name.removeprefix("crossfade::tp_"), [args for args, _ in calls])
     else:
-        outputs = [node.target(*args, **kwargs) for args, kwargs in calls]
+        state = torch.get_rng_state() if name in _DRAWING else None
+        outputs = []
+        for args, kwargs in calls:
+            if state is not None:
+                torch.set_rng_state(state)  # ranks are seeded alike
+            outputs.append(node.target(*args, **kwargs))
     for environment, output in zip(environments, outputs, strict=True):
         environment[node] = output
 

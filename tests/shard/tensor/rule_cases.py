@@ -6,11 +6,14 @@ the result is then a partial sum, and - if the operand is put together first.
 
 from __future__ import annotations
 
+import importlib
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from tests.models import zoo
 
 aten = torch.ops.aten
 _seeded = torch.Generator().manual_seed(0)
@@ -40,6 +43,11 @@ def f(*shape: int) -> Tensor:
     return torch.randn(shape, generator=_seeded)
 
 
+def h(*shape: int) -> Tensor:
+    """Halves: small whole numbers in bfloat16, whose products and sums are exact."""
+    return torch.randint(-2, 3, shape, generator=_seeded).to(torch.bfloat16)
+
+
 def n(high: int, *shape: int) -> Tensor:
     """Whole numbers from 0 up."""
     return torch.randint(high, shape, generator=_seeded)
@@ -55,6 +63,10 @@ def each(*names: str, goes: str, args: tuple[Any, ...] = ()) -> list[Case]:
     return [case(getattr(aten, name).default, f(8, 8), *args, goes=goes) for name in names]
 
 
+zoo.library()
+importlib.import_module("transformers.integrations.moe")  # which makes an operator
+_ends = torch.tensor([2, 2, 5, 8], dtype=torch.int32)
+
 PRODUCTS = [
     case(aten.mm.default, f(8, 16), f(16, 8), goes="0P"),
     case(aten.bmm.default, f(8, 8, 16), f(8, 16, 8), goes="01P"),
@@ -69,6 +81,12 @@ PRODUCTS = [
     case(aten.addmm.default, f(8, 1), f(8, 8), f(8, 16), goes="0-"),
     case(aten.baddbmm.default, f(8, 8, 16), f(8, 8, 8), f(8, 8, 16), goes="012"),
     case(aten.baddbmm.default, f(1, 16), f(8, 8, 8), f(8, 8, 16), goes="-2"),
+    case(aten._grouped_mm.default, h(8, 32), h(4, 32, 64), _ends, goes="-P"),
+    case(aten._grouped_mm.default, h(8, 8), h(4, 8, 16), _ends, goes="--"),  # rows of 8 bytes
+    case(aten._grouped_mm.default, h(4, 32, 64), h(8, 64).mT, _ends, goes="-0P"),
+    case(aten._grouped_mm.default, h(8, 32).mT, h(8, 64), _ends, goes="1-"),
+    case(aten._grouped_mm.default, h(4, 32, 64), h(4, 64, 32), goes="01P"),
+    case(torch.ops.transformers.grouped_mm_fallback.default, f(8, 16), f(4, 16, 8), _ends, goes="-P"),
     case(aten.matmul.default, f(8, 16), f(16, 8), goes="0P"),
     case(aten.matmul.default, f(16), f(16), goes="P"),
     case(aten.matmul.default, f(16), f(8, 16, 8), goes="P"),
@@ -99,7 +117,10 @@ ATTENTION = [
     case(_sdpa, f(8, 8, 8), f(8, 4, 8), f(8, 4, 8), goes="01-"),
     case(_sdpa, f(8, 8, 8), f(8, 4, 8), f(8, 4, 8), b(8, 4) | (torch.arange(4) == 0), goes="01-"),
     case(_sdpa, f(2, 8, 8, 8, 8), f(2, 8, 8, 4, 8), f(2, 8, 8, 4, 8), goes="0123-"),
-    case(_sdpa, f(4, 8, 8, 8), f(4, 8, 4, 8), f(4, 8, 4, 8), None, 0.5, goes="----"),
+    case(_sdpa, f(4, 8, 8, 8), f(4, 8, 4, 8), f(4, 8, 4, 8), None, 0.5, goes="01--"),
+    case(_sdpa, f(4, 8, 8, 8), f(4, 8, 8, 8), f(4, 8, 8, 8), None, 0.5, True, goes="01--"),
+    case(_sdpa, f(4, 8, 8, 8), f(4, 4, 4, 8), f(4, 4, 4, 8), f(8, 4), 0.5, enable_gqa=True, goes="01--"),
+    case(_sdpa, f(8, 8, 8), f(8, 4, 8), f(8, 4, 8), b(8, 4) | (torch.arange(4) == 0), 0.5, goes="0--"),
     case(_sdpa, f(4, 8, 8, 8), f(4, 4, 4, 8), f(4, 4, 4, 8), enable_gqa=True, goes="012-"),
     case(_sdpa, f(4, 8, 8, 8), f(4, 1, 4, 8), f(4, 1, 4, 8), enable_gqa=True, goes="012-"),
     *(
@@ -164,10 +185,12 @@ REDUCTIONS = [
     case(aten.var_mean.correction, f(8, 8), [1], goes="0-"),
     case(aten.norm.ScalarOpt_dim, f(8, 8), 2, [1], goes="0-"),
     case(aten.linalg_vector_norm.default, f(8, 8), 2, [1], True, goes="0-"),
-    case(aten.layer_norm.default, f(8, 8, 8), [8], f(8), f(8), goes="01-"),
-    case(aten.layer_norm.default, f(8, 8, 8), [8, 8], goes="0--"),
+    case(aten.layer_norm.default, f(8, 8, 8), [8], f(8), f(8), goes="012"),
+    case(aten.layer_norm.default, f(8, 8, 8), [8, 8], goes="012"),
+    case(aten.layer_norm.default, h(8, 8), [8], h(8), None, goes="01"),
     case(aten.native_layer_norm.default, f(8, 8), [8], f(8), None, 1e-5, goes="0-"),
-    case(aten.rms_norm.default, f(8, 8), [8], f(8), goes="0-"),
+    case(aten.rms_norm.default, f(8, 8), [8], f(8), goes="01"),
+    case(aten.rms_norm.default, f(8, 8), [8], None, 1e-3, goes="01"),
     case(aten._fused_rms_norm.default, f(8, 8), [8], f(8), 1e-5, goes="0-"),
 ]
 
@@ -189,6 +212,8 @@ ELEMENTWISE = [
     case(aten.where.ScalarOther, b(8, 8), f(8, 8), 2.0, goes="01"),
     case(aten.where.ScalarSelf, b(8, 8), 2.0, f(8, 8), goes="01"),
     *each("neg", "clone", "contiguous", "detach", "alias", "lift_fresh_copy", "hardswish", goes="01"),
+    *each("negative", "absolute", "log_sigmoid", goes="01"),
+    *(case(getattr(aten, name).Tensor, f(8, 8), f(8, 1), goes="01") for name in ("multiply", "divide", "subtract")),
     case(aten.masked_fill.Scalar, f(8, 8), b(8, 8), 2.0, goes="01"),
     case(aten.masked_fill.Tensor, f(8, 8), b(8), f(), goes="01"),
     case(aten.__and__.Tensor, b(8, 8), b(8), goes="01"),
@@ -198,6 +223,9 @@ ELEMENTWISE = [
     case(aten.copy.default, f(8, 8), f(8), goes="01"),
     case(aten.dropout.default, f(8, 8), 0.5, False, goes="01"),
     case(aten.dropout.default, f(8, 8), 0.0, True, goes="01"),
+    case(aten.dropout.default, f(8, 8, 8), 0.5, True, goes="012"),
+    case(aten.dropout.default, f(8, 8, 8).mT, 0.5, True, goes="012"),
+    case(aten.native_dropout.default, f(8, 8), 0.5, True, goes="--"),
     case(aten.native_dropout.default, f(8, 8), 0.5, False, goes="01"),
     case(aten.to.dtype, f(8, 8), torch.int64, goes="01"),
     case(aten.to.other, f(8, 8), n(3, 5, 8, 8), goes="01"),
@@ -227,6 +255,9 @@ VIEWS = [
     case(aten.flatten.using_ints, f(8, 8, 8), 0, 1, goes="001"),
     case(aten.ravel.default, f(8, 8), goes="00"),
     case(aten.unsqueeze.default, f(8, 8), 1, goes="02"),
+    case(aten.view_as.default, f(8, 32), f(8, 8, 4), goes="01"),
+    case(aten.reshape_as.default, f(8, 8, 4), f(8, 32), goes="011"),
+    case(aten.reshape_as.default, f(8, 3), f(3, 8), goes="--"),
     case(aten.unflatten.int, f(8, 32), 1, [8, -1], goes="01"),
     case(aten.unflatten.int, f(32, 8), 0, [8, 4], goes="02"),
     case(aten.squeeze.default, f(8, 1, 4), goes="0-1"),
@@ -279,6 +310,7 @@ VIEWS = [
     case(aten.cat.default, [f(8, 8), f(8, 16)], 1, goes="0-"),
     case(aten.cat.default, [f(0), f(8, 16)], 0, goes="-"),
     case(aten.concat.default, [f(8, 8), f(8, 8)], -1, goes="0-"),
+    case(aten.concatenate.default, [f(8, 8), f(8, 8)], -1, goes="0-"),
     case(aten.stack.default, [f(8, 8), f(8, 8)], 1, goes="02"),
     case(aten.stack.default, [f(8, 8), f(8, 8)], -1, goes="01"),
     case(aten.constant_pad_nd.default, f(8, 8), [1, 2], 3.0, goes="0-"),
@@ -290,6 +322,7 @@ VIEWS = [
 ]
 
 INDEXED = [
+    case(aten.select_scatter.default, f(8, 8, 8), f(8, 8), 1, 2, goes="0-2"),
     case(aten.slice_scatter.default, f(8, 8, 8), f(8, 4, 8), 1, 2, 6, goes="0-2"),
     case(aten.index_select.default, f(8, 8), 1, n(8, 8), goes="0-"),
     case(aten.index_select.default, f(8), 0, n(8, 8), goes="-"),

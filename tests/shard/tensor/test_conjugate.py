@@ -101,7 +101,7 @@ def test_a_transformer_has_the_gradients_of_one_device(ranks: Callable[[int], Ra
         assert value == pytest.approx(loss.item(), rel=1e-5)
         assert grads.keys() == plan.parameters.keys()
     for name, parameter in trained.named_parameters():
-        place = placement_of(plan.parameters[name], count)
+        place = placement_of(plan.parameters[name])
         gradients = [grads[name] for _, grads, _ in found]
         if isinstance(place, Shard):
             gradients = [joined(gradients, place)]

@@ -177,16 +177,22 @@ def test_blocks_are_split_one_by_one(exported: ExportedProgram) -> None:
 def test_sizes_that_do_not_divide_are_marked(exported: ExportedProgram) -> None:
     found = Plan({"embed": "rowwise", "layers.0.up": "colwise"}).resolve(exported, 8)
     head = found.parameters["head.weight"]
-    assert head.uneven and not found.parameters["layers.0.up.weight"].uneven
+    assert head.units == 12 and not found.parameters["layers.0.up.weight"].units
     assert [head.local_blocks(rank)[0] for rank in (0, 5, 6, 7)] == [slice(0, 2), slice(10, 12), *[slice(12, 12)] * 2]
-    assert found.notes == ("head.weight: 12 at dim 0 does not divide by 8 ranks",)
-    assert "0 (uneven)" in str(found)
+    assert found.notes == ("head.weight: 12 at dim 0 over 8 ranks, so it is padded",)
+    assert "0 (padded)" in str(found)
 
 
-def test_a_block_that_does_not_divide_is_marked(exported: ExportedProgram) -> None:
+def test_what_padding_would_double_stays_whole(exported: ExportedProgram) -> None:
     found = Plan({"fused": Fused("colwise", (20, 2, 2))}).resolve(exported, 4)
-    assert found.parameters["fused.weight"].uneven
-    assert found.notes[0] == "fused.weight: 20 + 2 + 2 at dim 1 does not divide by 4 ranks"
+    assert found.parameters["fused.weight"].dim is None
+    assert found.notes[0] == "fused.weight stays whole: 20 + 2 + 2 at dim 1 over 4 ranks"
+
+
+def test_blocks_of_different_sizes_are_padded_in_as_many_units(exported: ExportedProgram) -> None:
+    found = Plan({"fused": Fused("colwise", (18, 3, 3))}).resolve(exported, 2).parameters["fused.weight"]
+    assert (found.units, found.local_shape[1]) == (3, 2 * (6 + 1 + 1))
+    assert found.local_blocks(1) == (slice(12, 18), slice(20, 21), slice(23, 24))
 
 
 # --- tied parameters ----------------------------------------------------------------------------------------------

@@ -87,7 +87,7 @@ def test_plans_of_real_models(name: str) -> None:
     found = plan.resolve(chosen.export(), ranks=2)
     split = [entry for entry in found.parameters.values() if entry.dim is not None]
     assert len(split) == WITH_PLAN[name]
-    assert not any(entry.uneven for entry in split)
+    assert not any(entry.units for entry in split)
     whole = {id(tensor): tensor.numel() for tensor in model.parameters()}
     assert sum(whole.values()) == sum(torch.Size(entry.shape).numel() for entry in found.parameters.values())
 

@@ -141,10 +141,10 @@ def test_three_in_a_row_pair_the_first_two() -> None:
     assert plan.notes == ("*.weight stays whole: no other projection contracts over what it puts out",)
 
 
-def test_what_a_norm_needs_whole_stays_whole() -> None:
-    plan = found(nn.Sequential(nn.Linear(8, 16), nn.LayerNorm(16), nn.Linear(16, 8)), torch.randn(3, 8))
+def test_what_a_softmax_needs_whole_stays_whole() -> None:
+    plan = found(nn.Sequential(nn.Linear(8, 16), nn.Softmax(-1), nn.Linear(16, 8)), torch.randn(3, 8))
     assert plan == Plan({})
-    assert plan.notes[0] == "*.weight stays whole: layer_norm in 1 needs all that it puts out"
+    assert plan.notes[0] == "*.weight stays whole: softmax in 1 needs all that it puts out"
 
 
 def test_what_activations_contract_over_stays_whole() -> None:
@@ -336,7 +336,7 @@ def test_real_architectures(name: str, dynamic: bool) -> None:
     exported = architecture(name).export(dynamic)
     plan = Plan.megatron(exported)
     assert plan == Plan(FOUND[name])
-    assert not any(sharding.uneven for sharding in plan.resolve(exported, 2).parameters.values())
+    assert not any(sharding.units for sharding in plan.resolve(exported, 2).parameters.values())
 
 
 @pytest.mark.parametrize(

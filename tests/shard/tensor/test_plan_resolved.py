@@ -44,10 +44,10 @@ def test_layers_that_are_split_in_the_same_way_are_one_row():
         ParameterSharding("layers.0.up", 0, style="colwise", shape=(8, 4), ranks=2),
         ParameterSharding("layers.1.up", 0, style="colwise", shape=(8, 4), ranks=2),
         ParameterSharding("layers.2.up", None, shape=(8, 4), ranks=2),
-        ParameterSharding("qkv", 0, (3, 1), "colwise", True, (4, 4), ranks=2),
+        ParameterSharding("qkv", 0, (3, 1), "colwise", 1, (4, 4), ranks=2),
     ]
     plan = ResolvedPlan({sharding.name: sharding for sharding in shardings}, {}, ranks=2)
     rows = [line.split() for line in str(plan).splitlines()]
     assert rows[2][:3] == ["layers.*.up", "(2)", "8x4"]
-    assert "0, 2 blocks (uneven)" in str(plan)
+    assert "0, 2 blocks (padded)" in str(plan)
     assert rows[3][0] == "layers.2.up" and "-" in rows[3]

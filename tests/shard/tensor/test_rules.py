@@ -45,7 +45,9 @@ def test_every_rule_has_a_case():
 
 def check(tried: Case, places: Any, ranks: int, left_split: bool) -> None:
     program = OneOperator(tried.target, tried.args, tried.kwargs, places, ranks)
+    torch.manual_seed(0)
     expected = program.whole()
+    torch.manual_seed(0)
     for rank, found in enumerate(program.on_ranks(left_split=left_split)):
         torch.testing.assert_close(
             found,
@@ -80,8 +82,6 @@ def _letter(place: Placement) -> str:
 @pytest.mark.parametrize("tried", CASES, ids=NAMES)
 def test_equals_one_device(tried: Case, ranks: int):
     """Each operand placed in every way beside whole ones, and a sample of all together."""
-    if tried.target is aten.scaled_dot_product_attention.default and tried.args[4:] == (0.5,):
-        pytest.skip("one device draws at another time")
     ways = [placements_of(value, ranks) for value in tensors_of(tried.args, tried.kwargs)]
     whole = (REPLICATE,) * len(ways)
     single = {(*whole[:i], place, *whole[i + 1 :]) for i, places in enumerate(ways) for place in places}
