@@ -73,8 +73,8 @@ class Parts:
     def seen(self, name: str, part: Tensor) -> Any:
         """A part as a DTensor, for checkpoints: over the same memory, unless it is of a tensor split in blocks.
 
-        DTensor has no word for blocks: of such a tensor the DTensor holds a copy, cut in one piece a rank. Nor has it one
-        for rows of padded parts, which are put together whole.
+        DTensor has no word for blocks: of such a tensor the DTensor holds a copy, cut in one piece a rank. Nor has it
+        one for rows of padded parts, which are put together whole.
         """
         from torch.distributed.tensor import DTensor
 
@@ -87,7 +87,8 @@ class Parts:
         if _is_padded_rows(place, part):
             local = self.whole(name, part)
         elif isinstance(place, Shard) and not _in_one_piece(place, shape):
-            ((start, end),) = own_ranges(Shard(place.dim, units=shape[place.dim]), shape[place.dim], self.rank, self.ranks)
+            in_one_piece = Shard(place.dim, units=shape[place.dim])
+            ((start, end),) = own_ranges(in_one_piece, shape[place.dim], self.rank, self.ranks)
             local = self.whole(name, part).narrow(place.dim, start, end - start).contiguous()
             local = _rows_like(part, local) if is_rows(part) else local
         elif is_rows(part):
