@@ -305,12 +305,24 @@ def _on_mesh(name: str, figures: Figures) -> str:
     return _origin(title, command, figures) + _table(columns, rows)
 
 
+def _frameworks(name: str, figures: Figures) -> str:
+    rows = [
+        [framework, _ms(found["ddp"]), _ms(found["crossfade"]), _times(found["ddp"] / found["crossfade"])]
+        for framework, found in figures["seconds"].items()
+    ]
+    batches = figures["accumulate"]
+    title = f"{NETWORKS[figures['network']]}; {batches} micro-batch{'es' if batches > 1 else ''} a step"
+    command = f"python -m benchmarks.frameworks --network {figures['network']} --accumulate {batches}"
+    return _origin(title, command, figures) + _table(["framework", "its DDP, ms", "Crossfade, ms", "speed"], rows)
+
+
 SECTIONS: list[tuple[str, str, Callable[[str, Figures], str]]] = [
     ("Step time against torch", "step-", _step),
     ("ZeRO with tensor parallelism against FSDP2 with DTensor's", "on-mesh-", _on_mesh),
     ("One device, nothing exchanged", "one-device-", _one_device),
     ("One GPU, against torch.compile", "gpu-step-", _gpu_step),
     ("Until the first step is done", "first-step-", _first_step),
+    ("In frameworks, against their DDP", "frameworks-", _frameworks),
     ("Memory", "memory-", _memory),
     ("Collective matmul: a tensor-parallel transformer block", "collective-matmul-forward", _collective_matmul),
     ("Collective matmul: forecasts", "collective-matmul-forecasts", _forecasts),
