@@ -179,10 +179,10 @@ def _by_lightning(ours: bool, options: argparse.Namespace, tick: Callable[[], No
 
     nodes = int(os.environ.get("GROUP_WORLD_SIZE", "1"))
     quiet = dict.fromkeys(["logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"], False)
+    strategy = CrossfadeStrategy(process_group_backend="gloo") if ours else "ddp"
     trainer = lightning.Trainer(
         accelerator="cpu", devices=2 // nodes, num_nodes=nodes, max_epochs=1,
-        accumulate_grad_batches=options.accumulate, strategy=CrossfadeStrategy(process_group_backend="gloo") if ours else "ddp",
-        **quiet,
+        accumulate_grad_batches=options.accumulate, strategy=strategy, **quiet,
     )  # fmt: skip
     trainer.fit(Texts(), torch.utils.data.DataLoader(_texts(options), batch_size=2))  # type: ignore[arg-type]
 
