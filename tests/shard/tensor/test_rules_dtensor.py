@@ -34,11 +34,17 @@ DIFFERENT = {
     "linear": {
         "a partial sum, replicated": ("communicates", "gives a partial sum"),
         "replicated, a partial sum": ("communicates", "gives a partial sum"),
-    }
+    },
+    "layer_norm": {
+        f"split on dim 2, {weight}, {bias}": ("gives split on dim 2", "communicates")
+        for weight in ("replicated", "split on dim 0")
+        for bias in ("replicated", "split on dim 0")
+    },
 }
 if torch.__version__ < "2.12":  # flattens what is split there
     DIFFERENT["linear"]["split on dim 1, replicated"] = ("gives split on dim 1", "communicates")
-"""A partial sum is reduced before a linear layer: the gradient of a whole weight would be one as well, and reduced."""
+"""A partial sum is reduced before a linear layer: the gradient of a whole weight would be one as well, and reduced.
+Of a norm over a split dim only the statistics are reduced."""
 
 
 @pytest.fixture(scope="module")
