@@ -116,7 +116,7 @@ def work(size: str, steps: int) -> dict[str, Any]:
         "times": {result.name: result.median for result in measured},
         "losses": {result.name: result.losses[-1] for result in measured},
         "steady": {name: statistics.median(seconds) for name, seconds in steady.items()},
-        "collectives": {c.name: c.compiled.report.total_after for c in entered if c.compiled is not None},
+        "collectives": {c.name: c.compiled.report.total_after[0] for c in entered if c.compiled is not None},
         "ranks": dist.get_world_size(),
     }
 

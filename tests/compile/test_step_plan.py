@@ -166,4 +166,4 @@ def test_two_plans_compared(tmp_path: Path) -> None:
 def test_an_order_is_compared_by_its_stretches() -> None:
     before = {"passes": [{"pass": "arrange-nodes", "order": ["x..s", "exp", "d..neg"]}]}
     after = {"passes": [{"pass": "arrange-nodes", "order": ["x..s", "d..neg", "exp"]}]}
-    assert differences(before, after) == ["passes[0].order: - exp", "passes[0].order: + exp"]
+    assert differences(before, after) == ["passes[0].order: + d..neg", "passes[0].order: - d..neg"]
