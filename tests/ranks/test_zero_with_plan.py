@@ -273,7 +273,7 @@ DECODERS = [each.name for each in zoo.ARCHITECTURES if list(each.dynamic_dims) =
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("name", some(DECODERS, often=["qwen2"]))
+@pytest.mark.parametrize("name", some(DECODERS, often=()))
 def test_rows_of_parts_of_decoders_train_as_one_device(ranks: Any, name: str) -> None:
     """Each in one of the modes, planned for a machine or not."""
     place = DECODERS.index(name)
