@@ -25,6 +25,7 @@ from crossfade.communicate.lower_all_to_alls import LowerAllToAlls
 from crossfade.communicate.lower_averages import LowerAverages
 from crossfade.communicate.lower_reduce_scatters import LowerReduceScatters
 from crossfade.communicate.merge_duplicate_collectives import MergeDuplicateCollectives
+from crossfade.communicate.multiply_before_gathering import MultiplyBeforeGathering
 from crossfade.communicate.pair_complex_numbers import PairComplexNumbers
 from crossfade.communicate.quantize_reductions import QuantizeReductions
 from crossfade.communicate.raise_gathers import RaiseGathers
@@ -199,10 +200,19 @@ def spelled_out(narrow: Sequence[str]) -> list[Pass]:
     return [*split, QuantizeReductions()]
 
 
+def _fewer() -> list[Pass]:
+    return [
+        MergeDuplicateCollectives(),
+        MultiplyBeforeGathering(),
+        AddBeforeReducing(),
+        ScatterSlicedReductions(),
+    ]
+
+
 def _fewer_and_larger(*, keeps_overlap: bool) -> list[Pass]:
     """Passes that make collectives fewer and larger; overlap that the program has need not be kept where the order is
     chosen afterwards."""
-    fewer = [MergeDuplicateCollectives(), AddBeforeReducing(), ScatterSlicedReductions()]
+    fewer = _fewer()
     larger = [
         BucketAllGathers(mixed_dtypes=True, keeps_overlap=keeps_overlap),
         BucketReduceScatters(keeps_overlap=keeps_overlap),
@@ -249,7 +259,7 @@ def collective_matmuls(
 def overlap(sizes: Mapping[Kind, BucketSize], memory_limit: int | None = None, narrow: Sequence[str] = ()) -> Pipeline:
     """Passes like `communication()`, with buckets of these sizes, in the order that pays on the runner's machine; along
     the groups named `narrow`, sums of 16 bits are split in two."""
-    fewer = [MergeDuplicateCollectives(), AddBeforeReducing(), ScatterSlicedReductions()]
+    fewer = _fewer()
     kinds: list[tuple[type[BucketPass], Kind]] = [
         (BucketAllGathers, Kind.ALL_GATHER),
         (BucketReduceScatters, Kind.REDUCE_SCATTER),

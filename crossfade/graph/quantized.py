@@ -88,8 +88,7 @@ def _rounded(wanted: Tensor, block: int) -> tuple[Tensor, Tensor, Tensor]:
     count = wanted.numel()
     padded = wanted if count % block == 0 else torch.nn.functional.pad(wanted, [0, -count % block])
     blocks = padded.view(-1, block)
-    low, high = torch.aminmax(blocks, dim=1, keepdim=True)
-    scales = torch.maximum(high, -low).div_(_LARGEST)
+    scales = blocks.abs().amax(1, keepdim=True).div_(_LARGEST)
     numbers = (blocks / scales.clamp_min(_TINY)).round_()
     lost = (blocks - numbers * scales).view(-1)[:count]
     # What is not finite has no eight bits; its block's scale is not finite either, and one is not zero: NaN, or larger.
