@@ -172,7 +172,7 @@ def _plain(table: Table, width: int) -> Iterator[Text]:
     if sum(widths) + 2 * len(widths) > width:
         return
     right = {index for index, _ in enumerate(table.columns) if is_numeric([row[index] for row in table.rows])}
-    yield Text("")
+    yield Text(table.title, style="bold")
     for number, row in enumerate(cells):
         pairs = zip(row, widths, range(len(row)), strict=True)
         line = "  ".join(f"{cell:>{size}}" if index in right else f"{cell:<{size}}" for cell, size, index in pairs)
