@@ -22,7 +22,7 @@ def test_terminal_says_what_counts(report: Report) -> None:
         "Step time\n"
         "form     ms\n"
         "ours  3.250\n"
-        "3 verdicts, 2 passes: with show(all=True), --all on the command line, or as a page"
+        "more         3 verdicts, 2 passes; show(all=True), --all and the page have them"
     )
 
 
