@@ -101,12 +101,8 @@ def _phases(program: Program) -> dict[fx.Node, str]:
     updating = {node for node, entry in starts if entry.kind is InputKind.OPTIMIZER_STATE}
     parameters = {entry.name for entry in program.inputs if entry.kind is InputKind.PARAMETER}
     updated = set(_results(program, OutputKind.UPDATE, parameters))
-    order = list(program.graph.nodes)
-    until = max(index for index, node in enumerate(order) if node in phases)
-    for index, node in enumerate(order):
-        if node.op == "call_function" and index < until:
-            phases[node] = "forward"  # what the backward needs of it, such as a transposed weight, is made along
-        elif node.op == "call_function" and node not in phases:
+    for node in program.graph.nodes:
+        if node.op == "call_function" and node not in phases:
             late = node in updated or any(source in updating for source in node.all_input_nodes)
             phases[node] = "update" if late else "backward"
             updating |= {node} if late else set()
