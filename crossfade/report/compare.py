@@ -60,7 +60,7 @@ class Comparison:
         return unified(self.before.program, self.after.program)
 
     def _sums(self) -> Table:
-        rows = []
+        rows: list[tuple[Cell, ...]] = []
         for label, value, shown in _MEASURES:
             one, other = value(self.before), value(self.after)
             if one != other and one is not None and other is not None:

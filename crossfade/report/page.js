@@ -134,7 +134,7 @@ const timeline = async box => {
     for (const block of blocks) {
       const last = kept.at(-1), before = kept.at(-2);
       if (last && alike(last, block)) extend(last, block);
-      else if (before && alike(before, block) && block.from - before.to < short) { kept.pop(); extend(before, last); extend(before, block); }
+      else if (before && alike(before, block) && block.from - before.to < Math.min(short, before.to - before.from)) { kept.pop(); extend(before, last); extend(before, block); }
       else kept.push(block);
     }
     return kept;

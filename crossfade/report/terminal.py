@@ -84,7 +84,7 @@ def _short(report: ReportData, width: int) -> list[Text]:
     """The lines of the short form: what is said first stays, tables come while there is room."""
     lines = [line for label, words in _said(report) for line in _wrapped(label, words, width)]
     pictures = list(_pictures(report, width))
-    room = LINES - 2  # the title, and what is not shown
+    room = LINES - 3  # the title, and what is not shown
     kept = [*lines[: room - len(pictures)], *pictures]
     left = []
     for table in report.tables:
@@ -95,8 +95,8 @@ def _short(report: ReportData, width: int) -> list[Text]:
     more = [plural(len(report.verdicts), "verdict")] if report.verdicts else []
     more += [plural(len(report.records), "pass")] if report.records else []
     more += [f"table {title!r}" for title in left]
-    note = f"{', '.join(more)}: with show(all=True), --all on the command line, or as a page" if more else ""
-    return [*kept, *([Text(note, style="dim")] if note and len(kept) <= room else [])]
+    note = f"{', '.join(more)}; show(all=True), --all and the page have them"
+    return [*kept, *(list(_wrapped("more", note, width))[:2] if more else [])]
 
 
 def _said(report: ReportData) -> Iterator[tuple[str, str]]:
@@ -172,7 +172,7 @@ def _plain(table: Table, width: int) -> Iterator[Text]:
     if sum(widths) + 2 * len(widths) > width:
         return
     right = {index for index, _ in enumerate(table.columns) if is_numeric([row[index] for row in table.rows])}
-    yield Text("")
+    yield Text(table.title, style="bold")
     for number, row in enumerate(cells):
         pairs = zip(row, widths, range(len(row)), strict=True)
         line = "  ".join(f"{cell:>{size}}" if index in right else f"{cell:<{size}}" for cell, size, index in pairs)

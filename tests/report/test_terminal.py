@@ -19,10 +19,10 @@ def test_terminal_says_what_counts(report: Report) -> None:
         "collectives  2 (48 B) became 1 (16 B)\n"
         "step         not timed: step.profile(batch) measures it, a machine predicts it\n"
         "passes       1 of 2 changed the program: remove-unused-collectives\n"
-        "\n"
+        "Step time\n"
         "form     ms\n"
         "ours  3.250\n"
-        "3 verdicts, 2 passes: with show(all=True), --all on the command line, or as a page"
+        "more         3 verdicts, 2 passes; show(all=True), --all and the page have them"
     )
 
 
