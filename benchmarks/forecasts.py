@@ -57,7 +57,8 @@ class Row:
 
     def __str__(self) -> str:
         return (f"{self.gpus} GPUs, tp={self.tensor_parallel} dp={self.data_parallel}, hidden {self.hidden} x "
-                f"{self.layers}, length {self.sequence}, micro-batch {self.micro_batch} of {self.global_batch}")  # fmt: skip
+                f"{self.layers}, length {self.sequence}, micro-batch {self.micro_batch} of "
+                f"{self.global_batch}")  # fmt: skip
 
 
 def rows(path: Path = PUBLISHED / "a100_gpt_iterations.csv") -> list[Row]:
@@ -78,19 +79,21 @@ def all_reduces(path: Path = PUBLISHED / "a100_all_reduce.csv") -> list[Collecti
         ]
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def captured(hidden: int, heads: int, length: int, batch: int, ranks: int) -> Captured:
     return capture_model(gpt(hidden, heads, 3, length, ranks), tokens(batch, length), ranks=ranks, plan=GPT_PLAN)
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def program(hidden: int, heads: int, layers: int, length: int, batch: int, ranks: int) -> Program:
     """Forward and backward of a few layers, every layer's forward computed again."""
     return run_passes(captured(hidden, heads, length, batch, ranks).with_layers(layers), [RecomputeLayers()])
 
 
-@functools.lru_cache(maxsize=None)
-def prepared(hidden: int, heads: int, layers: int, length: int, batch: int, mesh: tuple[tuple[str, int], ...]) -> Prepared:
+@functools.cache
+def prepared(
+    hidden: int, heads: int, layers: int, length: int, batch: int, mesh: tuple[tuple[str, int], ...]
+) -> Prepared:
     return Prepared.of(program(hidden, heads, layers, length, batch, dict(mesh)["tp"]), dict(mesh))
 
 
@@ -109,7 +112,7 @@ def step(row: Row) -> StepTimes:
     reduced = (Exchanged(Kind.ALL_REDUCE, held, "dp"),) if row.data_parallel > 1 else ()
     micro_batches = row.global_batch // (row.micro_batch * row.data_parallel)
     once = Once(reduced, update_bytes=held / 2 * _UPDATE_BYTES, added_bytes=held * 3)
-    return StepTimes(few, more, row.layers - 4, micro_batches, once)
+    return StepTimes(more, row.layers - 4, micro_batches, once)
 
 
 def split(found: Sequence[Row], offset: int) -> tuple[list[Row], list[Row]]:

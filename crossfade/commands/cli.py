@@ -150,11 +150,15 @@ def simulate(
     ] = None,
     recompute: Annotated[str, typer.Option(help="Activation checkpointing: none, selective or full.")] = "none",
     float8: Annotated[bool, typer.Option("--float8", help="Products of weights in float8.")] = False,
-    compiled: Annotated[bool, typer.Option("--compiled", help="Elementwise operators fused, as Inductor does.")] = False,
+    compiled: Annotated[
+        bool, typer.Option("--compiled", help="Elementwise operators fused, as Inductor does.")
+    ] = False,
     accumulate: Annotated[int, typer.Option(help="Micro-batches in a step.", min=1)] = 1,
     spread: Annotated[float, typer.Option(help="Standard deviation of a device's speed, as a share.", min=0)] = 0.0,
     sweep: Annotated[str, typer.Option(help="gpus=8..16384, or bandwidth=0.25..4 times that between nodes.")] = "",
-    scaling: Annotated[str, typer.Option(help="weak: each GPU keeps its batch; strong: the whole batch stays.")] = "weak",
+    scaling: Annotated[
+        str, typer.Option(help="weak: each GPU keeps its batch; strong: the whole batch stays.")
+    ] = "weak",
     json: Annotated[bool, typer.Option("--json", help="Print a model's forecasts as JSON.")] = False,
     csv: Annotated[Path | None, typer.Option(help="Write a sweep here, as comma-separated values.")] = None,
     html: Annotated[Path | None, typer.Option(help="Write a report with charts and timelines here.")] = None,

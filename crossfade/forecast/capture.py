@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from crossfade.capture.divide_batch import BatchLayout
 from crossfade.capture.training import LossFunction, capture_forward_backward, loss_of
 from crossfade.compile.tensor_parallel import run_local
-from crossfade.errors import CaptureError, PlanError
+from crossfade.errors import PlanError
 from crossfade.forecast.attention import FusedAttention
 from crossfade.forecast.layers import Layers, find_layers, shortened
 from crossfade.forecast.repeat import CannotRepeat, repeat_layers

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -20,10 +21,10 @@ from crossfade.cost.products import shape_of
 from crossfade.cost.stragglers import largest_of
 from crossfade.cost.timeline import Costs, Timeline, simulate
 from crossfade.errors import MachineError
+from crossfade.forecast.repeat import layer_of
 from crossfade.graph import collectives
 from crossfade.graph.lasting import lasting_views
 from crossfade.graph.program import Program
-
 
 FLOAT8 = "float8_e4m3fn"
 _CAST_BYTES = 5
@@ -50,9 +51,7 @@ class Prepared:
     """Whether products of weights are computed in float8."""
 
     @classmethod
-    def of(
-        cls, program: Program, mesh: Mapping[str, int], *, compiled: bool = False, float8: bool = False
-    ) -> Prepared:
+    def of(cls, program: Program, mesh: Mapping[str, int], *, compiled: bool = False, float8: bool = False) -> Prepared:
         """Look for operators that are alike."""
         keys, first, alike = Keys(threads=1), {}, {}
         for node in program.graph.nodes:
@@ -71,10 +70,11 @@ class Prepared:
             known[kernel.nodes[0]] = kernel.bytes / machine.memory_bandwidth + machine.overhead
         return estimator.costs(known)
 
-    def seconds(self, machine: Machine, known: dict[str, float] | None = None) -> float:
+    def seconds(self, machine: Machine, known: dict[str, float] | None = None, more: int = 0) -> float:
         """The length of `timeline`, counted without drawing it: for fits, which ask for it thousands of times.
 
-        `known` keeps the seconds of operators on this machine, for other programs with the same.
+        With `more`, of a program with so many more layers like its last one, whose collectives are waited for inside
+        of them. `known` keeps the seconds of operators on this machine, for other programs with the same.
         """
         known = {} if known is None else known
         estimator = Estimator(self.program, machine, {}, self.keys)
@@ -84,7 +84,7 @@ class Prepared:
         fabrics = {group: machine.fabric(group) for group in self._groups}
         lanes = Lanes([fabrics[group].slows_compute for group in self._groups])
         host, launch, arrivals, pending = 0.0, machine.launching.seconds, {}, set()
-        for what, value in self._events:
+        for what, value in self._with_more(more):
             if what == _WAIT:
                 lanes.wait(arrivals.get(value, 0.0))
                 pending.discard(value)
@@ -112,23 +112,42 @@ class Prepared:
         found = (collectives.view(node) for node in self.program.graph.nodes)
         return list(dict.fromkeys(each.group for each in found if each is not None))
 
+    def _with_more(self, more: int) -> list[tuple[str, Any]]:
+        """What a simulation has to look at, with the last layer's forward and backward repeated."""
+        found = self._known_events.get(more)
+        if found is None:
+            events = self._events
+            last = max((place for _, _, place in events if place is not None), default=(0, ""))[0]
+            found = []
+            for place, run in itertools.groupby(events, key=lambda event: event[2]):
+                plain = [(what, value) for what, value, _ in run]
+                found += plain * (1 + more if place is not None and place[0] == last else 1)
+            self._known_events[more] = found
+        return found
+
     @cached_property
-    def _events(self) -> list[tuple[str, Any]]:
-        """What a simulation has to look at, in order."""
+    def _known_events(self) -> dict[int, list[tuple[str, Any]]]:
+        return {}
+
+    @cached_property
+    def _events(self) -> list[tuple[str, Any, tuple[int, str] | None]]:
+        """What a simulation has to look at, in order, and the layer that it lies in."""
         key_of = {node: key for key, node in self._by_key.items()}
+        estimator = Estimator(self.program, _ANY, {}, self.keys)
         lasting, events = lasting_views(self.program), []
+        place: tuple[int, str] | None = None
         for node in self.program.graph.nodes:
             collective = collectives.view(node)
+            place = layer_of(node) if node.op == "call_function" else place
             if collectives.is_wait(node):
-                events.append((_WAIT, collectives.started_by(node)))
+                events.append((_WAIT, collectives.started_by(node), place))
             elif collective is not None:
                 ranks = self.program.groups[collective.group]
                 index = self._groups.index(collective.group)
-                events.append(
-                    (_COLLECTIVE, (node, collective.group, index, collective.kind, collective.bytes, ranks))
-                )
-            elif node in self.alike and node not in lasting:
-                events.append((_OPERATOR, key_of[self.alike[node]]))
+                described = (node, collective.group, index, collective.kind, collective.bytes, ranks)
+                events.append((_COLLECTIVE, described, place))
+            elif node in self.alike and node not in lasting and not estimator.is_view(node):
+                events.append((_OPERATOR, key_of[self.alike[node]], place))
         return events
 
     def _seconds(self, node: fx.Node, estimator: Estimator, machine: Machine) -> float:

@@ -21,8 +21,9 @@ Keep = Literal["nothing", "products"]
 class RecomputeLayers(Pass):
     """Compute what the backward of a layer uses of its forward again, from what the layer was given.
 
-    Layers are those that capture found; a program without is one layer, whose forward is what the loss depends on. With `keep="products"`, attention, collectives and every second matrix product
-    are kept, and only what is cheap or half of the products is computed again.
+    Layers are those that capture found; a program without is one layer, whose forward is what the loss depends on.
+    With `keep="products"`, attention, collectives and every second matrix product are kept, and only what is cheap or
+    half of the products is computed again.
 
     Also known as: activation checkpointing, full or selective; Megatron's `--recompute-granularity`.
 
@@ -108,5 +109,3 @@ def _again(program: Program, forward: list[fx.Node], backward: list[fx.Node], ke
 def _operator(node: fx.Node) -> str:
     schema = schema_of(node.target) if node.op == "call_function" else None
     return schema.name.split("::")[1] if schema is not None else str(node.target)
-
-

@@ -221,4 +221,3 @@ class _Repeater:
 def layer_of(node: fx.Node) -> tuple[int, str] | None:
     """The number of the period of equal layers that a node is in, and its phase."""
     return node.meta.get(LAYER)
-

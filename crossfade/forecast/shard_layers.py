@@ -11,7 +11,7 @@ from torch import Tensor, fx
 
 from crossfade.forecast.repeat import BACKWARD, FORWARD, layer_of
 from crossfade.graph import collectives
-from crossfade.graph.passes import Numerics, Outcome, Pass, PassResult, Verdict
+from crossfade.graph.passes import Numerics, Pass, PassResult, Verdict
 from crossfade.graph.program import InputKind, OutputKind, Program, tensor_bytes
 from crossfade.graph.splice import splice
 
@@ -20,7 +20,7 @@ _OUTSIDE = -1
 
 @dataclass(frozen=True)
 class ShardLayers(Pass):
-    """Gather the parameters of each layer as one, before the layer ahead of it begins, and reduce-scatter its gradients.
+    """Gather the parameters of each layer as one, a layer ahead, and reduce-scatter its gradients as one.
 
     Each rank keeps a part of every parameter in `kept` precision and gathers it in the program's. With `reshard`, a
     layer's parameters are dropped after its forward and gathered again for its backward. Gradients are reduced in the

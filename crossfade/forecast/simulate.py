@@ -124,9 +124,7 @@ class Forecaster:
         if key not in self._built:
             ranks = setting.mesh.get(TENSOR_AXIS, 1)
             if ranks not in self._captured:
-                self._captured[ranks] = capture_model(
-                    self.model, self.batch, self.loss_fn, ranks=ranks, plan=self.plan
-                )
+                self._captured[ranks] = capture_model(self.model, self.batch, self.loss_fn, ranks=ranks, plan=self.plan)
             self._built = {key: build(self._captured[ranks].program, setting, planned)}
         return self._built[key]
 
@@ -138,7 +136,9 @@ def check(setting: Setting, machine: Machine) -> None:
         raise MeshError(f"a mesh of {dict(setting.mesh)}", expected="axes dp and tp, each of at least one rank",
                         remedy='write mesh={"dp": 32, "tp": 8}, or --mesh dp=32,tp=8')  # fmt: skip
     if setting.accumulate < 1:
-        raise BatchError(f"accumulate={setting.accumulate}", expected="at least 1", remedy="pass a number of at least 1")
+        raise BatchError(
+            f"accumulate={setting.accumulate}", expected="at least 1", remedy="pass a number of at least 1"
+        )
     tensor = setting.mesh.get(TENSOR_AXIS, 1)
     if machine.network is not None and list(setting.mesh)[-1] != TENSOR_AXIS and tensor > 1:
         raise MeshError("tp is not the last axis of the mesh", expected="ranks of tp side by side in a node",
@@ -302,4 +302,3 @@ def _tokens(batch: tuple[Any, ...]) -> int:
         raise BatchError("a batch without tensors", remedy="pass what the model and the loss function take")
     whole = [leaf for leaf in leaves if not leaf.is_floating_point() and leaf.dim() > 1]
     return whole[0].numel() if whole else leaves[0].shape[0]
-

@@ -127,4 +127,3 @@ def next_token_loss(output: Any, targets: Tensor) -> Tensor:
     """The mean cross-entropy of a language model's logits."""
     logits = output if isinstance(output, Tensor) else output.logits
     return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
-

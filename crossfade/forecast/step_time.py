@@ -36,12 +36,11 @@ class Once:
 
 @dataclass(frozen=True)
 class StepTimes:
-    """A step of many equal layers, from programs with few and with one more: each further layer adds as much."""
+    """A step of many equal layers, from a program with few: the last one is costed once and repeated."""
 
     few: Prepared
-    more: Prepared
-    layers: int
-    """How many there are beyond those of `more`."""
+    more: int
+    """How many layers there are beyond those of the program."""
     micro_batches: int
     once: Once
 
@@ -50,8 +49,5 @@ class StepTimes:
         mesh = dict(self.few.mesh)
         on_mesh = machine.on_mesh(mesh)
         paced = at_the_pace_of(on_mesh, mesh.get("tp", 1))
-        known: dict[str, float] = {}
-        few, more = (each.seconds(paced, known) for each in (self.few, self.more))
-        return self.micro_batches * (more + self.layers * (more - few)) + self.once.seconds(
-            on_mesh, mesh, self.micro_batches
-        )
+        micro_batch = self.few.seconds(paced, more=self.more)
+        return self.micro_batches * micro_batch + self.once.seconds(on_mesh, mesh, self.micro_batches)

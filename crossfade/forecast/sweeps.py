@@ -43,7 +43,7 @@ class Sweep:
         except ValueError:
             numbers = []
         if what not in ("gpus", "bandwidth") or not numbers or min(numbers) <= 0:
-            raise MeshError(f"a sweep of {text!r}", expected="gpus=8..16384 or bandwidth=0.25..4, or values with commas",
+            raise MeshError(f"a sweep of {text!r}", expected="gpus=8..16384, or bandwidth=0.25,1,4",
                             remedy="write it so: --sweep gpus=8..1024")  # fmt: skip
         return cls(what, tuple(numbers))
 
@@ -84,9 +84,7 @@ def sweep(
     return points
 
 
-def _at(
-    setting: Setting, machine: Machine, over: Sweep, value: float, scaling: str
-) -> tuple[Setting, Machine] | None:
+def _at(setting: Setting, machine: Machine, over: Sweep, value: float, scaling: str) -> tuple[Setting, Machine] | None:
     if over.what == "bandwidth":
         return setting, _with_bandwidth(machine, value)
     others = 1

@@ -85,4 +85,3 @@ def recomputation(kind: str) -> list[Pass]:
     if kind not in known:
         raise MeshError(f"recompute={kind!r}", expected=f"one of {', '.join(known)}", remedy="pass one of them")
     return known[kind]
-

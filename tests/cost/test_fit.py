@@ -48,4 +48,6 @@ def test_nothing_to_fit_is_refused() -> None:
     with pytest.raises(MachineError, match="nothing was measured"):
         fit(START)
     with pytest.raises(MachineError, match=r"has no network\.start"):
-        fit(preset("loopback-gloo"), [CollectiveTime(Kind.ALL_REDUCE, 8, 1024, 1.0)], (), [Constant("network.start", 1)])
+        fit(
+            preset("loopback-gloo"), [CollectiveTime(Kind.ALL_REDUCE, 8, 1024, 1.0)], (), [Constant("network.start", 1)]
+        )

@@ -54,7 +54,9 @@ def test_a_machine_with_a_network_is_kept_as_json() -> None:
     mesh = {"dp": 4, "tp": 8}
     for axis in mesh:
         ranks = mesh[axis]
-        seconds = [each.on_mesh(mesh).collective_seconds(Kind.ALL_REDUCE, 10**8, ranks, axis) for each in (machine, again)]
+        seconds = [
+            each.on_mesh(mesh).collective_seconds(Kind.ALL_REDUCE, 10**8, ranks, axis) for each in (machine, again)
+        ]
         assert seconds[0] == seconds[1]
 
 

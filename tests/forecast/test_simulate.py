@@ -51,7 +51,8 @@ def test_gradients_reduced_after_the_backward_are_exposed() -> None:
 def test_micro_batches_and_stragglers() -> None:
     batch = torch.empty(50, 10), torch.empty(50, 10)
     once, thrice, slow = (
-        cf.simulate(linear(10), batch, mesh={"dp": 4}, machine=TOY, loss_fn=nn.functional.mse_loss, way="megatron", **more)
+        cf.simulate(linear(10), batch, mesh={"dp": 4}, machine=TOY, loss_fn=nn.functional.mse_loss,
+                    way="megatron", **more)
         for more in ({}, {"accumulate": 3}, {"spread": 0.1})
     )  # fmt: skip
     assert thrice.seconds - once.seconds == pytest.approx(2 * once.spent["products"])
