@@ -9,13 +9,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, fx
 
-from crossfade.forecast.repeat import BACKWARD, FORWARD, layer_of
+from crossfade.forecast.repeat import BACKWARD, FORWARD, LAYER, layer_of
 from crossfade.graph import collectives
 from crossfade.graph.passes import Numerics, Pass, PassResult, Verdict
 from crossfade.graph.program import InputKind, OutputKind, Program, tensor_bytes
 from crossfade.graph.splice import splice
 
 _OUTSIDE = -1
+_VIEWS = (torch.ops.aten.t.default, torch.ops.aten.transpose.int, torch.ops.aten.view.default)
 
 
 @dataclass(frozen=True)
@@ -108,6 +109,8 @@ class _Sharding:
 
     def gather(self, unit: _Unit) -> None:
         """One gather for the forward, and where layers are resharded one for the backward."""
+        if self.options.reshard:
+            self._views_again(unit)
         wholes = [node.meta["val"] for node in unit.nodes]
         users = {node: list(node.users) for node in unit.nodes}
         phases: list[tuple[str, list[tuple[fx.Node, fx.Node]]]] = []
@@ -124,6 +127,21 @@ class _Sharding:
         for phase, chosen in phases:
             if chosen:
                 self._gather(unit, wholes, phase, chosen)
+
+    def _views_again(self, unit: _Unit) -> None:
+        """Views of parameters that the forward made and the backward uses are made again, as gathers are."""
+        inside, behind = (unit.number, FORWARD), (unit.number, BACKWARD)
+        views = [user for node in unit.nodes for user in node.users if user.target in _VIEWS]
+        for view in views:
+            late = [user for user in view.users if layer_of(user) == behind]
+            if layer_of(view) == inside and late:
+                first = min(late, key=self._place)
+                with self.program.graph.inserting_before(first):
+                    copy = self.program.graph.node_copy(view)
+                copy.meta = {**view.meta, LAYER: behind}
+                self.position[copy] = self._place(first)
+                for user in late:
+                    user.replace_input_with(view, copy)
 
     def _gather(self, unit: _Unit, wholes: Sequence[Tensor], phase: str, uses: list[tuple[fx.Node, fx.Node]]) -> None:
         before = min((user for _, user in uses), key=self._place)
