@@ -182,14 +182,17 @@ class _Sharding:
         for index, (out, _) in enumerate(results):
             if out.kind is OutputKind.GRADIENT and out.name in self.unit_of:
                 groups.setdefault(self.unit_of[out.name], []).append(index)
-        for indices in groups.values():
+        ready = [(max((results[index][1] for index in each), key=self._place), each) for each in groups.values()]
+        ready.sort(key=lambda pair: self._place(pair[0]))
+        ends = [last.next for last, _ in ready[1:]] + [self.program.output_node]
+        for (last, indices), end in zip(ready, ends, strict=True):
             nodes = [results[index][1] for index in indices]
-            last = max(nodes, key=self._place)
-            for index, part in zip(indices, self._scatter(nodes, last), strict=True):
+            for index, part in zip(indices, self._scatter(nodes, last, end), strict=True):
                 results[index] = (results[index][0], part)
         self.program.set_results([value for _, value in results], tuple(out for out, _ in results))
 
-    def _scatter(self, nodes: list[fx.Node], last: fx.Node) -> Sequence[fx.Node]:
+    def _scatter(self, nodes: list[fx.Node], last: fx.Node, end: fx.Node) -> Sequence[fx.Node]:
+        """Launched behind the last gradient, waited for when the next unit's are ready."""
         ranks, group, reduced = self.options.ranks, self.options.group, getattr(torch, self.options.reduced)
         sizes = [math.ceil(node.meta["val"].numel() / ranks) for node in nodes]
 
@@ -210,7 +213,7 @@ class _Sharding:
         size = sum(tensor_bytes(node.meta["val"]) for node in nodes)
         reason = "scatters the gradients of a layer"
         self.verdicts.append(Verdict.inserted(started, reason, made_for=last.name, bytes=size))
-        found = splice(self.program, arrive, started, before=self.program.output_node, like=last)
+        found = splice(self.program, arrive, started, before=end, like=last)
         return list(found) if isinstance(found, (list, tuple)) else [found]
 
     def _place(self, node: fx.Node) -> int:
