@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import csv
+import dataclasses
 import functools
 import json
 import time
@@ -17,8 +18,8 @@ from pathlib import Path
 import numpy
 
 from benchmarks.forecast_models import GPT_PLAN, gpt, tokens
-from crossfade.cost.fit import CollectiveTime, Fitted, StepTime, fit
-from crossfade.cost.machine import Machine
+from crossfade.cost.fit import CONSTANTS, CollectiveTime, Fitted, StepTime, fit
+from crossfade.cost.machine import Launching, Machine
 from crossfade.cost.presets import preset
 from crossfade.forecast.capture import Captured, capture_model
 from crossfade.forecast.prepared import Prepared
@@ -31,6 +32,8 @@ from crossfade.graph.program import InputKind, Program, tensor_bytes
 PUBLISHED = Path(__file__).parent / "published"
 _EVERY_ONE_NODE, _EVERY_SEVERAL = 11, 3
 """The rule by which rows are fitted: every 11th of those on one node, every 3rd of those on several, as they stand."""
+_LAUNCHING = Launching(36e-6, 0.15)
+"""Where the fit of the host starts: a Python framework of 2022 that calls every operator, on hosts of that time."""
 _UPDATE_BYTES = 40
 """Bytes moved for each parameter that mixed-precision Adam updates: gradient of 2 read and of 4 written and read, three
 states of 4 read and written, the parameter of 2 written, and the gradient read once more for its norm."""
@@ -104,9 +107,7 @@ def parameter_bytes(made: Program) -> int:
 def step(row: Row) -> StepTimes:
     """The step of a row, as it ran: gradients reduced in half precision after the backward, in one piece."""
     mesh = (("dp", row.data_parallel), ("tp", row.tensor_parallel))
-    few, more = (
-        prepared(row.hidden, row.heads, layers, row.sequence, row.micro_batch, mesh) for layers in (3, 4)
-    )  # fmt: skip
+    few, more = (prepared(row.hidden, row.heads, layers, row.sequence, row.micro_batch, mesh) for layers in (3, 4))
     fewer, one_more = parameter_bytes(few.program), parameter_bytes(more.program)
     held = one_more + (row.layers - 4) * (one_more - fewer)
     reduced = (Exchanged(Kind.ALL_REDUCE, held, "dp"),) if row.data_parallel > 1 else ()
@@ -125,8 +126,10 @@ def split(found: Sequence[Row], offset: int) -> tuple[list[Row], list[Row]]:
 
 def fitted_a100(fitted: Sequence[Row], collectives: Sequence[CollectiveTime]) -> Fitted:
     """One machine from the all-reduces (every 4th of them) and some rows."""
-    return fit(preset("a100-cluster"), list(collectives)[::4],
-               [StepTime(str(row), row.seconds, step(row).seconds) for row in fitted])  # fmt: skip
+    start = dataclasses.replace(preset("a100-cluster"), launching=_LAUNCHING)
+    constants = [dataclasses.replace(each, spread=0.5) if each.path == "overhead" else each for each in CONSTANTS]
+    steps = [StepTime(str(row), row.seconds, step(row).seconds) for row in fitted]
+    return fit(start, list(collectives)[::4], steps, constants)
 
 
 def errors(machine: Machine, found: Sequence[Row]) -> dict[Row, float]:

@@ -19,7 +19,7 @@ _ROBUST = 0.1
 """Deviations beyond this share pull no harder, so that a few odd measurements do not bend a machine."""
 _WEIGHT_OF_COLLECTIVES = 0.3
 _WEIGHT_OF_START = 0.1
-_ROUNDS = 40
+_ROUNDS = 14
 
 
 @dataclass(frozen=True)

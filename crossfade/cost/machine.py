@@ -178,7 +178,8 @@ class Machine:
     def to_json(self) -> str:
         """The machine as JSON."""
         plain = dataclasses.asdict(self)
-        plain["fabrics"] = {axis: _plain_fabric(fabric) for axis, fabric in self.fabrics.items()}
+        kept = (ANY_AXIS,) if self.network is not None else tuple(self.fabrics)  # the others follow from a mesh
+        plain["fabrics"] = {axis: _plain_fabric(self.fabrics[axis]) for axis in kept}
         for name, nothing in (("network", None), ("products", None), ("launching", dataclasses.asdict(Launching()))):
             if plain[name] == nothing:
                 del plain[name]
@@ -204,6 +205,8 @@ class Machine:
             for wire in ("inside", "between"):
                 network[wire] = Wire(**_record(Wire, network[wire], f"network.{wire}"))
             found["network"] = Network(**network)
+            made = dict.fromkeys(Kind, routed(found["network"]))
+            found["fabrics"] = {axis: dataclasses.replace(each, links=made) for axis, each in found["fabrics"].items()}
         for name, kind in (("products", Products), ("launching", Launching)):
             if found.get(name) is not None:
                 found[name] = kind(**_record(kind, found[name], name))

@@ -275,7 +275,7 @@ def _h100_96() -> Machine:
 
 def _h200_cluster() -> Machine:
     return _hopper("h200-cluster", 45 * GB, 4.8 * TERA * 0.83, 141e9,
-                   "nodes of eight H200 of 141 GB at 4.8 TB/s (83% as measured), 400 Gbit/s for each GPU (90%)")  # fmt: skip
+                   "nodes of eight H200 of 141 GB at 4.8 TB/s (83% as measured), 400 Gbit/s for each GPU")  # fmt: skip
 
 
 _MAKERS = (_loopback, _ethernet_1gbit, _ethernet_10gbit, _ethernet_100gbit, _h100_node, _h200_node, _infiniband,

@@ -53,7 +53,9 @@ class Prepared:
     @classmethod
     def of(cls, program: Program, mesh: Mapping[str, int], *, compiled: bool = False, float8: bool = False) -> Prepared:
         """Look for operators that are alike."""
-        keys, first, alike = Keys(threads=1), {}, {}
+        keys = Keys(threads=1)
+        first: dict[str, fx.Node] = {}
+        alike: dict[fx.Node, fx.Node] = {}
         for node in program.graph.nodes:
             if computes(node):
                 alike[node] = first.setdefault(keys.of(node), node)
@@ -83,7 +85,9 @@ class Prepared:
                 known[key] = self._seconds(node, estimator, machine)
         fabrics = {group: machine.fabric(group) for group in self._groups}
         lanes = Lanes([fabrics[group].slows_compute for group in self._groups])
-        host, launch, arrivals, pending = 0.0, machine.launching.seconds, {}, set()
+        host, launch = 0.0, machine.launching.seconds
+        arrivals: dict[Any, float] = {}
+        pending: set[Any] = set()
         for what, value in self._with_more(more):
             if what == _WAIT:
                 lanes.wait(arrivals.get(value, 0.0))
@@ -134,7 +138,8 @@ class Prepared:
         """What a simulation has to look at, in order, and the layer that it lies in."""
         key_of = {node: key for key, node in self._by_key.items()}
         estimator = Estimator(self.program, _ANY, {}, self.keys)
-        lasting, events = lasting_views(self.program), []
+        lasting = lasting_views(self.program)
+        events: list[tuple[str, Any, tuple[int, str] | None]] = []
         place: tuple[int, str] | None = None
         for node in self.program.graph.nodes:
             collective = collectives.view(node)

@@ -9,13 +9,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, fx
 
-from crossfade.forecast.repeat import BACKWARD, FORWARD, layer_of
+from crossfade.forecast.repeat import BACKWARD, FORWARD, LAYER, layer_of
 from crossfade.graph import collectives
 from crossfade.graph.passes import Numerics, Pass, PassResult, Verdict
 from crossfade.graph.program import InputKind, OutputKind, Program, tensor_bytes
 from crossfade.graph.splice import splice
 
 _OUTSIDE = -1
+_VIEWS = (torch.ops.aten.t.default, torch.ops.aten.transpose.int, torch.ops.aten.view.default)
 
 
 @dataclass(frozen=True)
@@ -108,6 +109,8 @@ class _Sharding:
 
     def gather(self, unit: _Unit) -> None:
         """One gather for the forward, and where layers are resharded one for the backward."""
+        if self.options.reshard:
+            self._views_again(unit)
         wholes = [node.meta["val"] for node in unit.nodes]
         users = {node: list(node.users) for node in unit.nodes}
         phases: list[tuple[str, list[tuple[fx.Node, fx.Node]]]] = []
@@ -124,6 +127,21 @@ class _Sharding:
         for phase, chosen in phases:
             if chosen:
                 self._gather(unit, wholes, phase, chosen)
+
+    def _views_again(self, unit: _Unit) -> None:
+        """Views of parameters that the forward made and the backward uses are made again, as gathers are."""
+        inside, behind = (unit.number, FORWARD), (unit.number, BACKWARD)
+        views = [user for node in unit.nodes for user in node.users if user.target in _VIEWS]
+        for view in views:
+            late = [user for user in view.users if layer_of(user) == behind]
+            if layer_of(view) == inside and late:
+                first = min(late, key=self._place)
+                with self.program.graph.inserting_before(first):
+                    copy = self.program.graph.node_copy(view)
+                copy.meta = {**view.meta, LAYER: behind}
+                self.position[copy] = self._place(first)
+                for user in late:
+                    user.replace_input_with(view, copy)
 
     def _gather(self, unit: _Unit, wholes: Sequence[Tensor], phase: str, uses: list[tuple[fx.Node, fx.Node]]) -> None:
         before = min((user for _, user in uses), key=self._place)
@@ -164,14 +182,17 @@ class _Sharding:
         for index, (out, _) in enumerate(results):
             if out.kind is OutputKind.GRADIENT and out.name in self.unit_of:
                 groups.setdefault(self.unit_of[out.name], []).append(index)
-        for indices in groups.values():
+        ready = [(max((results[index][1] for index in each), key=self._place), each) for each in groups.values()]
+        ready.sort(key=lambda pair: self._place(pair[0]))
+        ends = [last.next for last, _ in ready[1:]] + [self.program.output_node]
+        for (last, indices), end in zip(ready, ends, strict=True):
             nodes = [results[index][1] for index in indices]
-            last = max(nodes, key=self._place)
-            for index, part in zip(indices, self._scatter(nodes, last), strict=True):
+            for index, part in zip(indices, self._scatter(nodes, last, end), strict=True):
                 results[index] = (results[index][0], part)
         self.program.set_results([value for _, value in results], tuple(out for out, _ in results))
 
-    def _scatter(self, nodes: list[fx.Node], last: fx.Node) -> Sequence[fx.Node]:
+    def _scatter(self, nodes: list[fx.Node], last: fx.Node, end: fx.Node) -> Sequence[fx.Node]:
+        """Launched behind the last gradient, waited for when the next unit's are ready."""
         ranks, group, reduced = self.options.ranks, self.options.group, getattr(torch, self.options.reduced)
         sizes = [math.ceil(node.meta["val"].numel() / ranks) for node in nodes]
 
@@ -192,7 +213,7 @@ class _Sharding:
         size = sum(tensor_bytes(node.meta["val"]) for node in nodes)
         reason = "scatters the gradients of a layer"
         self.verdicts.append(Verdict.inserted(started, reason, made_for=last.name, bytes=size))
-        found = splice(self.program, arrive, started, before=self.program.output_node, like=last)
+        found = splice(self.program, arrive, started, before=end, like=last)
         return list(found) if isinstance(found, (list, tuple)) else [found]
 
     def _place(self, node: fx.Node) -> int:

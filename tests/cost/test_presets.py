@@ -10,7 +10,8 @@ from crossfade.errors import MachineError
 from crossfade.graph.collectives import Kind
 
 NAMES = ["loopback-gloo", "ethernet-1gbit", "ethernet-10gbit", "ethernet-100gbit", "h100-nvlink-node",
-         "h200-nvlink-node", "infiniband-cluster", "pcie-node"]  # fmt: skip
+         "h200-nvlink-node", "infiniband-cluster", "pcie-node", "a100-node", "a100-cluster", "h100-cluster",
+         "h100-96gb-cluster", "h200-cluster"]  # fmt: skip
 
 
 def test_all_are_there() -> None:
