@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, fx
@@ -115,9 +116,10 @@ def _turns(node: fx.Node) -> bool:
     if node.target is _aten.t.default:
         return True
     if node.target is _aten.permute.default:
-        return [dim % 2 for dim in node.args[1]] == [1, 0]  # type: ignore[union-attr]
-    first, second = node.args[1:3]
-    return first % 2 != second % 2  # type: ignore[operator]
+        order: Any = node.args[1]
+        return [dim % 2 for dim in order] == [1, 0]
+    dims: Any = node.args[1:3]
+    return bool(dims[0] % 2 != dims[1] % 2)
 
 
 def _multiplied(program: Program, gather: Gather, product: fx.Node) -> fx.Node:

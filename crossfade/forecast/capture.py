@@ -20,8 +20,8 @@ from crossfade.forecast.layers import Layers, find_layers, shortened
 from crossfade.forecast.repeat import CannotRepeat, repeat_layers
 from crossfade.graph.private import tree_map_only
 from crossfade.graph.program import Program
-from crossfade.shard.tensor.localize import LocalProgram, Request, localize
 from crossfade.shard.tensor.builder import RANK
+from crossfade.shard.tensor.localize import LocalProgram, Request, localize
 from crossfade.shard.tensor.parts import Parts
 from crossfade.shard.tensor.plan import Plan
 

@@ -188,8 +188,8 @@ def _many_shapes(kept: int) -> tuple[int, bool]:
 
 @pytest.mark.ranks
 def test_workspaces_go_with_the_programs_that_used_them(ranks: Any) -> None:
-    for programs, only_what_is_used in ranks(2).run(_many_shapes, 3):
-        assert programs == 3
+    for count, only_what_is_used in ranks(2).run(_many_shapes, 3):
+        assert count == 3
         assert only_what_is_used
 
 
