@@ -184,7 +184,7 @@ class _Sharding:
                 groups.setdefault(self.unit_of[out.name], []).append(index)
         ready = [(max((results[index][1] for index in each), key=self._place), each) for each in groups.values()]
         ready.sort(key=lambda pair: self._place(pair[0]))
-        ends = [last.next for last, _ in ready[1:]] + [self.program.output_node]
+        ends = [*(last.next for last, _ in ready[1:]), self.program.output_node] if ready else []
         for (last, indices), end in zip(ready, ends, strict=True):
             nodes = [results[index][1] for index in indices]
             for index, part in zip(indices, self._scatter(nodes, last, end), strict=True):
