@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -16,6 +17,7 @@ from crossfade.demo.contenders import Contender, Measured, crossfade, ddp, race,
 from crossfade.demo.model import SIZES, Size, batches
 from crossfade.ranks.local import Ranks
 from crossfade.report.report import Report, Table
+from crossfade.report.terminal import show_table
 
 WARM_UP = 2
 DDP_BUCKETS_MB = (1.0, 4.0)
@@ -27,8 +29,11 @@ def run(*, ranks: int, steps: int, size: str, folder: Path, console: Console, ev
     console.print(f"Training a small GPT ({size}) on {ranks} local ranks, {steps} steps of each contender in turn.")
     with Ranks(ranks, timeout=600) as world:
         measured, report = world.run(work, size, steps)[0]
-    report = report.with_table(times_table(measured)).with_table(losses_table(measured))
+    tables = times_table(measured), losses_table(measured)
+    report = functools.reduce(Report.with_table, tables, report)
     report.show(console, all=everything)
+    for table in () if everything else tables:
+        show_table(table, console)
     folder.mkdir(parents=True, exist_ok=True)
     report.to_json(folder / "report.json")
     console.print(f"HTML report: {report.to_html(folder / 'index.html')}", soft_wrap=True)

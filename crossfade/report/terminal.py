@@ -58,9 +58,23 @@ def show(report: ReportData, console: Console | None = None, *, all: bool = Fals
     for line in _everything_above(report) if all else _short(report, console.width):
         console.print(line, no_wrap=True, overflow="ignore", crop=False)
     for grid in _grids(report) if all else ():
-        console.print()
-        grid.width = _needed(grid, console)
-        console.print(grid, crop=False, no_wrap=True, overflow="ignore")
+        _print(grid, console)
+
+
+def show_table(table: Table, console: Console | None = None) -> None:
+    """Print one table with its note.
+
+    >>> show_table(Table("Loss", ["step", "ours"], [("0", "2.5")]), Console(width=40))  # doctest: +ELLIPSIS
+    <BLANKLINE>
+    Loss...
+    """
+    _print(_extra(table), console or Console())
+
+
+def _print(grid: Grid, console: Console) -> None:
+    grid.width = _needed(grid, console)
+    console.print()
+    console.print(grid, crop=False, no_wrap=True, overflow="ignore")
 
 
 def show_comparison(comparison: Comparison, console: Console | None = None) -> None:
@@ -74,10 +88,7 @@ def show_comparison(comparison: Comparison, console: Console | None = None) -> N
     console.rule(Text(comparison.title, style="bold"))
     console.print(Text(comparison.verdict))
     for table in comparison.tables:
-        grid = _extra(table)
-        grid.width = _needed(grid, console)
-        console.print()
-        console.print(grid, crop=False, no_wrap=True, overflow="ignore")
+        _print(_extra(table), console)
 
 
 def _short(report: ReportData, width: int) -> list[Text]:
