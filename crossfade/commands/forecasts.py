@@ -63,6 +63,8 @@ def is_model(what: str) -> bool:
     >>> is_model("model.py:build"), is_model("step.txt")
     (True, False)
     """
+    if what.endswith(".txt"):
+        return False
     return what in NAMED or what.endswith(".json") or ".py:" in what or not Path(what).exists()
 
 

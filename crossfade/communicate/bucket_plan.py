@@ -172,9 +172,15 @@ class _BucketPlanner:
             self.units.open(collective.node)
             return
         key = self._key(collective)
-        if self.policy.delay == "uses of the last" and self.next_collective[collective.node] < len(self.order.nodes):
-            self._add(self._set_for(key, collective), collective)
-            return
+        if self.policy.delay == "uses of the last":
+            is_awaited = self.next_collective[collective.node] < len(self.order.nodes)
+            is_dispatched = collective.kind is Kind.ALL_TO_ALL  # tokens' weights may travel with the tokens
+            together = self._set_for(key, collective) if is_awaited else None
+            if is_dispatched and together is None:
+                together = self._set_joined(key, collective)
+            if together is not None:
+                self._add(together, collective)
+                return
         bucket = self.open.get(key)
         why_not = self._why_not(bucket, collective) if bucket is not None else _ONLY
         if why_not is not None or bucket is None:
@@ -198,7 +204,16 @@ class _BucketPlanner:
             bucket.span = bucket.span.with_window(self.hiding.window(collective))
 
     def _set_for(self, key: Hashable, collective: Collective) -> _OpenBucket:
-        """The first set of independent collectives that one may join on whose result others depend, or a new one.
+        """The set of independent collectives for one on whose result others depend: one it may join, or a new one."""
+        found = self._set_joined(key, collective)
+        if found is None:
+            recent = self.awaited[key]
+            found = _OpenBucket(len(recent), _AWAITED)
+            recent.append(found)
+        return found
+
+    def _set_joined(self, key: Hashable, collective: Collective) -> _OpenBucket | None:
+        """The first set of independent collectives that others depend on and that one may join.
 
         It joins where it was ready from the first on, with no matmul in between: little is delayed.
         """
@@ -213,8 +228,7 @@ class _BucketPlanner:
         for bucket in recent:
             if self.units.is_ready_for(collective.node, bucket.unit) and self._why_not(bucket, collective) is None:
                 return bucket
-        recent.append(_OpenBucket(len(recent), _AWAITED))
-        return recent[-1]
+        return None
 
     def plan(self, kind: Kind) -> BucketPlan:
         """The buckets of more than one member, in the order of their last members."""

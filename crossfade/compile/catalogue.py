@@ -38,13 +38,14 @@ def _import_all() -> None:
 
 
 def known_passes(stage: str = "") -> dict[str, type[Pass]]:
-    """Every pass of this package, or of one stage, by name."""
+    """Every pass of the stages, or of one of them, by name."""
     _import_all()
+    rooms = tuple(f"crossfade.{room}." for room in ([stage] if stage else STAGES))
     kinds, families = [], [Pass]
     while families:
         below = [kind for kind in families.pop().__subclasses__() if kind.__module__.startswith("crossfade.")]
         families += below
-        kinds += [kind for kind in below if hasattr(kind, "name") and kind.__module__.startswith(f"crossfade.{stage}")]
+        kinds += [kind for kind in below if hasattr(kind, "name") and kind.__module__.startswith(rooms)]
     return {kind.name: kind for kind in sorted(kinds, key=lambda kind: kind.name)}
 
 

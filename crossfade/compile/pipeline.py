@@ -312,7 +312,7 @@ def optimization(
     the context.
 
     >>> optimization({"dp": "gloo"}).without("reorder-for-locality", "bucket-all-gathers")[-2]
-    LowerReduceScatters(groups=('dp',), piece_mb=1.0)
+    LowerAllToAlls(groups=('dp',), piece_mb=1.0)
     """
     carriers = Carriers(backends or {}, machine)
     lowered = lowering(carriers, groups or {})

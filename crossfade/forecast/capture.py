@@ -162,4 +162,4 @@ def _keep_parts(model: nn.Module, local: LocalProgram, aliases: Mapping[str, str
     parts = Parts(local.parameters, aliases, TENSOR_AXIS, "", 0, local.ranks, "meta")
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         tensor.data = parts.part(name, tensor.data)
-    model.register_buffer(RANK, torch.zeros((), dtype=torch.int64, device="meta"), persistent=False)
+    model.register_buffer(RANK, torch.zeros((), dtype=torch.int64, device="meta"))

@@ -92,8 +92,8 @@ def python_text(expression: Any) -> str:
     """A sympy expression of torch's as Python computes it. Known on 2.11, 2.13.
 
     >>> import sympy
-    >>> python_text(sympy.Symbol("s") + 1)
-    's + 1'
+    >>> python_text(sympy.Symbol("s") * 2)
+    '2*s'
     """
     from torch.utils._sympy.printers import PythonPrinter
 

@@ -102,7 +102,7 @@ def test_gradients_are_clipped_by_their_common_norm() -> None:
 
 def test_the_norm_of_split_gradients_is_summed_over_their_group() -> None:
     model = model_of()
-    program = appended(model, SGD(model.parameters(), lr=1.0), clip_grad_norm=0.5, split_over={"weight": "tp"})
+    program = appended(model, SGD(model.parameters(), lr=1.0), clip_grad_norm=0.5, split_over={"weight": ("tp",)})
     (reduction,) = collectives.find(program.graph)
     assert (reduction.kind.value, reduction.reduce_op, reduction.group, reduction.bytes) == (
         "all_reduce",

@@ -55,7 +55,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_the_wheel_holds_every_file_of_the_package(wheel: Path) -> None:
     held = {name for name in zipfile.ZipFile(wheel).namelist() if name.startswith("crossfade/")}
-    kept = {".py", ".html", ".typed"}
+    kept = {".py", ".html", ".css", ".js", ".typed"}
     files = {str(path.relative_to(ROOT)) for path in (ROOT / "crossfade").rglob("*") if path.suffix in kept}
     assert held == files | {"crossfade/py.typed"}
 
