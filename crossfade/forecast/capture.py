@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from crossfade.capture.divide_batch import BatchLayout
 from crossfade.capture.training import LossFunction, capture_forward_backward, loss_of
 from crossfade.compile.tensor_parallel import run_local
-from crossfade.errors import PlanError
+from crossfade.errors import NotYetError, PlanError
 from crossfade.forecast.attention import FusedAttention
 from crossfade.forecast.layers import Layers, find_layers, shortened
 from crossfade.forecast.repeat import CannotRepeat, repeat_layers
@@ -23,6 +23,7 @@ from crossfade.graph.program import Program
 from crossfade.shard.tensor.builder import RANK
 from crossfade.shard.tensor.localize import LocalProgram, Request, localize
 from crossfade.shard.tensor.parts import Parts
+from crossfade.shard.tensor.placements import Shard
 from crossfade.shard.tensor.plan import Plan
 
 TENSOR_AXIS = "tp"
@@ -140,6 +141,7 @@ def _split(
     first = {id(tensor): name for name, tensor in [*model.named_parameters(), *model.named_buffers()]}
     every = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
     tied = {name: first[id(tensor)] for name, tensor in every}
+    _check_even(local)
     _keep_parts(model, local, resolved.aliases)
     return model, lambda state, values: run_local(local, state, values, tied)
 
@@ -155,6 +157,17 @@ def _usual_plan(model: nn.Module, exported: torch.export.ExportedProgram) -> Pla
             if isinstance(module, nn.Embedding) and module.num_embeddings == head.out_features:
                 found[other] = "rowwise"
     return Plan(found)
+
+
+def _check_even(local: LocalProgram) -> None:
+    """Refuse parts that are padded: which rank this is would matter, and forecasts are of any."""
+    padded = [name for name, at in local.parameters.items() if isinstance(at, Shard) and at.units]
+    if padded:
+        raise NotYetError(
+            f"a forecast of {len(padded)} parameters that do not divide over {local.ranks} ranks, {padded[0]} first",
+            expected="sizes and heads that divide by the ranks of tp",
+            remedy="choose another tp, or a plan that keeps them whole",
+        )
 
 
 def _keep_parts(model: nn.Module, local: LocalProgram, aliases: Mapping[str, str]) -> None:
