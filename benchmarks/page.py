@@ -316,6 +316,17 @@ def _frameworks(name: str, figures: Figures) -> str:
     return _origin(title, command, figures) + _table(["framework", "its DDP, ms", "Crossfade, ms", "speed"], rows)
 
 
+def _published(name: str, figures: Figures) -> str:
+    rows = [
+        [group, str(found["rows"]), *(f"{found[key]:.1%}" for key in ("mean", "worst", "bias")),
+         f"{found['rank_correlation']:.3f}"]
+        for group, found in figures["groups"].items()
+    ]  # fmt: skip
+    columns = ["rows", "how many", "mean error", "worst", "bias", "rank correlation"]
+    said = f"GPT on A100s: {figures['fitted_rows']} rows fitted, the others predicted"
+    return f"\n### {said}\n\n`.venv/bin/{figures['command']}`: {figures['date']}.\n\n" + _table(columns, rows)
+
+
 SECTIONS: list[tuple[str, str, Callable[[str, Figures], str]]] = [
     ("Step time against torch", "step-", _step),
     ("ZeRO with tensor parallelism against FSDP2 with DTensor's", "on-mesh-", _on_mesh),
@@ -324,6 +335,7 @@ SECTIONS: list[tuple[str, str, Callable[[str, Figures], str]]] = [
     ("Until the first step is done", "first-step-", _first_step),
     ("In frameworks, against their DDP", "frameworks-", _frameworks),
     ("Memory", "memory-", _memory),
+    ("Forecasts against published measurements", "forecasts-", _published),
     ("Collective matmul: a tensor-parallel transformer block", "collective-matmul-forward", _collective_matmul),
     ("Collective matmul: forecasts", "collective-matmul-forecasts", _forecasts),
     ("Collective matmul: pieces", "collective-matmul-pieces", _pieces),

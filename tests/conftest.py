@@ -46,8 +46,8 @@ LONG = {"properties", "ranks", "models", "loops", "test_cli", "test_cli_shard", 
 
 
 SAMPLED = {
-    "test_uneven_batches": 5, "test_optimizers_on_ranks": 5, "test_lengths": 4, "test_trained_models": 4,
-    "test_from_other_tools": 4, "test_frameworks": 3, "test_habits_on_ranks": 3, "test_saving_everything": 2,
+    "test_uneven_batches": 7, "test_optimizers_on_ranks": 8, "test_lengths": 5, "test_trained_models": 7,
+    "test_from_other_tools": 4, "test_frameworks": 3, "test_habits_on_ranks": 4, "test_saving_everything": 2,
 }  # fmt: skip
 """Files on ranks of which one test in so many runs by itself; `make models` runs the others."""
 

@@ -67,7 +67,7 @@ CURVES = [
     ("mode", "dtype", "machine", "steps"),
     [
         pytest.param("replicate", "int8", None, 40, id="sample-in-8-bits"),
-        pytest.param("zero2", "bfloat16", "ethernet-1gbit", 40, id="sample-in-16-bits"),
+        pytest.param("zero2", "bfloat16", "ethernet-1gbit", 40, id="sample-in-16-bits", marks=pytest.mark.models),
         *CURVES,
     ],
 )
@@ -97,6 +97,7 @@ def both_axes(reduce_dtype: Any, steps: int = 12) -> tuple[list[float], float, s
 
 
 @pytest.mark.ranks
+@pytest.mark.models
 def test_one_axis_of_a_mesh_in_8_bits(ranks: Callable[[int], cf.Ranks]) -> None:
     exact, *_ = ranks(4).run(both_axes, None)
     everywhere = ranks(4).run(both_axes, {"dp_replicate": torch.int8})
