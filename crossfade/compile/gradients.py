@@ -148,7 +148,7 @@ class Gradients:
 
         They are computed here: without `backward()` they are lost. What is named goes where `Step` passes it.
         """
-        exchange, waiting = self._exchange(), self._waiting.seen()
+        exchange, waiting = self._exchange(), self._waiting.seen() if self._waiting else {}
         loss = self._step.with_gradients(as_batch(batch, named), exchange, self._earlier).detach()
         found = self._step.outputs
         trained = {name: p for name, p in self.model.named_parameters() if name in found and p.requires_grad}
@@ -221,7 +221,7 @@ class Gradients:
 
         def begun(weight: Tensor) -> float:
             if exchange == "later":
-                return self._waiting.kept(trained, weight, loss_is)
+                return self._waiting.kept(trained, weight, loss_is, waiting)
             if exchange == "with-earlier":
                 self._waiting.exchanged(waiting, weight)
             return 1.0

@@ -38,9 +38,21 @@ class WaitingGradients:
             self._weights.clear()
         return bool(self._parameters)
 
-    def kept(self, trained: Mapping[str, nn.Parameter], weight: Tensor, loss_is: LossIs) -> float:
-        """One micro-batch's gradients are about to be added to `.grad`: what to multiply them by first."""
-        if not self:
+    def kept(
+        self,
+        trained: Mapping[str, nn.Parameter],
+        weight: Tensor,
+        loss_is: LossIs,
+        seen: Mapping[str, tuple[Tensor, int]],
+    ) -> float:
+        """One micro-batch's gradients are about to be added to `.grad`: what to multiply them by first.
+
+        Of those that were `seen` to wait at its call, what is gone now was cleared.
+        """
+        for name in seen:
+            if name in self._parameters and self._parameters[name].grad is None:
+                self._aside.pop(name, None)
+        if not self._parameters:
             self._loss_is = loss_is
         for name, parameter in trained.items():
             if name not in self._parameters and parameter.grad is not None:

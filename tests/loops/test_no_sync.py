@@ -111,6 +111,13 @@ def _by_hand() -> None:
     for p, one, two in zip(model.parameters(), alone, both, strict=True):
         torch.testing.assert_close(p.grad, one + two)
     model.zero_grad()
+    gradients(*second).backward()
+    with gradients.no_sync():  # one backward of two, on top of what was exchanged
+        (gradients(*first) + gradients(*first)).backward()
+    gradients(*second).backward()
+    for p, two in zip(model.parameters(), both, strict=True):
+        torch.testing.assert_close(p.grad, 2 * two)
+    model.zero_grad()
     with gradients.no_sync():
         gradients(*first).backward()
     loss = gradients(*second)
