@@ -1,14 +1,17 @@
 """A training step on one GPU: eager torch, `torch.compile`, and Crossfade, in one run.
 
     TORCHINDUCTOR_FORCE_DISABLE_CACHES=1 python -m benchmarks.gpu_step --size gpt [--steps 20] [--save]
+    ... --ranks 8 --machine h200-nvlink-node    # as rank 0 of an emulated world, against torch's DDP and FSDP2
 
 `gpt` has 404 million parameters in bf16. Contenders take turns, step by step; medians. The first step is from the call
-that compiles to its end; peak memory is that of one step after the third, with the model and the optimizer's state.
+that compiles to its end; peak memory is that of one step after the third, with the model and the optimizer's state. The
+host waits for the device after each step; "back to back" is the mean of steps in a row, without.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import statistics
 import time
 from collections.abc import Callable
@@ -18,34 +21,58 @@ from typing import Any
 import torch
 from rich.console import Console
 from rich.table import Table
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.figures import save
-from crossfade import compile_step
+from crossfade import compile_step, emulated
 from crossfade.compile.step import Step
+from crossfade.cost.presets import preset
 from crossfade.demo.model import SIZES, Size, batches, build, next_token_loss
 
 GPT = Size(width=1024, heads=16, layers=24, vocabulary=32_768, length=1024, batch=8)
 CONTENDERS = ("eager", "torch.compile", "torch.compile, reduce-overhead", "Crossfade, eager", "Crossfade")
+MODES = ("replicate", "zero1", "zero2", "zero3")
+ON_RANKS = (
+    "torch.compile",
+    "torch DDP",
+    "torch DDP, compiled",
+    "torch FSDP2, kept",
+    "torch FSDP2, resharded",
+    *(f"Crossfade {mode}" for mode in MODES),
+)
 PEER = "torch.compile"
 WARM_UP = 4
 
 
-def stepping(name: str, size: Size, dtype: torch.dtype) -> tuple[Callable[[], torch.Tensor], Step | None]:
-    """One contender on one batch; of ours, the step."""
+def stepping(
+    name: str, size: Size, dtype: torch.dtype, ranks: int = 1, machine: str | None = None
+) -> tuple[Callable[[], torch.Tensor], Step | None]:
+    """One contender on one batch; of ours, the step. `torch.compile` alone exchanges nothing."""
     model = build(size).to("cuda", dtype)
     ours = name.startswith("Crossfade")
+    if "FSDP2" in name:
+        for part in (*model.blocks, model):
+            fully_shard(part, reshard_after_forward="resharded" in name)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, **({} if ours else {"fused": True}))
-    tokens, targets = (part.to("cuda") for part in batches(size, 1, 1)[0])
+    whole = [part.to("cuda") for part in batches(size, ranks, 1)[0]]
     if ours:
-        step = compile_step(model, next_token_loss, optimizer, execute="eager" if "eager" in name else "auto")
-        return lambda: step(tokens, targets), step
+        mode = next((mode for mode in MODES if mode in name), "replicate")
+        mesh, execute = {"dp": ranks} if ranks > 1 else None, "eager" if "eager" in name else "auto"
+        step = compile_step(
+            model, next_token_loss, optimizer, mesh, data_parallel=mode, machine=machine, execute=execute
+        )
+        return lambda: step(*whole), step
+    tokens, targets = (part.chunk(ranks)[0] for part in whole)
+    if "DDP" in name:
+        model = DistributedDataParallel(model)
 
     def loss_of(tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         return next_token_loss(model(tokens), targets)
 
     mode = "reduce-overhead" if "reduce" in name else None
-    computed: Any = loss_of if name == "eager" else torch.compile(loss_of, mode=mode)
+    computed: Any = torch.compile(loss_of, mode=mode) if "compile" in name else loss_of
 
     def train() -> torch.Tensor:
         loss = computed(tokens, targets)
@@ -58,7 +85,13 @@ def stepping(name: str, size: Size, dtype: torch.dtype) -> tuple[Callable[[], to
 
 
 def race(
-    names: list[str], size: Size, dtype: torch.dtype, steps: int, phases: bool = False
+    names: list[str],
+    size: Size,
+    dtype: torch.dtype,
+    steps: int,
+    phases: bool = False,
+    ranks: int = 1,
+    machine: str | None = None,
 ) -> dict[str, dict[str, float]]:
     """For each contender the seconds of its first and of its median step, its peak memory, launches, and last loss."""
     found: dict[str, dict[str, Any]] = {name: {} for name in names}
@@ -66,8 +99,10 @@ def race(
     for name in names:
         torch.compiler.reset()
         before = torch.cuda.memory_allocated()
-        made[name], step = stepping(name, size, dtype)
+        made[name], step = stepping(name, size, dtype, ranks, machine)
         found[name]["first_s"] = _timed(made[name])
+        if step is not None and step.report.predicted is not None:
+            found[name]["predicted_s"] = step.report.predicted.seconds
         if phases and step is not None:
             print(f"{step.pipeline}\n{step.report.facts.get('CUDA graphs')}", flush=True)
         for _ in range(WARM_UP - 1):
@@ -82,8 +117,13 @@ def race(
         for name, run in made.items():
             seconds[name].append(_timed(run))
     for name, run in made.items():
-        found[name] |= {"seconds": statistics.median(seconds[name]), **_launches(run), "loss": float(run())}
+        found[name] |= {"seconds": statistics.median(seconds[name]), "steady_s": _back_to_back(run, steps)}
+        found[name] |= {**_launches(run), "loss": float(run())}
     return found
+
+
+def _back_to_back(step: Callable[[], Any], steps: int) -> float:
+    return _timed(lambda: [step() for _ in range(steps)]) / steps
 
 
 def _timed(step: Callable[[], Any]) -> float:
@@ -110,32 +150,42 @@ def main() -> None:
     parser.add_argument("--size", choices=["gpt", *SIZES], default="gpt")
     parser.add_argument("--layers", type=int, help="another number of layers")
     parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--only", nargs="*", default=list(CONTENDERS), help="some contenders")
+    parser.add_argument("--only", nargs="*", help="some contenders")
+    parser.add_argument("--ranks", type=int, default=1, help="as rank 0 of an emulated world")
+    parser.add_argument("--machine", default="h200-nvlink-node", help="its machine, a preset")
     parser.add_argument("--phases", action="store_true", help="print what each phase of our compiler took")
     parser.add_argument("--save", action="store_true", help="keep the figures in benchmarks/results")
     given = parser.parse_args()
     size = GPT if given.size == "gpt" else SIZES[given.size]
     size = replace(size, layers=given.layers or size.layers)
-    found = race(given.only, size, torch.bfloat16 if given.size == "gpt" else torch.float32, given.steps, given.phases)
-    table = Table("contender", "step ms", f"of {PEER}", "first s", "peak GiB", "launches", "kernels ms", "loss")
+    names = given.only or list(CONTENDERS if given.ranks == 1 else ON_RANKS)
+    dtype = torch.bfloat16 if given.size == "gpt" else torch.float32
+    machine = given.machine if given.ranks > 1 else None
+    with emulated.world(preset(machine), given.ranks) if machine else contextlib.nullcontext():
+        found = race(names, size, dtype, given.steps, given.phases, given.ranks, machine)
+    columns = ["contender", "step ms", f"of {PEER}", "back to back", "of it", "predicted", "first s", "peak GiB"]
+    table = Table(*columns, "launches", "kernels ms", "loss")
+    peer = found.get(PEER, {})
     for name, figures in found.items():
-        ratio = figures["seconds"] / found[PEER]["seconds"] if PEER in found else float("nan")
+        ratios = [figures[kind] / peer.get(kind, float("nan")) for kind in ("seconds", "steady_s")]
         table.add_row(
             name,
             f"{figures['seconds'] * 1e3:.2f}",
-            f"{ratio:.2f}",
+            f"{ratios[0]:.2f}",
+            f"{figures['steady_s'] * 1e3:.2f}",
+            f"{ratios[1]:.2f}",
+            f"{figures['predicted_s'] * 1e3:.1f}" if "predicted_s" in figures else "",
             f"{figures['first_s']:.1f}",
             f"{figures['peak_gib']:.2f}",
             f"{figures['launches']:.0f}",
             f"{figures['kernels_s'] * 1e3:.2f}",
             f"{figures['loss']:.4f}",
         )
-    Console(width=120).print(table)
+    Console(width=150).print(table)
     if given.save:
-        device = torch.cuda.get_device_name()
-        save(
-            f"gpu-step-{given.size}", {"gpu": device, "layers": size.layers, "steps": given.steps, "contenders": found}
-        )
+        where = f"-emulated-{given.ranks}-{machine}" if machine else ""
+        kept = {"gpu": torch.cuda.get_device_name(), "layers": size.layers, "steps": given.steps, "contenders": found}
+        save(f"gpu-step-{given.size}{where}", kept)
 
 
 if __name__ == "__main__":

@@ -147,9 +147,10 @@ class Programs:
             "captured %s in %.1f s: %s", type(self.inputs.model).__name__, time.perf_counter() - start, built.report
         )
         replay = self.place.device == "cuda" and compiler.job.options.execute != "eager"
-        executable = Executable(built.program, self.place.groups, built.regions, replay=replay)
+        recorded = [axis for axis in self.place.carriers.recorded if axis in self.place.groups] if replay else []
+        executable = Executable(built.program, self.place.groups, built.regions, replay=replay, recorded=recorded)
         if replay:
-            facts = {**built.report.facts, "CUDA graphs": said_of_replays(executable.program)}
+            facts = {**built.report.facts, "CUDA graphs": said_of_replays(executable.program, executable.recorded)}
             built = replace(built, report=replace(built.report, facts=facts))
         keys = [(name, self.inputs.model.get_parameter(name), entries) for name, entries in built.state_keys.items()]
         names = [item.name for item in built.program.inputs if item.kind is InputKind.INPUT]

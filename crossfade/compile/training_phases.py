@@ -308,7 +308,8 @@ def compile_computation(step: StepCompilation) -> None:
             everyone.agree("regions", "regions", to="choose what is compiled")
         return everyone.share(decide)
 
-    step.regions = compile_regions(program, exact=step.job.options.execute == "exact", shared=of_first_rank)
+    exact, by_plan = step.job.options.execute == "exact", step.job.place.tensor is not None
+    step.regions = compile_regions(program, exact=exact, alike=by_plan, shared=of_first_rank)
     program.history += (step.regions.record,)
     step.records.append(step.regions.record)
 

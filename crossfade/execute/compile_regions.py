@@ -10,13 +10,14 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 
 from crossfade.errors import CrossfadeError
 from crossfade.execute.codegen import compile_program
 from crossfade.execute.inductor import CompiledRegion, Inductor
 from crossfade.execute.outline import Staged, outlined, with_calls
 from crossfade.execute.regions import Region, Regions, device_of, regions_of
+from crossfade.graph import collectives
 from crossfade.graph.history import Outcome, PassRecord, Verdict
 from crossfade.graph.passes import Numerics
 from crossfade.graph.program import Program
@@ -40,9 +41,9 @@ class CompiledRegions:
     record: PassRecord
     device: torch.device
 
-    def called_by(self, program: Program) -> Program:
-        """The program with a call for each compiled region."""
-        return with_calls(program, self.chosen, self.calls, self.device)
+    def called_by(self, program: Program, *, host_first: bool = False) -> Program:
+        """The program with a call for each compiled region; see `with_calls`."""
+        return with_calls(program, self.chosen, self.calls, self.device, host_first=host_first)
 
 
 def why_eager(execute: Execute, device: str) -> str:
@@ -63,21 +64,34 @@ def compile_regions(
     program: Program,
     *,
     exact: bool = False,
+    alike: bool = False,
     shared: Callable[[Callable[[], Any]], Any] = lambda decide: decide(),
 ) -> CompiledRegions:
     """Choose the regions of a program and compile them; on a CPU those that a measurement shows to be faster so.
 
-    `shared` makes all ranks take the decision of one: what runs must round alike on all of them.
+    `shared` makes all ranks take the decision of one: what runs must round alike on all of them. So must kernels: of
+    all regions if `alike`, else of those that compute with the result of an all-reduce, such as updates of replicas.
     """
     start, device = time.perf_counter(), device_of(program)
     chosen = regions_of(program)
     parts = {region: outlined(program, region) for region in chosen.regions}
     inductor = Inductor(device, exact=exact)
     with torch.random.fork_rng([device] if device.type == "cuda" else []):  # kernels are tried on random numbers
-        compiled = {region: inductor.compile(part) for region, part in parts.items()}
+        same = set(chosen.regions) if alike else _after_reductions(program, chosen.regions)
+        compiled = {region: inductor.compile(part, alike=region in same) for region, part in parts.items()}
         calls = _those_that_pay(compiled, parts, shared) if device.type == "cpu" else dict(compiled)
     record = _record(program, chosen, calls, time.perf_counter() - start)
     return CompiledRegions(chosen, calls, record, device)
+
+
+def _after_reductions(program: Program, regions: Sequence[Region]) -> set[Region]:
+    """The regions that compute with what all ranks have alike: the result of an all-reduce, or what follows."""
+    after: set[fx.Node] = set()
+    for node in program.graph.nodes:
+        found = collectives.view(node)
+        if (found is not None and found.kind == "all_reduce") or not after.isdisjoint(node.all_input_nodes):
+            after.add(node)
+    return {region for region in regions if not after.isdisjoint(region.nodes)}
 
 
 def _those_that_pay(

@@ -1,7 +1,8 @@
 """Stretches of a program recorded once as CUDA graphs, and replayed: one launch instead of hundreds.
 
-What reads numbers of the host stays outside and cuts, and so do collectives: ranks that record at different moments
-must not wait for each other.
+What reads numbers of the host stays outside and cuts. So do collectives of backends that a graph cannot hold (gloo),
+and those that would be under way where a stretch ends: what is recorded on another stream must be waited for inside.
+Recording runs nothing, so that ranks that record at different moments do not wait for each other.
 The first run goes operator by operator (libraries set themselves up, kernels are tuned); the second records. Recorded
 kernels know addresses, so parameters, states and buckets must stay where they are: when one has moved, the stretch is
 recorded again. Whatever else comes in is copied to where the graph reads it; what the program returns is copied out,
@@ -13,7 +14,7 @@ from __future__ import annotations
 import logging
 import operator
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -38,10 +39,10 @@ _READS_ON_HOST = frozenset({"_local_scalar_dense", "item", "nonzero", "masked_se
 _pools: dict[int, Any] = {}
 
 
-def with_replays(program: Program) -> Program:
+def with_replays(program: Program, groups: Collection[str] = ()) -> Program:
     """A program whose recordable stretches are single nodes, each of which records itself at its second run.
 
-    On a CPU there is nothing to record:
+    Collectives of these `groups` can be recorded. On a CPU there is nothing to record:
 
         >>> from crossfade.graph.text import parse
         >>> program = parse('''
@@ -53,24 +54,54 @@ def with_replays(program: Program) -> Program:
         >>> [node.name for node in with_replays(program).graph.nodes]
         ['x', 'a', 'b', 'output']
     """
-    stretches = _stretches(program)
+    stretches = _stretches(program, groups)
     return _Recorder(program, stretches).rewrite() if stretches else program
 
 
-def _stretches(program: Program) -> list[list[fx.Node]]:
-    """Runs of neighbouring nodes that can be recorded."""
+def _stretches(program: Program, groups: Collection[str]) -> list[list[fx.Node]]:
+    """Runs of neighbouring nodes that can be recorded, with the collectives that begin and end in one."""
+    nodes = program.graph.nodes
+    recorded = {node for node in nodes if (found := collectives.view(node)) is not None and found.group in groups}
+    waits = [(node, start) for node in nodes if collectives.is_wait(node) and (start := collectives.started_by(node))]
+    while True:
+        stretches = _split(program, recorded)
+        place = {node: index for index, stretch in enumerate(stretches) for node in stretch}
+        under_way = {start for wait, start in waits if start in recorded and place.get(wait) != place.get(start)}
+        if not under_way:
+            return [stretch for stretch in stretches if len(stretch) >= FEWEST]
+        recorded -= under_way
+
+
+def _split(program: Program, recorded: Collection[fx.Node]) -> list[list[fx.Node]]:
+    """Runs of neighbouring nodes that can be recorded, given which collectives can."""
     found: list[list[fx.Node]] = [[]]
+    inside: set[fx.Node] = set()
     for node in program.graph.nodes:
-        if node.op == "placeholder":
+        if node.op == "placeholder" or _is_left_to_python(node, inside):
             continue
-        if can_be_recorded(node):
+        if can_be_recorded(node, recorded):
             found[-1].append(node)
+            inside.add(node)
         elif found[-1]:
             found.append([])
-    return [stretch for stretch in found if len(stretch) >= FEWEST]
+            inside = set()
+    return found
 
 
-def said_of_replays(program: Program) -> str:
+def _is_left_to_python(node: fx.Node, inside: Collection[fx.Node]) -> bool:
+    """Whether a node touches no memory, and needs nothing of the stretch it stands in: that goes on around it.
+
+    Elements of lists that come from elsewhere are taken out there, since a stretch is given tensors; and whole numbers
+    are computed from others, such as where a rank's rows begin.
+    """
+    if node.target is operator.getitem:
+        return node.args[0] not in inside
+    return isinstance(_value(node), int | torch.SymInt) and all(
+        isinstance(_value(source), int | torch.SymInt) for source in node.all_input_nodes
+    )
+
+
+def said_of_replays(program: Program, groups: Collection[str] = ()) -> str:
     """How much of a program is replayed as CUDA graphs, and what runs outside of them, in words.
 
     >>> from crossfade.graph.text import parse
@@ -82,7 +113,7 @@ def said_of_replays(program: Program) -> str:
     >>> said_of_replays(program)
     'none; 1 node runs by itself: neg'
     """
-    stretches = _stretches(program)
+    stretches = _stretches(program, groups)
     inside = {node for stretch in stretches for node in stretch}
     outside = [node for node in program.graph.nodes if node.op == "call_function" and node not in inside]
     device = [node for node in outside if isinstance(node.target, Staged) or not _is_number(node)]
@@ -95,29 +126,34 @@ def said_of_replays(program: Program) -> str:
 
 def _is_number(node: fx.Node) -> bool:
     """Whether a node computes a number, or a tensor of one on the host."""
-    value = node.meta.get("val")
+    value = _value(node)
     return not isinstance(value, (Tensor, list, tuple)) or (
         isinstance(value, Tensor) and value.device.type == "cpu" and value.dim() == 0
     )
 
 
-def can_be_recorded(node: fx.Node) -> bool:
-    """Whether all that a node does happens on a CUDA device, without the host looking."""
+def can_be_recorded(node: fx.Node, recorded: Collection[fx.Node] = ()) -> bool:
+    """Whether all that a node does happens on a CUDA device, unseen by the host; of collectives, these can."""
     if node.op != "call_function" or isinstance(node.target, Staged):
         return False
-    if collectives.is_wait(node) or collectives.is_collective(node):
+    if collectives.is_collective(node) and node not in recorded:
+        return False
+    if collectives.is_wait(node) and collectives.started_by(node) not in recorded:
         return False
     if isinstance(node.target, OpOverload) and node.target.overloadpacket.__name__ in _READS_ON_HOST:
         return False
-    given = [source.meta.get("val") for source in node.all_input_nodes]
-    return all(map(_is_on_device, [*given, node.meta.get("val")]))
+    return all(map(_is_on_device, [*map(_value, node.all_input_nodes), _value(node)]))
+
+
+def _value(node: fx.Node) -> Any:
+    return node.meta.get("val")
 
 
 def _is_on_device(value: Any) -> bool:
     if isinstance(value, (list, tuple)):
         return all(map(_is_on_device, value))
     static = isinstance(value, Tensor) and not any(isinstance(size, torch.SymInt) for size in value.shape)
-    return value is None or isinstance(value, bool | int | float) or (static and value.device.type == "cuda")
+    return value is None or isinstance(value, int | torch.SymInt) or (static and value.device.type == "cuda")
 
 
 class _Recorder:
@@ -144,7 +180,10 @@ class _Recorder:
 
     def _record(self, stretch: list[fx.Node]) -> None:
         inner, given, returned = _apart(self.program, stretch)
-        stays = [self.roots[node] in self.stays or node in self.stays or node.op == "get_attr" for node in given]
+        stays = [
+            self.roots[node] in self.stays or node in self.stays or node.op == "get_attr" or not _is_tensor(node)
+            for node in given
+        ]
         target = Replay(inner, stays)
         call = self.graph.create_node(
             "call_function", target, tuple(self.known[node] for node in given), {}, name="replay"
@@ -161,6 +200,10 @@ class _Recorder:
             return value
         found = self.known[value]
         return self.graph.call_function(torch.ops.aten.clone.default, (found,)) if value in self.recorded else found
+
+
+def _is_tensor(node: fx.Node) -> bool:
+    return isinstance(_value(node), Tensor)
 
 
 def _apart(program: Program, stretch: list[fx.Node]) -> tuple[Program, list[fx.Node], list[fx.Node]]:
@@ -180,13 +223,18 @@ def _apart(program: Program, stretch: list[fx.Node]) -> tuple[Program, list[fx.N
 
 
 class Replay:
-    """Runs a program eagerly at first, then as a CUDA graph; `stays` says which inputs have an address that lasts."""
+    """Runs a program eagerly at first, then as a CUDA graph; `stays` says which inputs have an address that lasts, or
+    are whole numbers: when one is another, it is recorded again."""
 
     __name__ = "replay"
 
     def __init__(self, program: Program, stays: Sequence[bool]) -> None:
         self.program, self.stays = program, tuple(stays)
         self.function = compile_program(program).function
+        tensors = [_is_tensor(node) for node in program.placeholders]
+        self._staying = [index for index, stay in enumerate(stays) if stay and tensors[index]]
+        self._moving = [index for index, stay in enumerate(stays) if not stay]
+        self._numbers = [index for index, tensor in enumerate(tensors) if not tensor]
         self.runs = 0
         self.recordings = 0
         self.failed = ""
@@ -205,15 +253,15 @@ class Replay:
             self._record(inputs)
             if self._graph is None:
                 return self.function(list(inputs))
-        for stays, kept, given in zip(self.stays, self._inputs, inputs, strict=True):
-            if not stays:
-                kept.copy_(given)
+        for index in self._moving:
+            self._inputs[index].copy_(inputs[index])
         self._graph.replay()
         return self._outputs
 
-    def _places(self, inputs: Sequence[Tensor]) -> list[int]:
-        """Where the inputs are that should not move."""
-        return [given.data_ptr() for stays, given in zip(self.stays, inputs, strict=True) if stays]
+    def _places(self, inputs: Sequence[Any]) -> list[int]:
+        """Where the inputs are that should not move, and the numbers. Asked at every step of every parameter."""
+        staying = map(inputs.__getitem__, self._staying)
+        return [*map(Tensor.data_ptr, staying), *(inputs[index] for index in self._numbers)]
 
     def _record(self, inputs: Sequence[Tensor]) -> None:
         self._graph, self._outputs = None, ()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import traceback
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
@@ -21,7 +21,7 @@ class Executable:
     """Runs a program, node after node, `regions` of it compiled; every value is freed after its last use.
 
     `groups` maps the program's group names to those of process groups. With `replay` what can be recorded as a CUDA
-    graph is.
+    graph is, with the collectives of the groups that are `recorded`.
 
         >>> from crossfade.graph.text import parse
         >>> program = parse('''
@@ -40,11 +40,13 @@ class Executable:
         regions: CompiledRegions | None = None,
         *,
         replay: bool = False,
+        recorded: Collection[str] = (),
     ) -> None:
-        self.program = program.copy() if regions is None else regions.called_by(program)
+        self.recorded = {groups[name] for name in recorded}
+        self.program = program.copy() if regions is None else regions.called_by(program, host_first=bool(recorded))
         collectives.rename_groups(self.program.graph.nodes, dict(groups))
         self.groups = {real: logical for logical, real in groups.items()}
-        self.compiled = compile_program(with_replays(self.program) if replay else self.program)
+        self.compiled = compile_program(with_replays(self.program, self.recorded) if replay else self.program)
         values = (node.meta.get("val") for node in self.program.placeholders)
         self.device = next((value.device.type for value in values if isinstance(value, torch.Tensor)), "cpu")
 

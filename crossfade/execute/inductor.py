@@ -21,6 +21,10 @@ _aten = torch.ops.aten
 EXACT = {"emulate_precision_casts": True, "eager_numerics.division_rounding": True}
 """What Inductor offers to round as eager torch does: half precision after each operator, true division."""
 
+ALIKE = {"deterministic": True, "triton.autotune_pointwise": False}
+"""What keeps Inductor from choosing kernels by the clock: each rank tries them for itself, and two kernels for one sum
+of products may round differently."""
+
 
 @dataclass(frozen=True, eq=False)
 class CompiledRegion:
@@ -29,13 +33,22 @@ class CompiledRegion:
     function: Callable[..., Sequence[Tensor]] = field(repr=False)
     seconds: float
     """What compiling took."""
+    strides: Sequence[tuple[int, ...]] = ()
+    """Those that the program says its results have."""
 
     __name__ = "region"
     takes_staged = True
 
     def __call__(self, *inputs: Tensor) -> Sequence[Tensor]:
-        """Run on the region's tensors, and the tensor of its numbers if it takes some."""
-        return self.function(*inputs)
+        """Run on the region's tensors, and the tensor of its numbers if it takes some.
+
+        Inductor keeps the order of an output's strides, not always the strides: of a product that it pads for speed it
+        returns a slice. What comes after was compiled for the program's strides.
+        """
+        found = self.function(*inputs)
+        if all(value.stride() == expected for value, expected in zip(found, self.strides, strict=True)):
+            return found
+        return [_laid_out(value, expected) for value, expected in zip(found, self.strides, strict=True)]
 
 
 class Inductor:
@@ -50,8 +63,10 @@ class Inductor:
         """What Inductor lacks to compile for a device, in words; empty if nothing."""
         return missing_compiler(device)
 
-    def compile(self, region: Program) -> CompiledRegion:
+    def compile(self, region: Program, *, alike: bool = False) -> CompiledRegion:
         """A function over the region's tensors and, if it takes numbers, one tensor of them all.
+
+        With `alike` all ranks get the same kernels.
 
         >>> from crossfade.graph.text import parse
         >>> region = parse('''
@@ -64,22 +79,34 @@ class Inductor:
         >>> inductor.compile(region) is inductor.compile(region.copy())  # doctest: +SKIP
         True
         """
-        key = _key(region)
+        key = f"{_key(region)} {alike}"
         if key not in self.compiled:
-            self.compiled[key] = self._compile(region)
+            self.compiled[key] = self._compile(region, {**(EXACT if self.exact else {}), **(ALIKE if alike else {})})
         return self.compiled[key]
 
-    def _compile(self, region: Program) -> CompiledRegion:
+    def _compile(self, region: Program, options: dict[str, Any]) -> CompiledRegion:
         start = time.perf_counter()
         graph, examples = _for_inductor(region, self.device)
         try:
-            function = compile_graph(graph, examples, EXACT if self.exact else {})
+            function = compile_graph(graph, examples, options)
         except Exception as error:
             raise CrossfadeError(
                 f"Inductor cannot compile a region of {len(region.graph.nodes)} nodes: {type(error).__name__}: {error}",
                 remedy='pass execute="eager"',
             ) from error
-        return CompiledRegion(function, time.perf_counter() - start)
+        strides = [_value(node).stride() for node in region.results]
+        return CompiledRegion(function, time.perf_counter() - start, strides)
+
+
+def _laid_out(value: Tensor, strides: tuple[int, ...]) -> Tensor:
+    """A tensor with these strides: itself, or a copy.
+
+    >>> _laid_out(torch.ones(2, 4)[:, :3], (3, 1)).stride()
+    (3, 1)
+    """
+    if all(size == 1 or own == wanted for size, own, wanted in zip(value.shape, value.stride(), strides, strict=True)):
+        return value
+    return torch.empty_strided(value.shape, strides, dtype=value.dtype, device=value.device).copy_(value)
 
 
 def _key(region: Program) -> str:

@@ -63,10 +63,19 @@ def outlined(program: Program, region: Region) -> Program:
     return Program(graph, inputs, outputs, constants=program.constants)
 
 
-def with_calls(program: Program, chosen: Regions, calls: Mapping[Region, Call], device: torch.device) -> Program:
-    """A program in which each region is one node that calls something, after the nodes that compute on the host.
+def with_calls(
+    program: Program,
+    chosen: Regions,
+    calls: Mapping[Region, Call],
+    device: torch.device,
+    *,
+    host_first: bool = False,
+) -> Program:
+    """A program in which each region is one node that calls something.
 
-    Numbers that a compiled region takes come last, together, as a tensor on the device.
+    What the host computes stands right before the first node that needs some of it, so that a device has begun by then;
+    with `host_first` before everything else, so that it interrupts nothing.
+    Numbers that compiled regions take come after it, together, as a tensor on the device.
 
         >>> from crossfade.execute.regions import regions_of
         >>> from crossfade.graph.text import parse
@@ -81,7 +90,7 @@ def with_calls(program: Program, chosen: Regions, calls: Mapping[Region, Call], 
         >>> [node.name for node in with_calls(program, chosen, calls, torch.device("cpu")).graph.nodes]
         ['x', 'region', 'b', 'output']
     """
-    return _Caller(program, chosen, calls, device).rewrite()
+    return _Caller(program, chosen, calls, device).rewrite(host_first)
 
 
 class _Caller:
@@ -90,26 +99,29 @@ class _Caller:
         self.graph = fx.Graph()
         self.known: dict[fx.Node, fx.Node] = {}
         self.inside = {node: region for region in calls for node in region.nodes}
+        self.begun = False
+        self.staged: dict[Region, tuple[fx.Node, int]] = {}
 
-    def rewrite(self) -> Program:
-        """Copy node by node: first what the host computes; a region where its last node stands; views where needed."""
+    def rewrite(self, host_first: bool) -> Program:
+        """Copy node by node: what the host computes before it is needed; a region where its last node stands; views
+        where needed."""
         nodes = [node for node in self.program.graph.nodes if node.op != "output"]
         for node in self.program.placeholders:
             self.known[node] = self.graph.node_copy(node)
-        self._count_steps()
-        for node in self.chosen.host:
-            if node not in self.known:
-                self.known[node] = self.graph.node_copy(node, self._find)
-        staged = self._staged()
+        if host_first:
+            self._compute_on_host()
         ending: dict[fx.Node, list[Region]] = {}
         for region in self.calls:
             ending.setdefault(region.end, []).append(region)
         for node in nodes:
             if node in ending:
                 for region in ending[node]:
-                    self._call(region, staged.get(region))
-            elif node not in self.known and node not in self.inside and not looks(node):
+                    self._call(region)
+            elif (
+                node not in self.known and node not in self.inside and node not in self.chosen.host and not looks(node)
+            ):
                 self.known[node] = self.graph.node_copy(node, self._find)
+        self._compute_on_host()
         output = self.graph.output(fx.map_arg(self.program.output_node.args[0], self._find))
         output.meta = dict(self.program.output_node.meta)
         return replace(self.program, graph=self.graph)
@@ -118,6 +130,8 @@ class _Caller:
         """What stands for a node: of a view, itself, made where it is first needed; of an in-place result, its base."""
         if is_constant(node):
             return node.meta["val"]
+        if node in self.chosen.host:
+            self._compute_on_host()
         if node not in self.known:
             if looks(node):
                 self.known[node] = self.graph.node_copy(node, self._find)
@@ -126,6 +140,17 @@ class _Caller:
                 assert base is not node, f"{node} is needed before it is there"
                 return self._find(base)
         return self.known[node]
+
+    def _compute_on_host(self) -> None:
+        """Copy what the host computes, once."""
+        if self.begun:
+            return
+        self.begun = True
+        self._count_steps()
+        for node in self.chosen.host:
+            if node not in self.known:
+                self.known[node] = self.graph.node_copy(node, self._find)
+        self.staged = self._staged()
 
     def _count_steps(self) -> None:
         """Add to all counts of steps in one call: there is one for each parameter, and the host waits for nothing."""
@@ -146,7 +171,7 @@ class _Caller:
     def _staged(self) -> dict[Region, tuple[fx.Node, int]]:
         """For each region that takes numbers, the tensor of all of them, and where its own begin.
 
-        Made on the host before everything else, and sent at once; each region's begin where a kernel likes to read.
+        Sent at once; each region's begin where a kernel likes to read.
         """
         taking = [
             each for each, call in self.calls.items() if getattr(call, "takes_staged", False) and numbers_of(each)
@@ -167,7 +192,10 @@ class _Caller:
         with self.program.fake_mode:
             return torch.empty(count, dtype=torch.float64, device=self.device)
 
-    def _call(self, region: Region, staged: tuple[fx.Node, int] | None) -> None:
+    def _call(self, region: Region) -> None:
+        if numbers_of(region):
+            self._compute_on_host()
+        staged = self.staged.get(region)
         given = [self._find(node) for node in (region.inputs if staged is None else tensors_of(region))]
         if staged is not None:
             (numbers, begin), count = staged, len(numbers_of(region))

@@ -14,7 +14,8 @@ from crossfade.execute import compile_regions as module
 from crossfade.execute.codegen import compile_program
 from crossfade.execute.compile_regions import compile_regions, why_eager
 from crossfade.execute.executable import Executable
-from crossfade.execute.inductor import Inductor
+from crossfade.execute.inductor import CompiledRegion, Inductor
+from crossfade.graph.program import Program
 from crossfade.graph.text import parse
 from tests.ranks.cases import train_crossfade, train_crossfade_on_ranks, train_eager
 from tests.ranks.test_training_on_ranks import differences
@@ -97,7 +98,7 @@ def test_C1_compiled_steps_on_ranks_equal_one_device(ranks: Any, mode: str) -> N
 
 
 def test_compiling_draws_no_numbers_of_the_users(monkeypatch: pytest.MonkeyPatch) -> None:
-    def draws(self: Inductor, region: Any) -> Any:
+    def draws(self: Inductor, region: Any, *, alike: bool) -> Any:
         torch.rand(3)
         return lambda *inputs: compile_program(region).function(list(inputs))
 
@@ -120,3 +121,45 @@ def test_an_unknown_word_is_refused() -> None:
     model = nn.Linear(2, 1)
     with pytest.raises(CrossfadeError, match="'auto' or 'eager' or 'compiled' or 'exact'"):
         cf.compile_step(model, nn.functional.mse_loss, torch.optim.SGD(model.parameters()), execute="fast")  # type: ignore[arg-type]
+
+
+def test_kernels_are_alike_where_ranks_compute_with_what_they_have_in_common(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels chosen by the clock round differently: replicas would drift apart by their last bits."""
+    asked: list[tuple[str, bool]] = []
+
+    def compiled(self: Inductor, region: Program, *, alike: bool) -> Any:
+        asked.append((next(node.name for node in region.graph.nodes if node.op == "call_function"), alike))
+        return lambda *inputs: compile_program(region).function(list(inputs))
+
+    monkeypatch.setattr(Inductor, "compile", compiled)
+    monkeypatch.setattr(module, "_pays", lambda compiled, region: True)
+    program = parse(
+        """
+        p: f32[4] = parameter("p")
+        x: f32[4] = input("x")
+        a: f32[4] = aten.neg(x)
+        b: f32[4] = aten.exp(a)
+        sent: f32[4] = c10d.all_reduce(b, "avg", "dp")
+        c: f32[4] = aten.neg(b)
+        d: f32[4] = aten.exp(c)
+        came: f32[4] = c10d.wait_tensor(sent)
+        u: f32[4] = aten.mul.Tensor(came, 0.1)
+        new: f32[4] = aten.sub_.Tensor(p, u)
+        return output("d", d)
+        """,
+        groups={"dp": 2},
+    )
+    compile_regions(program)
+    assert asked == [("a", False), ("c", False), ("u", True)]
+    asked.clear()
+    compile_regions(program, alike=True)
+    assert asked == [("a", True), ("c", True), ("u", True)]
+
+
+def test_results_have_the_strides_of_the_program() -> None:
+    """Inductor returns a slice of a product that it has padded."""
+    padded = torch.arange(8.0).view(2, 4)
+    region = CompiledRegion(lambda: [padded[:, :3], padded[:, :1], padded], 0.0, [(3, 1), (4, 7), (4, 1)])
+    first, second, third = region()
+    assert first.stride() == (3, 1) and torch.equal(first, padded[:, :3])
+    assert second.data_ptr() == third.data_ptr() == padded.data_ptr()
