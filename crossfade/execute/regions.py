@@ -54,7 +54,7 @@ class Region:
 
     nodes: list[fx.Node]
     end: fx.Node
-    """The last node of its stretch, where it runs; several that end there run in the order in which they are listed."""
+    """The last operator of its stretch, where it runs; several that end there run in the order in which they are listed."""
     inputs: list[fx.Node] = field(default_factory=list)
     outputs: list[fx.Node] = field(default_factory=list)
 
@@ -170,7 +170,7 @@ class _Chooser:
             self.left.update(dict.fromkeys(alone, _ALONE))
             return
         for part in self._without_updates(run):
-            self.regions.append(Region(part, run[-1]))
+            self.regions.append(Region(part, alone[-1]))  # elements of what it returns may stand behind the cut
 
     def _without_updates(self, run: list[fx.Node]) -> list[list[fx.Node]]:
         """A run's operators without those that follow from numbers of the host; then these, by what they share.
