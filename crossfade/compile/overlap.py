@@ -4,15 +4,20 @@ the best taken."""
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from crossfade.compile.pipeline import overlap
-from crossfade.cost.estimate import estimate
+from crossfade.cost.estimate import Estimator, estimate
+from crossfade.cost.fusion import fused_kernels
+from crossfade.cost.keys import Keys
 from crossfade.cost.machine import Machine
-from crossfade.cost.measure import measured_as_run
+from crossfade.cost.measure import measure, measured_as_run
+from crossfade.cost.presets import preset
 from crossfade.cost.timeline import Timeline, simulate
 from crossfade.errors import MemoryLimitError
 from crossfade.execute.codegen import native
+from crossfade.execute.compile_regions import CompiledRegions, EagerRegion
+from crossfade.execute.inductor import CompiledRegion
 from crossfade.finish.update_in_place import UpdateInPlace
 from crossfade.graph.collectives import Kind
 from crossfade.graph.passes import Pass, run_passes
@@ -98,13 +103,41 @@ def predicted(program: Program, machine: Machine, measured: Mapping[str, float] 
     return simulate(program, estimate(program, machine, measured), f"predicted for {machine.name}")
 
 
-def measured_operators(program: Program, may_spell_out: bool, device: str) -> dict[str, float]:
-    """The seconds of the program's operators on the CPU, and of the parts of those that may be spelled out; on other
-    devices they are told by arithmetic."""
-    if device != "cpu":
-        return {}
-    found = measured_as_run(program, [UpdateInPlace()], binding=native)
+def predicted_with_regions(
+    program: Program, regions: CompiledRegions, machine: Machine, measured: Mapping[str, float]
+) -> Timeline:
+    """What a program does when, its regions compiled, with what these and the other operators take here."""
+    called = regions.called_by(program, host_first=True)
+    costs = estimate(called, machine, {**measured, **measure(called, binding=native)})
+    taken = regions.measured()
+    compute = dict(costs.compute)
+    for node in called.graph.nodes:
+        if isinstance(node.target, CompiledRegion | EagerRegion):
+            compute[node] = taken[node.target]
+    return simulate(called, replace(costs, compute=compute), f"predicted for {machine.name}")
+
+
+def measured_operators(program: Program, may_spell_out: bool, *, compiled: bool = False) -> dict[str, float]:
+    """The seconds of the program's operators here, and of the parts of those that may be spelled out.
+
+    If they will be `compiled`, elementwise operators that follow each other share what they read and write.
+    """
+    found: dict[str, float] = measured_as_run(program, [UpdateInPlace()], binding=native)
+    if compiled:
+        found = _as_fused(program, found)
     if not may_spell_out or not slow_operators(program):
         return found
     parts = run_passes(program, [SpellOutSlowOperators()])
     return measured_as_run(parts, [UpdateInPlace()], binding=native, known=found) | found
+
+
+def _as_fused(program: Program, measured: dict[str, float]) -> dict[str, float]:
+    """Seconds of operators as if compiled: of elementwise ones the share of their traffic that fused kernels have."""
+    keys = Keys()
+    estimator = Estimator(program, preset("loopback-gloo"), {}, keys)
+    kernels = fused_kernels(program, estimator.is_view, keys)
+    inside = [node for kernel in kernels for node in kernel.nodes]
+    alone = sum(map(estimator.traffic, inside))
+    share = min(1.0, sum(kernel.bytes for kernel in kernels) / alone) if alone else 1.0
+    fused = {key: measured[key] * share for key in map(keys.of, inside) if key in measured}
+    return {**measured, **fused}

@@ -21,7 +21,7 @@ from crossfade.compile.agreement import meeting
 from crossfade.compile.captured import Captured
 from crossfade.compile.job import Job
 from crossfade.compile.kept_whole import parameters_to_keep_whole
-from crossfade.compile.overlap import measured_operators, plan_overlap, predicted
+from crossfade.compile.overlap import measured_operators, plan_overlap, predicted, predicted_with_regions
 from crossfade.compile.phases import Compilation, Phase, Phases
 from crossfade.compile.pipeline import (
     batch_parallelism,
@@ -117,7 +117,9 @@ def choose_whole(step: StepCompilation) -> None:
     captured.groups = place.sizes
     repeated = repeat_on_micro_batches(captured, step.layout.accumulate, mean=_loss_is(step, parts) == "mean")
     whole = run_passes(repeated, step.edited(simplification()))
-    here = measured_operators(whole, _may_spell_out(step), place.device)  # on all ranks at once, as in a step
+    here = measured_operators(
+        whole, _may_spell_out(step), compiled=not _computed_eagerly(step)
+    )  # on all ranks at once, as in a step
     split = axes.split
     chosen = everyone.share(lambda: parameters_to_keep_whole(whole, machine, here, split.name, split.size))
     with meeting(everyone):
@@ -254,7 +256,7 @@ def measure_operators(step: StepCompilation) -> None:
     """Time operators, and the parts of those that may be spelled out, on all ranks at once as in a step."""
     place = step.job.place
     assert place.everyone is not None
-    here = measured_operators(step.made(), _may_spell_out(step), place.device)
+    here = measured_operators(step.made(), _may_spell_out(step), compiled=not _computed_eagerly(step))
     step.measured = place.everyone.share(lambda: here)
 
 
@@ -318,8 +320,11 @@ def predict(step: StepCompilation) -> None:
     """What the final program should do when, by what this rank takes for its operators."""
     place, program = step.job.place, step.made()
     assert place.machine is not None
-    more = measure(program, binding=native) if place.device == "cpu" else {}
-    step.timeline = predicted(program, place.carriers.run_on(place.machine), {**(step.measured or {}), **more})
+    machine, known = place.carriers.run_on(place.machine), step.measured or {}
+    if step.regions is not None:
+        step.timeline = predicted_with_regions(program, step.regions, machine, known)
+    else:
+        step.timeline = predicted(program, machine, {**known, **measure(program, binding=native)})
 
 
 def _fewer_calls(step: StepCompilation) -> list[Pass]:

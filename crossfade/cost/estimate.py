@@ -122,7 +122,7 @@ class Estimator:
         if self.is_view(node):
             return self.view_seconds
         arithmetic = self._arithmetic(node) if formula_of(node.target) is not None else 0.0
-        return max(arithmetic, self._bytes(node) / self.machine.memory_bandwidth) + self.machine.overhead
+        return max(arithmetic, self.traffic(node) / self.machine.memory_bandwidth) + self.machine.overhead
 
     def _arithmetic(self, node: fx.Node) -> float:
         """Seconds of the floating-point operations at the rate of the first tensor's dtype."""
@@ -147,7 +147,7 @@ class Estimator:
             return False
         return before[0].strides == after[0].strides or (before[0].dense and after[0].dense and name != "contiguous")
 
-    def _bytes(self, node: fx.Node) -> float:
+    def traffic(self, node: fx.Node) -> float:
         """Bytes read and written; what is overwritten is not read, and what is looked up is read as far as it is."""
         name, inputs = _name(node.target), node.all_input_nodes
         if name in _ONLY_ALLOCATE:

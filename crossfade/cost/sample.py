@@ -14,10 +14,17 @@ from torch import Tensor, fx
 
 from crossfade.cost.keys import TensorDescription, described
 from crossfade.graph.effects import written_inputs
+from crossfade.graph.private import device_sleep
 from crossfade.graph.program import size_hint
 
 _CUDA_CALLS = 8
 """Calls in one sample on a GPU: their kernels follow each other, as in a step whose host runs ahead."""
+
+_CYCLES = 2e9
+"""A GPU's clock cycles in a second, about: at a lower clock the device is busy for longer, which does no harm."""
+
+_LONGEST_SLEEP = 0.05
+"""Seconds to keep a device busy at most: of calls that compile something, only the first takes longer."""
 
 
 @dataclass
@@ -34,7 +41,7 @@ class TimedCall:
         written = set(written_inputs(self.node))
         count = _CUDA_CALLS if self.device == "cuda" else 1
         sets = [self._arguments(memory, written) for _ in range(count)]
-        self.samples.append(_on_cuda(self.function, sets) if self.device == "cuda" else _on_cpu(self.function, *sets))
+        self.samples.append(seconds_of(self.function, sets, self.device))
 
     def _arguments(self, memory: SampleMemory, written: set[fx.Node]) -> _Arguments:
         inputs = self.node.all_input_nodes
@@ -45,6 +52,17 @@ class TimedCall:
 _Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 
+def seconds_of(function: Callable[..., Any], sets: list[_Arguments], device: str) -> float:
+    """The mean seconds of a function's calls with these arguments, one after the other.
+
+    >>> seconds_of(torch.neg, [((torch.ones(2),), {})], "cpu") > 0
+    True
+    """
+    if device == "cuda":
+        return _on_cuda(function, sets)
+    return sum(_on_cpu(function, given) for given in sets) / len(sets)
+
+
 def _on_cpu(function: Callable[..., Any], given: _Arguments) -> float:
     args, kwargs = given
     start = time.perf_counter()
@@ -53,9 +71,18 @@ def _on_cpu(function: Callable[..., Any], given: _Arguments) -> float:
 
 
 def _on_cuda(function: Callable[..., Any], sets: list[_Arguments]) -> float:
-    """Seconds on the stream, from the first call to the end of the last."""
+    """Seconds on the stream, from the first call to the end of the last.
+
+    The device is kept busy until the host has launched all: in a step the host is ahead of it, or not there at all.
+    """
     start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    args, kwargs = sets[0]
     torch.cuda.synchronize()
+    began = time.perf_counter()
+    function(*args, **kwargs)
+    launching = (time.perf_counter() - began) * len(sets)
+    torch.cuda.synchronize()
+    device_sleep(round(min(_LONGEST_SLEEP, 1.5 * launching + 1e-4) * _CYCLES))
     start.record()
     for args, kwargs in sets:
         function(*args, **kwargs)

@@ -12,12 +12,14 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, fx
 
+from crossfade.cost.sample import SampleMemory, seconds_of
 from crossfade.errors import CrossfadeError
 from crossfade.execute.codegen import compile_program
 from crossfade.execute.inductor import CompiledRegion, Inductor
 from crossfade.execute.outline import Staged, outlined, with_calls
 from crossfade.execute.regions import Region, Regions, device_of, regions_of
 from crossfade.graph import collectives
+from crossfade.graph.effects import written_inputs
 from crossfade.graph.history import Outcome, PassRecord, Verdict
 from crossfade.graph.passes import Numerics
 from crossfade.graph.program import Program
@@ -30,6 +32,8 @@ NAME = "compile-regions"
 _COMPILED = "compiled by Inductor: operators fused, called once"
 _SLOWER = "measured: compiled it is no faster here"
 _RUNS = 5
+_ARENA = 2**27
+"""Bytes of made-up numbers of one kind: more than any cache holds."""
 
 
 @dataclass(frozen=True)
@@ -44,6 +48,27 @@ class CompiledRegions:
     def called_by(self, program: Program, *, host_first: bool = False) -> Program:
         """The program with a call for each compiled region; see `with_calls`."""
         return with_calls(program, self.chosen, self.calls, self.device, host_first=host_first)
+
+    def measured(self) -> dict[CompiledRegion | EagerRegion, float]:
+        """The seconds that each distinct region takes here, on numbers made up."""
+        memory, taken = SampleMemory(_ARENA), dict[CompiledRegion | EagerRegion, float]()
+        with torch.random.fork_rng([self.device] if self.device.type == "cuda" else []), torch.no_grad():
+            for region, call in self.calls.items():
+                if call not in taken:
+                    taken[call] = self._seconds(region, call, memory)
+        return taken
+
+    def _seconds(self, region: Region, call: CompiledRegion | EagerRegion, memory: SampleMemory) -> float:
+        staged = isinstance(call, CompiledRegion)
+        written = {source for node in region.nodes for source in written_inputs(node)}
+        samples = []
+        for _ in range(_RUNS + 1):
+            values = [memory.value(node.meta.get("val"), node in written) for node in region.inputs]
+            numbers = [value for value in values if staged and not isinstance(value, Tensor)]
+            given = [value for value in values if not staged or isinstance(value, Tensor)]
+            given += [Staged(self.device)(*numbers)] if numbers else []
+            samples.append(seconds_of(call, [(tuple(given), {})], self.device.type))
+        return statistics.median(samples[1:])
 
 
 def why_eager(execute: Execute, device: str) -> str:

@@ -54,7 +54,7 @@ class Region:
 
     nodes: list[fx.Node]
     end: fx.Node
-    """The last operator of its stretch, where it runs; several that end there run in the order in which they are listed."""
+    """The last operator of its stretch, where it runs; several that end there run in the order of their list."""
     inputs: list[fx.Node] = field(default_factory=list)
     outputs: list[fx.Node] = field(default_factory=list)
 

@@ -9,6 +9,8 @@ import torch
 from torch import nn
 
 import crossfade as cf
+from crossfade.compile.overlap import predicted_with_regions
+from crossfade.cost.presets import preset
 from crossfade.errors import CrossfadeError
 from crossfade.execute import compile_regions as module
 from crossfade.execute.codegen import compile_program
@@ -163,3 +165,17 @@ def test_results_have_the_strides_of_the_program() -> None:
     first, second, third = region()
     assert first.stride() == (3, 1) and torch.equal(first, padded[:, :3])
     assert second.data_ptr() == third.data_ptr() == padded.data_ptr()
+
+
+@needs_compiler
+def test_regions_are_timed_for_predictions(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_pays", lambda compiled, region: True)
+    program = parse(LAYERS)
+    regions = compile_regions(program)
+    before = torch.random.get_rng_state()
+    taken = regions.measured()
+    assert set(taken) == set(regions.calls.values()) and len(taken) == 2
+    assert all(0 < seconds < 1 for seconds in taken.values())
+    assert torch.equal(before, torch.random.get_rng_state())
+    timeline = predicted_with_regions(program, regions, preset("loopback-gloo"), {})
+    assert timeline.busy >= sum(taken[call] for call in regions.calls.values())

@@ -75,7 +75,9 @@ def test_one_gpu_equals_eager(name: str, execute: str) -> None:
 
 
 @pytest.mark.parametrize(("kind", "options"), OPTIMIZERS, ids=[kind.__name__ for kind, _ in OPTIMIZERS])
-def test_a_step_is_recorded_once_whatever_rates_change(kind: type[torch.optim.Optimizer], options: dict[str, Any]) -> None:
+def test_a_step_is_recorded_once_whatever_rates_change(
+    kind: type[torch.optim.Optimizer], options: dict[str, Any]
+) -> None:
     ours, theirs = pair()
     mine, other = kind(ours.parameters(), **options), kind(theirs.parameters(), **options)
     schedules = [torch.optim.lr_scheduler.ExponentialLR(each, 0.7) for each in (mine, other)]
