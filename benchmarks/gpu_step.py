@@ -4,7 +4,8 @@
     ... --ranks 8 --machine h200-nvlink-node    # as rank 0 of an emulated world, against torch's DDP and FSDP2
 
 `gpt` has 404 million parameters in bf16. Contenders take turns, step by step; medians. The first step is from the call
-that compiles to its end; peak memory is that of one step after the third, with the model and the optimizer's state. The
+that compiles to its end; peak memory is what torch takes from the device for one step after the third, with the model,
+the optimizer's state and the pools of CUDA graphs (whose replays allocate nothing that could be counted otherwise). The
 host waits for the device after each step; "back to back" is the mean of steps in a row, without.
 """
 
@@ -98,21 +99,30 @@ def race(
     made = {}
     for name in names:
         torch.compiler.reset()
-        before = torch.cuda.memory_allocated()
-        made[name], step = stepping(name, size, dtype, ranks, machine)
-        found[name]["first_s"] = _timed(made[name])
+        before = _reserved()
+        try:
+            made[name], step = stepping(name, size, dtype, ranks, machine)
+            found[name]["first_s"] = _timed(made[name])
+        except Exception as error:  # a peer may not run in an emulated world: its row says so
+            if name.startswith("Crossfade"):
+                raise
+            made.pop(name, None)
+            found.pop(name)
+            print(f"{name} fails: {error}"[:500], flush=True)
+            continue
         if step is not None and step.report.predicted is not None:
             found[name]["predicted_s"] = step.report.predicted.seconds
         if phases and step is not None:
             print(f"{step.pipeline}\n{step.report.facts.get('CUDA graphs')}", flush=True)
         for _ in range(WARM_UP - 1):
             made[name]()
+        _reserved()
         torch.cuda.reset_peak_memory_stats()
         made[name]()
         torch.cuda.synchronize()
         print(f"{name}: first step {found[name]['first_s']:.1f} s", flush=True)
-        found[name]["peak_gib"] = (torch.cuda.max_memory_allocated() - before) / 2**30
-    seconds: dict[str, list[float]] = {name: [] for name in names}
+        found[name]["peak_gib"] = (torch.cuda.max_memory_reserved() - before) / 2**30
+    seconds: dict[str, list[float]] = {name: [] for name in made}
     for _ in range(steps):
         for name, run in made.items():
             seconds[name].append(_timed(run))
@@ -120,6 +130,13 @@ def race(
         found[name] |= {"seconds": statistics.median(seconds[name]), "steady_s": _back_to_back(run, steps)}
         found[name] |= {**_launches(run), "loss": float(run())}
     return found
+
+
+def _reserved() -> int:
+    """Bytes that torch holds of the device, once it has given back what is unused."""
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    return torch.cuda.memory_reserved()
 
 
 def _back_to_back(step: Callable[[], Any], steps: int) -> float:

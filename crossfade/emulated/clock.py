@@ -142,11 +142,22 @@ class HostTravel(dist.Work):
 
 
 class DeviceTravel(dist.Work):
-    """A collective on CUDA tensors under way: an event on a stream of the wire."""
+    """A collective on CUDA tensors under way: an event on a stream of the wire.
 
-    def __init__(self, device: torch.device, arrivals: torch.cuda.Stream, results: Sequence[Tensor], blocks: bool):
+    What it reads and writes is held until someone waits for it.
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        arrivals: torch.cuda.Stream,
+        sources: Sequence[Tensor],
+        results: Sequence[Tensor],
+        blocks: bool,
+    ):
         super().__init__()
         self.device, self.arrivals, self.results, self.blocks = device, arrivals, list(results), blocks
+        self.held = (*sources, *results)
         self._arrived = torch.cuda.Event()
         self._arrived.record(arrivals)
 
@@ -155,6 +166,7 @@ class DeviceTravel(dist.Work):
         torch.cuda.current_stream(self.device).wait_event(self._arrived)
         if self.blocks:
             self._arrived.synchronize()
+        self.held = ()
         return True
 
     def synchronize(self) -> None:
@@ -188,9 +200,16 @@ class DeviceTravel(dist.Work):
 
     def get_future(self) -> torch.futures.Future:
         """A future of its outputs: complete at once, as CUDA futures are; whoever waits, waits on its stream."""
+        return self._done(self.results)
+
+    def holding_future(self) -> torch.futures.Future:
+        """A future that holds all that the collective reads and writes, for works that are made of it."""
+        return self._done(list(self.held))
+
+    def _done(self, value: list[Tensor]) -> torch.futures.Future:
         future: torch.futures.Future = torch.futures.Future(devices=[torch.device("cuda", _index(self.device))])
         with torch.cuda.stream(self.arrivals):
-            future.set_result(self.results)
+            future.set_result(value)
         return future
 
 
@@ -243,10 +262,9 @@ def travel_on_device(
     if write is not None:
         with torch.cuda.stream(writing):
             _write(write)
-        for tensor in (*inputs, *results):
-            tensor.record_stream(writing)  # or its memory could be given away before it is read or written here
+        _keep_from_others((*inputs, *results), writing)
     writing.wait_stream(busy)
-    return DeviceTravel(device, writing, results, blocks)
+    return DeviceTravel(device, writing, inputs, results, blocks)
 
 
 def arrive_on_device(
@@ -256,9 +274,20 @@ def arrive_on_device(
     if write is not None:
         with torch.cuda.stream(sent.arrivals):
             _write(write)
-        for tensor in (*sources, *results):
-            tensor.record_stream(sent.arrivals)
-    return DeviceTravel(sent.device, sent.arrivals, results, blocks=False)
+        _keep_from_others((*sources, *results), sent.arrivals)
+    return DeviceTravel(sent.device, sent.arrivals, sources, results, blocks=False)
+
+
+def _keep_from_others(tensors: Sequence[Tensor], stream: torch.cuda.Stream) -> None:
+    """Do not give memory away before a stream has read and written it, whether anybody waits or not.
+
+    While a CUDA graph is recorded, it would never be given away again, and a step would hold all its buckets at once:
+    there the work holds it until the wait, which has to be in the graph as well.
+    """
+    if torch.cuda.is_current_stream_capturing():
+        return
+    for tensor in tensors:
+        tensor.record_stream(stream)
 
 
 @functools.cache

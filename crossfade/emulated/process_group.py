@@ -396,7 +396,9 @@ def _let_gathers_reach_python() -> torch.library.Library:
 def _gather_into(source: Tensor, group_size: int, group_name: str, *, out: Tensor) -> Tensor:
     work = group_named(group_name)._allgather_base(out, source)
     # A Work written in Python would die with its Python half while C++ still holds the other.
-    register_work(out, work_of_future(work.get_future()) if isinstance(work, (HostTravel, DeviceTravel)) else work)
+    if isinstance(work, (HostTravel, DeviceTravel)):
+        work = work_of_future(work.holding_future() if isinstance(work, DeviceTravel) else work.get_future())
+    register_work(out, work)
     return out
 
 

@@ -224,3 +224,29 @@ def run_on_device(code: Any, ranks: int, rank: int) -> tuple[list[Tensor], list[
 def test_code_for_process_groups_runs_unchanged(alone: Alone, code: Any, ranks: int, rank: int) -> None:
     found, expected = alone(run_on_device, code, ranks, rank)
     torch.testing.assert_close(found, expected)
+
+
+def recorded() -> tuple[bool, float]:
+    """Whether a CUDA graph of ten collectives one after another adds up, and how many of their buffers it holds."""
+    with emulated.world(machine(1e-4), 8):
+        x = torch.ones(2**22, device="cuda")
+        dist.all_reduce(torch.ones(1, device="cuda"))  # measures the clock
+        graph = torch.cuda.CUDAGraph()
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            y = x
+            for _ in range(5):
+                y = c10d.wait(c10d.all_reduce(y + 1, "avg", dist.group.WORLD.group_name))
+                y = c10d.wait(c10d.all_gather(y + 1, 8, dist.group.WORLD.group_name))[: 2**22].clone()
+        held = (torch.cuda.max_memory_allocated() - before) / x.nbytes
+        graph.replay()
+        return bool((y == 11).all()), held
+
+
+def test_a_recorded_collective_gives_its_memory_back(alone: Alone) -> None:
+    """At most what is gathered, its source, and the clone of it lie there at once."""
+    right, held = alone(recorded)
+    assert right
+    assert held < 12
