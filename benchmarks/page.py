@@ -186,16 +186,16 @@ def _gpu_step(name: str, figures: Figures) -> str:
         [
             contender,
             _ms(found["seconds"]),
+            _ms(found["steady_s"]),
             f"{found['first_s']:.0f} s",
-            f"{found['peak_gib']:.1f}",
+            f"{found['peak_gib']:.1f}" if "peak_gib" in found else "",
             f"{found['launches']:.0f}",
         ]
         for contender, found in figures["contenders"].items()
     ]
     title = f"`{size}`, {figures['layers']} layers"
-    command = f"python -m benchmarks.gpu_step --size {size} --steps {figures['steps']}"
-    columns = ["contender", "ms a step", "first step", "peak GiB", "launches"]
-    return _origin(title, command, figures) + _table(columns, rows)
+    columns = ["contender", "ms a step", "back to back", "first step", "peak GiB", "launches"]
+    return _origin(title, figures["command"], figures) + _table(columns, rows)
 
 
 def _memory(name: str, figures: Figures) -> str:
