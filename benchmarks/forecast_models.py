@@ -14,12 +14,25 @@ def dropout(x: Tensor) -> Tensor:
     return x * 1.1
 
 
+def softmax(scores: Tensor, matrices: int) -> Tensor:
+    """Causal shares of one rank's matrices of scores.
+
+    Megatron's kernel scales, masks and computes in float32 inside, four matrices at a time. For other numbers of them
+    it falls back to torch's operators, one after another.
+    """
+    if matrices % 4 == 0:
+        return torch.softmax(scores, -1)
+    length = scores.shape[-1]
+    later = torch.empty(length, length, dtype=torch.bool, device=scores.device)
+    return torch.softmax((scores.float() * 1.1).masked_fill(later, -10000.0), -1).half()
+
+
 class Attention(nn.Module):
     """Scores as one product, softmax and dropout over them, as before attention was fused."""
 
-    def __init__(self, hidden: int, heads: int) -> None:
+    def __init__(self, hidden: int, heads: int, ranks: int) -> None:
         super().__init__()
-        self.size = hidden // heads
+        self.size, self.local_heads = hidden // heads, heads // ranks
         self.query = nn.Linear(hidden, hidden)
         self.key = nn.Linear(hidden, hidden)
         self.value = nn.Linear(hidden, hidden)
@@ -31,16 +44,16 @@ class Attention(nn.Module):
             part(x).view(batch, length, -1, self.size).transpose(1, 2) for part in (self.query, self.key, self.value)
         )
         scores = torch.matmul(query, key.transpose(-1, -2))
-        shares = dropout(torch.softmax(scores, -1))
+        shares = dropout(softmax(scores, batch * self.local_heads))
         mixed = torch.matmul(shares, value).transpose(1, 2)
         return self.out(mixed.reshape(batch, length, -1))
 
 
 class Block(nn.Module):
-    def __init__(self, hidden: int, heads: int) -> None:
+    def __init__(self, hidden: int, heads: int, ranks: int) -> None:
         super().__init__()
         self.before_attention = nn.LayerNorm(hidden)
-        self.attention = Attention(hidden, heads)
+        self.attention = Attention(hidden, heads, ranks)
         self.before_products = nn.LayerNorm(hidden)
         self.up = nn.Linear(hidden, 4 * hidden)
         self.down = nn.Linear(4 * hidden, hidden)
@@ -58,7 +71,7 @@ class GPT(nn.Module):
         size = 128 * ranks * math.ceil(50257 / (128 * ranks))
         self.tokens = nn.Embedding(size, hidden)
         self.places = nn.Embedding(length, hidden)
-        self.layers = nn.ModuleList(Block(hidden, heads) for _ in range(layers))
+        self.layers = nn.ModuleList(Block(hidden, heads, ranks) for _ in range(layers))
         self.norm = nn.LayerNorm(hidden)
         self.head = nn.Linear(hidden, size, bias=False)
         self.head.weight = self.tokens.weight

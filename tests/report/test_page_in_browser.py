@@ -13,7 +13,7 @@ from crossfade.cost.timeline import Computed, Timeline, Travelled
 from crossfade.graph.passes import Outcome, PassRecord, Verdict
 from crossfade.report.page import render_comparison
 from crossfade.report.report import Report, Table
-from tests.report.browser import Browser
+from tests.browser import Browser
 from tests.report.small_reports import record
 from tests.report.small_timelines import MEASURED, PREDICTED, long_report
 from tests.several import best_of_several
