@@ -58,6 +58,14 @@ class Row:
     def several_nodes(self) -> bool:
         return self.gpus > 8
 
+    @property
+    def recomputes(self) -> bool:
+        """Whether layers compute their forward again in the backward.
+
+        The source says so of all. With it, the rows on one node would need products at the rate of the data sheet.
+        """
+        return self.several_nodes
+
     def __str__(self) -> str:
         return (f"{self.gpus} GPUs, tp={self.tensor_parallel} dp={self.data_parallel}, hidden {self.hidden} x "
                 f"{self.layers}, length {self.sequence}, micro-batch {self.micro_batch} of "
@@ -88,16 +96,17 @@ def captured(hidden: int, heads: int, length: int, batch: int, ranks: int) -> Ca
 
 
 @functools.cache
-def program(hidden: int, heads: int, layers: int, length: int, batch: int, ranks: int) -> Program:
-    """Forward and backward of a few layers, every layer's forward computed again."""
-    return run_passes(captured(hidden, heads, length, batch, ranks).with_layers(layers), [RecomputeLayers()])
+def program(hidden: int, heads: int, layers: int, length: int, batch: int, ranks: int, again: bool) -> Program:
+    """Forward and backward of a few layers, every layer's forward computed again if asked for."""
+    plain = captured(hidden, heads, length, batch, ranks).with_layers(layers)
+    return run_passes(plain, [RecomputeLayers()] if again else [])
 
 
 @functools.cache
 def prepared(
-    hidden: int, heads: int, layers: int, length: int, batch: int, mesh: tuple[tuple[str, int], ...]
+    hidden: int, heads: int, layers: int, length: int, batch: int, mesh: tuple[tuple[str, int], ...], again: bool
 ) -> Prepared:
-    return Prepared.of(program(hidden, heads, layers, length, batch, dict(mesh)["tp"]), dict(mesh))
+    return Prepared.of(program(hidden, heads, layers, length, batch, dict(mesh)["tp"], again), dict(mesh))
 
 
 def parameter_bytes(made: Program) -> int:
@@ -107,7 +116,10 @@ def parameter_bytes(made: Program) -> int:
 def step(row: Row) -> StepTimes:
     """The step of a row, as it ran: gradients reduced in half precision after the backward, in one piece."""
     mesh = (("dp", row.data_parallel), ("tp", row.tensor_parallel))
-    few, more = (prepared(row.hidden, row.heads, layers, row.sequence, row.micro_batch, mesh) for layers in (3, 4))
+    few, more = (
+        prepared(row.hidden, row.heads, layers, row.sequence, row.micro_batch, mesh, row.recomputes)
+        for layers in (3, 4)
+    )
     fewer, one_more = parameter_bytes(few.program), parameter_bytes(more.program)
     held = one_more + (row.layers - 4) * (one_more - fewer)
     reduced = (Exchanged(Kind.ALL_REDUCE, held, "dp"),) if row.data_parallel > 1 else ()

@@ -327,6 +327,23 @@ def _published(name: str, figures: Figures) -> str:
     return f"\n### {said}\n\n`.venv/bin/{figures['command']}`: {figures['date']}.\n\n" + _table(columns, rows)
 
 
+def _llama(name: str, figures: Figures) -> str:
+    rows = [
+        [found["row"], *(cell for key, digits in (("tokens", 0), ("gib", 1)) for cell in _beside(found, key, digits))]
+        for found in figures["rows"]
+    ]
+    columns = ["", "tokens a second a GPU", "measured", "off", "GiB", "measured", "off"]
+    return _origin("Llama 3.1 on H100", figures["command"], figures) + _table(columns, rows)
+
+
+def _beside(found: Figures, key: str, digits: int) -> list[str]:
+    """A forecast, what was measured, and the share by which it is missed."""
+    value, measured = found[key], found.get(f"measured_{key}")
+    if measured is None:
+        return [f"{value:,.{digits}f}", "", ""]
+    return [f"{value:,.{digits}f}", f"{measured:,.{digits}f}", f"{value / measured - 1:+.1%}"]
+
+
 SECTIONS: list[tuple[str, str, Callable[[str, Figures], str]]] = [
     ("Step time against torch", "step-", _step),
     ("ZeRO with tensor parallelism against FSDP2 with DTensor's", "on-mesh-", _on_mesh),
@@ -336,6 +353,7 @@ SECTIONS: list[tuple[str, str, Callable[[str, Figures], str]]] = [
     ("In frameworks, against their DDP", "frameworks-", _frameworks),
     ("Memory", "memory-", _memory),
     ("Forecasts against published measurements", "forecasts-", _published),
+    ("Forecasts of Llama against published measurements", "llama-forecasts", _llama),
     ("Collective matmul: a tensor-parallel transformer block", "collective-matmul-forward", _collective_matmul),
     ("Collective matmul: forecasts", "collective-matmul-forecasts", _forecasts),
     ("Collective matmul: pieces", "collective-matmul-pieces", _pieces),

@@ -12,7 +12,7 @@ from crossfade.cost.flops import flops_of, formula_of
 from crossfade.cost.fused import FusedCollective, FusedProduct, is_fused, read_fused
 from crossfade.cost.keys import Keys
 from crossfade.cost.machine import Machine
-from crossfade.cost.products import is_attention, shape_of
+from crossfade.cost.products import is_aligned, is_attention, shape_of
 from crossfade.cost.timeline import Costs, Within
 from crossfade.errors import MachineError
 from crossfade.graph import collectives
@@ -134,7 +134,7 @@ class Estimator:
             return flops_of(node, self.keys) / rate
         shape = shape_of(node, self.keys)
         if shape is not None:
-            return products.seconds(*shape, rate)
+            return products.seconds(*shape, rate, aligned=is_aligned(node, self.keys))
         return flops_of(node, self.keys) / (rate * (products.attention if is_attention(node) else 1.0))
 
     def is_view(self, node: fx.Node) -> bool:

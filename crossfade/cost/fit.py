@@ -61,6 +61,7 @@ CONSTANTS = (
     Constant("network.start", 0.5),
     Constant("network.copy", 0.3),
     Constant("products.smaller", 0.1),
+    Constant("products.unaligned", 0.3),
 )
 """What is fitted unless something else is asked for."""
 

@@ -13,6 +13,8 @@ from crossfade.cost.keys import Keys
 from crossfade.graph.operators import remembered
 from crossfade.graph.private import schema_of
 
+_ALIGNMENT = 16
+"""Bytes that a processor loads at once into a tile."""
 _TILES = ((256, 128), (128, 256), (128, 128), (128, 64), (64, 64))
 
 
@@ -22,7 +24,8 @@ class Products:
 
     The machine's rate is that of full waves of the largest tiles. A tile of half the size has the share `smaller` of
     it, since more is read for each result; each tile takes `fill` more elements of the inner dim to begin and end.
-    Fused attention reaches the share `attention` of the rate.
+    Where a matrix's rows do not begin at multiples of 16 bytes, as those of logits over 50,257 tokens, the share
+    `unaligned` is left of the rate. Fused attention reaches the share `attention` of it.
 
         >>> products = Products(processors=108)
         >>> full, one_more = (products.seconds(1, rows, 1152, 4096, rate=250e12) for rows in (3072, 3073))
@@ -34,12 +37,13 @@ class Products:
     smaller: float = 0.85
     fill: float = 100.0
     attention: float = 0.5
+    unaligned: float = 0.35
     peak: float = 0.0
     """Operations a second in half precision that the data sheet promises; 0 where it is not known."""
 
-    def seconds(self, batch: int, rows: int, columns: int, inner: int, rate: float) -> float:
+    def seconds(self, batch: int, rows: int, columns: int, inner: int, rate: float, *, aligned: bool = True) -> float:
         """Seconds of a product at a rate of operations a second, by the tile that suits it best."""
-        return _seconds(self, batch, rows, columns, inner) / rate
+        return _seconds(self, batch, rows, columns, inner) / (rate if aligned else rate * self.unaligned)
 
 
 @functools.lru_cache(maxsize=65536)
@@ -77,6 +81,27 @@ def shape_of(node: fx.Node, keys: Keys) -> tuple[int, int, int, int] | None:
     (made,), left = keys.tensors(node)[:1], keys.tensors(factor)[0]
     batch = math.prod(made.sizes[:-2]) if made.sizes[:-2] else 1
     return (batch, made.sizes[-2], made.sizes[-1], left.sizes[-1])
+
+
+def is_aligned(node: fx.Node, keys: Keys) -> bool:
+    """Whether the rows of the matrices of a product, its result too, begin at multiples of 16 bytes.
+
+    >>> from crossfade.graph.text import parse
+    >>> program = parse('''
+    ... x: f32[4, 8] = input("x")
+    ... w: f32[8, 5] = input("w")
+    ... y: f32[4, 5] = aten.mm(x, w)
+    ... return output("y", y)
+    ... ''')
+    >>> is_aligned(list(program.graph.nodes)[2], Keys())
+    False
+    """
+    first = _first_factor(node.target)
+    if first is None:
+        return True
+    factors = [factor for factor in node.args[first : first + 2] if isinstance(factor, fx.Node)]
+    matrices = [keys.tensors(value)[0] for value in (*factors, node)]
+    return all(max(each.strides[-2:]) * each.dtype.itemsize % _ALIGNMENT == 0 for each in matrices)
 
 
 @remembered

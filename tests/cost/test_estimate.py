@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,7 +12,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from crossfade.cost.estimate import estimate
 from crossfade.cost.flops import flops_of
-from crossfade.cost.keys import key_of
+from crossfade.cost.keys import Keys, key_of
+from crossfade.cost.products import Products, shape_of
 from crossfade.errors import MachineError
 from crossfade.graph.program import Program, from_graph_module
 from crossfade.graph.text import parse
@@ -100,6 +102,30 @@ def test_the_larger_of_arithmetic_and_memory_counts_plus_overhead() -> None:
     assert last_compute(binary("aten.mm", small, small)) == pytest.approx(3 * 256 / 1e6 + 1e-3)
     slow = {"flops": {"float32": 1e6}}
     assert last_compute(binary("aten.mm", large, large), **slow) == pytest.approx(2 * 512**3 / 1e6 + 1e-3)
+
+
+@pytest.mark.parametrize(
+    ("text", "share"),
+    [
+        ("x: f16[64, 32] = input('x') | w: f16[32, 48] = input('w') | y: f16[64, 48] = aten.mm(x, w)", 1.0),
+        ("x: f16[63, 32] = input('x') | w: f16[32, 48] = input('w') | y: f16[63, 48] = aten.mm(x, w)", 1.0),
+        ("x: f16[64, 32] = input('x') | w: f16[32, 50] = input('w') | y: f16[64, 50] = aten.mm(x, w)", 0.35),
+        ("x: f32[64, 32] = input('x') | w: f32[32, 52] = input('w') | y: f32[64, 52] = aten.mm(x, w)", 1.0),
+        ("b: f16[8] = input('b') | x: f16[8, 5] = input('x') | w: f16[5, 8] = input('w') | "
+         "y: f16[8, 8] = aten.addmm(b, x, w)", 0.35),
+    ],
+    ids=["aligned", "an odd number of rows", "odd columns", "a multiple of 16 bytes", "odd inner"],
+)  # fmt: skip
+def test_products_of_rows_that_are_not_aligned_are_slower(text: str, share: float) -> None:
+    program = parse("\n".join([*text.split(" | "), 'return output("y", y)']))
+    machine = replace(toy_machine(), products=Products(processors=4), overhead=0.0, memory_bandwidth=1e300)
+    (node,) = (node for node in program.graph.nodes if node.op == "call_function")
+    sizes = shape_of(node, Keys())
+    assert sizes is not None
+    dtype = "float16" if "f16" in text else "float32"
+    rate = machine.flops.get(dtype, machine.flops["float32"])
+    expected = Products(processors=4).seconds(*sizes, rate) / share
+    assert estimate(program, machine).compute[node] == pytest.approx(expected)
 
 
 def test_each_dtype_has_its_rate_and_an_unknown_one_float32s() -> None:

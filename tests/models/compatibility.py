@@ -2,6 +2,7 @@
 of it in `trained.json`, and writes the section on Hugging Face architectures of docs/compatibility.md from that.
 
     python -m tests.models.compatibility --names bert,llama  # only these; the others stay as they were
+    python -m tests.models.compatibility --missing           # go on where an earlier run was ended
     python -m tests.models.compatibility --names ""          # only the page
 """
 
@@ -55,6 +56,7 @@ def main() -> None:
     every = ",".join(architecture.name for architecture in zoo.ARCHITECTURES)
     parser.add_argument("--names", default=every, help="architectures, by comma")
     parser.add_argument("--ranks", default="1,2", help="numbers of ranks, by comma")
+    parser.add_argument("--missing", action="store_true", help="only trainings of which nothing is kept")
     options = parser.parse_args()
     torch.set_num_threads(1)
     with contextlib.ExitStack() as stack:
@@ -63,7 +65,15 @@ def main() -> None:
         }
         for name in filter(None, options.names.split(",")):
             for training in forms(zoo.architecture(name)):
-                rows = rows_of(training, pools)
+                known = {each.key for each in saved()} if options.missing else set()
+                wanted = {
+                    count: pool
+                    for count, pool in pools.items()
+                    if (training.name, training.attention, training.checkpointed, count) not in known
+                }
+                if not wanted:
+                    continue
+                rows = rows_of(training, wanted)
                 print(
                     training, *(f"{row.ranks}: {row.refused or row.difference}" for row in rows), sep="; ", flush=True
                 )
