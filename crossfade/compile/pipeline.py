@@ -80,6 +80,7 @@ from crossfade.simplify.remove_dead_code import RemoveDeadCode
 from crossfade.simplify.remove_redundant_gathers import RemoveRedundantGathers
 from crossfade.simplify.reorder_for_locality import ReorderForLocality
 from crossfade.simplify.simplify_nodes import SimplifyNodes
+from crossfade.simplify.unbatch_matmuls import UnbatchMatmuls
 from crossfade.tracebacks import users_frames
 
 Semantics = Literal["global", "per-rank"]
@@ -99,7 +100,8 @@ def simplification(*, matmuls: bool = False) -> Pipeline:
     remove-dead-code
     reorder-for-locality
     """
-    smaller = [RemoveAsserts(), FoldConstants(), SimplifyNodes(), MergeCommonSubexpressions(), RemoveDeadCode()]
+    nodes: list[Pass] = [UnbatchMatmuls(), SimplifyNodes()] if matmuls else [SimplifyNodes()]
+    smaller = [RemoveAsserts(), FoldConstants(), *nodes, MergeCommonSubexpressions(), RemoveDeadCode()]
     faster = [AddMatmuls(), AssociateMatmuls(), DecomposeThinMatmuls()]
     return Pipeline([*smaller, *(faster if matmuls else []), ReorderForLocality()])
 
