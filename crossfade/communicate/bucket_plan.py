@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
 from torch import fx
 
 from crossfade.communicate.hiding import Hiding, Window
+from crossfade.communicate.named_modules import Modules
 from crossfade.graph import collectives
 from crossfade.graph.collectives import Collective, Kind
 from crossfade.graph.contraction import Contraction
@@ -24,7 +25,7 @@ from crossfade.graph.program import MADE_FOR
 
 MB = 2**20
 
-Grouping = Literal["any", "module"]
+Grouping = Literal["any", "module"] | Modules
 Packing = Literal["program", "reversed", "largest-first"]
 Delay = Literal["no use", "no collective", "uses of the last"]
 """What a bucket may delay: no use of a result, since it starts with its first member, for whose place all are ready;
@@ -34,6 +35,7 @@ Of computation only the matmuls between starts and waits count, which ranks that
 
 _LARGE = "it is large enough to travel alone, and is not copied so"
 _ONLY = "it is the only one of its group, dtype and reduction"
+_ONLY_OF_MODULE = "it is the only one of its group, dtype and reduction that serves its module"
 _CAP = "no neighbour of the same kind fits its bucket"
 _DEPENDS = "its neighbour depends on its result"
 _USED = "its neighbour is not ready that early"
@@ -72,7 +74,7 @@ class BucketPlan:
 @dataclass(frozen=True)
 class Policy:
     """What decides who shares a bucket: `cap` in bytes by a bucket's index in its key, from how many bytes one travels
-    `alone`, and the passes' options."""
+    `alone`, and the passes' options. `serves` says which of the modules that the user named a collective serves."""
 
     cap: Callable[[int], int]
     delay: Delay
@@ -83,6 +85,7 @@ class Policy:
     results_are_views: bool = True
     keeps_overlap: bool = False
     against: Callable[[Collective], str | None] = lambda collective: None
+    serves: Mapping[fx.Node, Hashable] = field(default_factory=dict)
 
 
 def plan_buckets(order: Order, kind: Kind, policy: Policy) -> tuple[BucketPlan, Contraction]:
@@ -158,6 +161,7 @@ class _BucketPlanner:
         self.next_collective = _next_collective(order, self.communicating)
         self.strided = order.strided_owners() if policy.results_are_views else set()
         self.hiding = Hiding(order)
+        self.only = _ONLY_OF_MODULE if policy.serves else _ONLY
         self.open: dict[Hashable, _OpenBucket] = {}
         self.awaited: dict[Hashable, list[_OpenBucket]] = {}
         """Buckets of collectives that others depend on: several at once, none of which needs a later one."""
@@ -182,10 +186,10 @@ class _BucketPlanner:
                 self._add(together, collective)
                 return
         bucket = self.open.get(key)
-        why_not = self._why_not(bucket, collective) if bucket is not None else _ONLY
+        why_not = self._why_not(bucket, collective) if bucket is not None else self.only
         if why_not is not None or bucket is None:
             if bucket is not None:
-                if bucket.why_alone == _ONLY:
+                if bucket.why_alone == self.only:
                     bucket.why_alone = why_not or ""
                 self.closed.append(bucket)
             index = bucket.index + 1 if bucket is not None else 0
@@ -259,7 +263,8 @@ class _BucketPlanner:
 
     def _key(self, collective: Collective) -> Hashable:
         dtype = None if self.policy.mixed_dtypes else collective.dtype
-        module = _module_of(collective.node) if self.policy.grouping == "module" else None
+        numbered = _module_of(collective.node) if self.policy.grouping == "module" else None
+        module = self.policy.serves.get(collective.node, numbered)
         device = collective.inputs[0].meta["val"].device
         return collective.group, collective.group_size, dtype, collective.reduce_op, device, module
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, fx
 
 from crossfade.communicate.bucket_plan import MB, BucketPlan, Delay, Grouping, Packing, Policy, plan_buckets
+from crossfade.communicate.named_modules import NamedModules, are_modules
 from crossfade.errors import PassError
 from crossfade.graph import collectives, packing
 from crossfade.graph.collectives import Collective, Kind
@@ -58,7 +59,9 @@ class BucketPass(Pass):
     - `alone_mb`: what has so many megabytes or more travels alone, since to copy it would take longer than a launch;
       what comes after it may still join what came before.
     - `grouping`: what may travel together: `"any"` of one process group, dtype, reduction and device, or of these only
-      what serves one `"module"`, the innermost numbered one such as `layers.3`.
+      what serves one `"module"`, the innermost numbered one such as `layers.3`; or a tuple of modules, each with
+      buckets of its own: names with `*` for one part, as in `("layers.*", "head")`, and tuples of names that share
+      buckets. What serves none of these travels with `"any"` other.
     - `packing`: the order inside a bucket: as in the `"program"`, `"reversed"`, or `"largest-first"`.
     - `mode`: how members get into their bucket: by `"concat"`, by one `"copy-kernel"`, or not at all, `"coalesced"`,
       where the backend takes a list. `"auto"` takes the kernel where it is faster: where it saves a conversion, and
@@ -82,12 +85,13 @@ class BucketPass(Pass):
     keeps_overlap: bool = True
 
     def __post_init__(self) -> None:
-        for name, kind in (("grouping", Grouping), ("packing", Packing), ("mode", Mode)):
-            if getattr(self, name) not in get_args(kind):
-                expected = " or ".join(map(repr, get_args(kind)))
-                raise PassError(
-                    f"{self.name}({name}={getattr(self, name)!r})", expected=expected, remedy="pass one of those"
+        for name, kind in (("grouping", get_args(Grouping)[0]), ("packing", Packing), ("mode", Mode)):
+            value = getattr(self, name)
+            if value not in get_args(kind) and not (name == "grouping" and are_modules(value)):
+                expected = " or ".join(map(repr, get_args(kind))) + (
+                    " or names of modules" if name == "grouping" else ""
                 )
+                raise PassError(f"{self.name}({name}={value!r})", expected=expected, remedy="pass one of those")
         caps = () if callable(self.cap_mb) else self.cap_mb if isinstance(self.cap_mb, tuple) else (self.cap_mb,)
         if not callable(self.cap_mb) and not (caps and all(isinstance(c, (int, float)) and c > 0 for c in caps)):
             raise PassError(
@@ -102,14 +106,14 @@ class BucketPass(Pass):
 
     def plan(self, program: Program) -> BucketPlan:
         """Choose the buckets; pure."""
-        return self._plan(Order(program.graph))[0]
+        return self._plan(program)[0]
 
     def run(self, program: Program) -> PassResult:
         """Plan, then apply."""
         if not collectives.has(program.graph, self.kind):
             return PassResult(False, {"buckets": 0, "bucketed": 0, "left": 0})
         with paused_garbage_collection():
-            plan, units = self._plan(Order(program.graph))
+            plan, units = self._plan(program)
             verdicts = apply_buckets(program, plan, self, units)
         packed = sum(len(bucket.members) for bucket in plan.buckets)
         counts = {"buckets": len(plan.buckets), "bucketed": packed, "left": len(plan.left)}
@@ -127,7 +131,8 @@ class BucketPass(Pass):
         """The function from members' inputs to their results that travels as one collective."""
         raise NotImplementedError
 
-    def _plan(self, order: Order) -> tuple[BucketPlan, Contraction]:
+    def _plan(self, program: Program) -> tuple[BucketPlan, Contraction]:
+        named = self.grouping if isinstance(self.grouping, tuple) else ()
         policy = Policy(
             cap=self._cap,
             delay=self.delay,
@@ -138,8 +143,9 @@ class BucketPass(Pass):
             results_are_views=self.results_are_views and self.mode != "coalesced",
             keeps_overlap=self.keeps_overlap,
             against=self.reason_against,
+            serves=NamedModules(named).of_collectives(program) if named else {},
         )
-        return plan_buckets(order, self.kind, policy)
+        return plan_buckets(Order(program.graph), self.kind, policy)
 
     def _cap(self, index: int) -> int:
         if callable(self.cap_mb):

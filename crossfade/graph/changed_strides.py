@@ -19,6 +19,15 @@ _MOST = 64
 """Other strides usually end at the first op that computes something: more readers of each value are not looked at."""
 
 _MATMULS = frozenset(f"aten::{name}" for name in ("mm", "bmm", "addmm", "baddbmm", "matmul", "linear"))
+_EXACT = frozenset(
+    f"aten::{name}"
+    for name in (
+        "abs", "add", "ceil", "clone", "div", "eq", "floor", "ge", "gt", "le", "lt", "maximum", "minimum", "mul", "ne",
+        "neg", "relu", "sub", "where",
+    )
+)  # fmt: skip
+"""Elementwise operators of which every result is the exact one, rounded once."""
+
 _VIEWS = frozenset(
     f"aten::{name}"
     for name in (
@@ -80,14 +89,14 @@ def replace_strided(program: Program, others: Mapping[fx.Node, fx.Node]) -> None
 def same_bits_below(program: Program, node: fx.Node, value: Any) -> dict[fx.Node, Any] | str:
     """The nodes below with their new values if `node` had this one, of other strides; or why a bit could change.
 
-    What works element by element does not care for strides, and a matmul none for the gap between rows. Everything else
-    may add up in another order.
+    Exact operators that work element by element do not care for strides, and matmuls not for gaps between rows.
+    Everything else may round in another way, or add up in another order.
 
     >>> from crossfade.graph.text import parse
     >>> program = parse('''
     ... x: f32[4, 2] = input("x")
     ... a: f32[4, 2] = aten.neg(x)
-    ... b: f32[4, 2] = aten.exp(a)
+    ... b: f32[4, 2] = aten.neg(a)
     ... c: f32[2] = aten.sum.dim_IntList(a, [0])
     ... return output("b", b), output("c", c)
     ... ''')
@@ -95,7 +104,7 @@ def same_bits_below(program: Program, node: fx.Node, value: Any) -> dict[fx.Node
     >>> with program.fake_mode:
     ...     wide, _ = torch.empty(4, 4).split(2, dim=1)
     >>> same_bits_below(program, a, wide), same_bits_below(program, x, wide)
-    ('its strides would change, and c may then add up in another order', {})
+    ('its strides would change, and c may then round in another way', {})
     """
     return _followed(program, {node: value}, {}, _against_order) if isinstance(value, Tensor) else {}
 
@@ -158,15 +167,31 @@ def _against_reader(user: fx.Node) -> str | None:
 def _against_order(user: fx.Node, changed: Mapping[fx.Node, Any]) -> str | None:
     """Why a reader of other strides might compute other bits."""
     schema = schema_of(user.target)
-    tags = getattr(user.target, "tags", ())
-    by_element = torch.Tag.pointwise in tags and torch.Tag.nondeterministic_seeded not in tags
-    if schema is None or schema.name in _VIEWS or by_element:
+    if schema is None or schema.name in _VIEWS or _is_elementwise_alike(user, schema.name):
         return None
     read = [source.meta["val"] for source in user.all_input_nodes]
     read += [changed[source] for source in user.all_input_nodes if source in changed]
     if schema.name in _MATMULS and all(map(_has_dense_rows, read)):
         return None
-    return f"its strides would change, and {user.name} may then add up in another order"
+    return f"its strides would change, and {user.name} may then round in another way"
+
+
+def _is_elementwise_alike(user: fx.Node, name: str) -> bool:
+    """Whether an operator makes each element of its own, by the same bits wherever it lies.
+
+    On CPUs, elements in a row are computed by other instructions than single ones: those of exact operators and of
+    whole numbers agree, exponentials and the zeros of complex numbers do not.
+    """
+    tags = getattr(user.target, "tags", ())
+    if torch.Tag.pointwise not in tags or torch.Tag.nondeterministic_seeded in tags:
+        return False
+    values = [value for node in (user, *user.all_input_nodes) for value in tree_flatten(node.meta.get("val"))[0]]
+    tensors = [value for value in values if isinstance(value, Tensor)]
+    if all(tensor.is_cuda or not (tensor.is_floating_point() or tensor.is_complex()) for tensor in tensors):
+        return True
+    scaled = len(user.args) > 2 or "alpha" in user.kwargs
+    is_exact = name in _EXACT and not (scaled and name in ("aten::add", "aten::sub"))
+    return is_exact and not any(tensor.is_complex() for tensor in tensors)
 
 
 def _has_dense_rows(value: Any) -> bool:

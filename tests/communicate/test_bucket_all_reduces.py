@@ -272,7 +272,16 @@ def test_options_are_spelled_alike_on_every_rank():
 
 
 @pytest.mark.parametrize(
-    "options", [{"mode": "cancat"}, {"grouping": "layer"}, {"packing": "size"}, {"cap_mb": ()}, {"cap_mb": -1.0}]
+    "options",
+    [
+        {"mode": "cancat"},
+        {"grouping": "layer"},
+        {"grouping": ()},
+        {"grouping": ("a", 1)},
+        {"packing": "size"},
+        {"cap_mb": ()},
+        {"cap_mb": -1.0},
+    ],
 )
 def test_wrong_options_are_refused(options: dict):
     with pytest.raises(PassError, match=r"bucket-all-reduces\("):

@@ -527,7 +527,15 @@ LEFT = {
         s: f32[4, 2] = aten.slice.Tensor(c, 1, 0, 2)
         cat: f32[] = aten.sum(s)
         """,
-        "its strides would change, and cat may then add up in another order",
+        "its strides would change, and cat may then round in another way",
+    ),
+    "other strides, read by what rounds single elements in another way": (
+        """
+        c: f32[4, 4] = aten.cat([x, y], 1)
+        s: f32[4, 2] = aten.slice.Tensor(c, 1, 0, 2)
+        cat: f32[4, 2] = aten.sigmoid(s)
+        """,
+        "its strides would change, and cat may then round in another way",
     ),
     "other strides, returned": (
         """
