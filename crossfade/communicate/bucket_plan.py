@@ -73,12 +73,13 @@ class BucketPlan:
 
 @dataclass(frozen=True)
 class Policy:
-    """What decides who shares a bucket: `cap` in bytes by a bucket's index in its key, from how many bytes one travels
-    `alone`, and the passes' options. `serves` says which of the modules that the user named a collective serves."""
+    """What decides who shares a bucket: `cap` in bytes by a bucket's index in its key and by a member, from how many
+    bytes one travels `alone`, and the passes' options. `serves` says which of the modules that the user named a
+    collective serves."""
 
-    cap: Callable[[int], int]
+    cap: Callable[[int, Collective], float]
     delay: Delay
-    alone: float = math.inf
+    alone: Callable[[Collective], float] = lambda collective: math.inf
     grouping: Grouping = "any"
     packing: Packing = "program"
     mixed_dtypes: bool = False
@@ -104,7 +105,7 @@ def plan_buckets(order: Order, kind: Kind, policy: Policy) -> tuple[BucketPlan, 
     ... wait_c: f32[4] = c10d.wait_tensor(c)
     ... return output("a", wait_a), output("b", wait_b), output("c", wait_c)
     ... ''', groups={"dp": 2})
-    >>> policy = Policy(cap=lambda index: MB, delay="uses of the last")
+    >>> policy = Policy(cap=lambda index, member: MB, delay="uses of the last")
     >>> print(plan_buckets(Order(program.graph), Kind.ALL_REDUCE, policy)[0])
     2 all-reduces, 0.00 MB: a, b
     c: left alone: it is the only one of its group, dtype and reduction
@@ -255,7 +256,7 @@ class _BucketPlanner:
             return "nothing uses its result"
         if any(not collectives.is_wait(user) for user in collective.node.users):
             return "something other than a wait names its result"
-        if collective.bytes >= self.policy.alone:
+        if collective.bytes >= self.policy.alone(collective):
             return _LARGE
         if collective.node in self.strided:
             return "a view of it counts in strides, which differ in a bucket"
@@ -269,7 +270,7 @@ class _BucketPlanner:
         return collective.group, collective.group_size, dtype, collective.reduce_op, device, module
 
     def _why_not(self, bucket: _OpenBucket, collective: Collective) -> str | None:
-        if bucket.bytes + collective.bytes > self.policy.cap(bucket.index):
+        if bucket.bytes + collective.bytes > self.policy.cap(bucket.index, collective):
             return _CAP
         if not self.units.may_join(collective.node, bucket.unit):
             return _DEPENDS
@@ -293,8 +294,9 @@ class _BucketPlanner:
     def _alone(self, bucket: _OpenBucket) -> Verdict:
         member = bucket.members[0]
         capped = bucket.why_alone == _CAP
-        detail = f"cap {self.policy.cap(bucket.index) / MB:g} MB" if capped else ""
-        first = ", and first_mb for the first bucket," if self.policy.cap(0) != self.policy.cap(1) else ""
+        caps = [self.policy.cap(index, member) for index in (bucket.index, 0, 1)]
+        detail = f"cap {caps[0] / MB:g} MB" if capped else ""
+        first = ", and first_mb for the first bucket," if caps[1] != caps[2] else ""
         remedy = f"a larger cap_mb{first} packs more" if capped else ""
         return Verdict.of(member.node, Outcome.LEFT, bucket.why_alone, detail=detail, remedy=remedy, bytes=member.bytes)
 

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from crossfade.cost.machine import Machine, bytes_sent
+from crossfade.cost.machine import Machine
+from crossfade.cost.machine_parts import bytes_sent
 from crossfade.graph import collectives
 from crossfade.graph.collectives import Kind
 from crossfade.graph.gathers import Gather, find_gathers

@@ -35,8 +35,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from crossfade.cost.machine import Fabric, Link, Machine, bytes_sent
-from crossfade.cost.machine_parts import fitted, rounded
+from crossfade.cost.machine import Fabric, Link, Machine
+from crossfade.cost.machine_parts import bytes_sent, fitted, rounded
 from crossfade.errors import MachineError
 from crossfade.graph import collectives
 from crossfade.graph.collectives import Kind

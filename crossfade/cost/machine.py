@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from crossfade.cost.machine_parts import Link, bytes_sent
+from crossfade.cost.machine_parts import Link
 from crossfade.cost.network import Network, Wire, routed
 from crossfade.cost.products import Products
 from crossfade.cost.traced import REMEDY, Traced, read_trace
@@ -130,7 +130,9 @@ class Machine:
         if ranks < 2:
             return 0.0
         link = self.fabric(axis).links[kind]
-        return bytes_worth_latency(link.seconds(kind, 0, ranks), bytes_sent(kind, 1, ranks) / link.bandwidth)
+        latency = link.seconds(kind, 0, ranks)
+        many = 2**30  # a way through several nodes has more than one bandwidth: that of large messages counts
+        return bytes_worth_latency(latency, (link.seconds(kind, many, ranks) - latency) / many)
 
     def piece(self, kind: Kind, ranks: int, axis: str = ANY_AXIS) -> float | None:
         """The most bytes to send at once: the link's `piece`, which is measured among few ranks, but no fewer than
