@@ -6,6 +6,7 @@ buckets, and delays nothing that the pass must not delay. Else it opens the next
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -14,6 +15,7 @@ from typing import Literal
 
 from torch import fx
 
+from crossfade.communicate.bucket_chains import eligible_chain, leads_on
 from crossfade.communicate.hiding import Hiding, Window
 from crossfade.communicate.named_modules import Modules
 from crossfade.graph import collectives
@@ -122,6 +124,33 @@ def plan_buckets(order: Order, kind: Kind, policy: Policy) -> tuple[BucketPlan, 
     return planner.plan(kind), planner.units
 
 
+def plan_chain(graph: fx.Graph, kind: Kind, policy: Policy) -> BucketPlan | None:
+    """The plan of a program in which every collective of a kind depends on the one before it: no bucket, and the same
+    reasons that `plan_buckets` gives; None for any other program."""
+    members = eligible_chain(graph, kind)
+    if members is None or len({_key(member, policy) for member in members}) > 1:
+        return None
+    left, alone = [], list[_OpenBucket]()
+    for member in members:
+        if (reason := _reason_against(member, policy)) is not None:
+            left.append(Verdict.of(member.node, Outcome.LEFT, reason, bytes=member.bytes))
+        else:
+            alone.append(_OpenBucket(len(alone), _DEPENDS, [member], member.bytes))
+    if policy.delay == "uses of the last":
+        for bucket in alone[:-1]:
+            bucket.why_alone = _AWAITED
+        for bucket in alone[-1:]:
+            bucket.index, bucket.why_alone = 0, _AWAITED if leads_on(bucket.members[0]) else _only(policy)
+    else:
+        for last, bucket in itertools.pairwise(alone):
+            bucket.why_alone = (
+                _CAP if last.bytes + bucket.bytes > policy.cap(last.index, bucket.members[0]) else _DEPENDS
+            )
+        for bucket in alone[:1]:
+            bucket.why_alone = alone[1].why_alone if len(alone) > 1 else _only(policy)
+    return BucketPlan((), (*left, *(_alone(bucket, policy) for bucket in alone)))
+
+
 @dataclass(frozen=True)
 class _Span:
     """The windows of a bucket's members as one: the first use of any, and the last matmul that hides a member, of all
@@ -162,7 +191,7 @@ class _BucketPlanner:
         self.next_collective = _next_collective(order, self.communicating)
         self.strided = order.strided_owners() if policy.results_are_views else set()
         self.hiding = Hiding(order)
-        self.only = _ONLY_OF_MODULE if policy.serves else _ONLY
+        self.only = _only(policy)
         self.open: dict[Hashable, _OpenBucket] = {}
         self.awaited: dict[Hashable, list[_OpenBucket]] = {}
         """Buckets of collectives that others depend on: several at once, none of which needs a later one."""
@@ -176,7 +205,7 @@ class _BucketPlanner:
             self.left.append(Verdict.of(collective.node, Outcome.LEFT, reason, bytes=collective.bytes))
             self.units.open(collective.node)
             return
-        key = self._key(collective)
+        key = _key(collective, self.policy)
         if self.policy.delay == "uses of the last":
             is_awaited = self.next_collective[collective.node] < len(self.order.nodes)
             is_dispatched = collective.kind is Kind.ALL_TO_ALL  # tokens' weights may travel with the tokens
@@ -246,28 +275,13 @@ class _BucketPlanner:
                 names = tuple(member.node.name for member in _packed(bucket.members, self.policy.packing))
                 buckets.append(Bucket(names, str(kind), bucket.bytes))
             else:
-                self.left.append(self._alone(bucket))
+                self.left.append(_alone(bucket, self.policy))
         return BucketPlan(tuple(buckets), tuple(self.left))
 
     def _reason_against(self, collective: Collective) -> str | None:
-        if collective.coalesced or collective.in_place or collective.out is not None:
-            return "it is already coalesced or in place"
-        if not collective.waits or not all(wait.users for wait in collective.waits):
-            return "nothing uses its result"
-        if any(not collectives.is_wait(user) for user in collective.node.users):
-            return "something other than a wait names its result"
-        if collective.bytes >= self.policy.alone(collective):
-            return _LARGE
         if collective.node in self.strided:
             return "a view of it counts in strides, which differ in a bucket"
-        return self.policy.against(collective)
-
-    def _key(self, collective: Collective) -> Hashable:
-        dtype = None if self.policy.mixed_dtypes else collective.dtype
-        numbered = _module_of(collective.node) if self.policy.grouping == "module" else None
-        module = self.policy.serves.get(collective.node, numbered)
-        device = collective.inputs[0].meta["val"].device
-        return collective.group, collective.group_size, dtype, collective.reduce_op, device, module
+        return _reason_against(collective, self.policy)
 
     def _why_not(self, bucket: _OpenBucket, collective: Collective) -> str | None:
         if bucket.bytes + collective.bytes > self.policy.cap(bucket.index, collective):
@@ -291,14 +305,41 @@ class _BucketPlanner:
         start = self.order.position[collective.node]
         return span.least_hider < start or not self.hiding.matmuls_between(start, int(span.first_use))
 
-    def _alone(self, bucket: _OpenBucket) -> Verdict:
-        member = bucket.members[0]
-        capped = bucket.why_alone == _CAP
-        caps = [self.policy.cap(index, member) for index in (bucket.index, 0, 1)]
-        detail = f"cap {caps[0] / MB:g} MB" if capped else ""
-        first = ", and first_mb for the first bucket," if caps[1] != caps[2] else ""
-        remedy = f"a larger cap_mb{first} packs more" if capped else ""
-        return Verdict.of(member.node, Outcome.LEFT, bucket.why_alone, detail=detail, remedy=remedy, bytes=member.bytes)
+
+def _only(policy: Policy) -> str:
+    return _ONLY_OF_MODULE if policy.serves else _ONLY
+
+
+def _reason_against(collective: Collective, policy: Policy) -> str | None:
+    """Why a collective can be in no bucket, whatever is around it."""
+    if collective.coalesced or collective.in_place or collective.out is not None:
+        return "it is already coalesced or in place"
+    if not collective.waits or not all(wait.users for wait in collective.waits):
+        return "nothing uses its result"
+    if any(not collectives.is_wait(user) for user in collective.node.users):
+        return "something other than a wait names its result"
+    if collective.bytes >= policy.alone(collective):
+        return _LARGE
+    return policy.against(collective)
+
+
+def _key(collective: Collective, policy: Policy) -> Hashable:
+    """What the members of a bucket have in common."""
+    dtype = None if policy.mixed_dtypes else collective.dtype
+    numbered = _module_of(collective.node) if policy.grouping == "module" else None
+    module = policy.serves.get(collective.node, numbered)
+    device = collective.inputs[0].meta["val"].device
+    return collective.group, collective.group_size, dtype, collective.reduce_op, device, module
+
+
+def _alone(bucket: _OpenBucket, policy: Policy) -> Verdict:
+    member = bucket.members[0]
+    capped = bucket.why_alone == _CAP
+    caps = [policy.cap(index, member) for index in (bucket.index, 0, 1)]
+    detail = f"cap {caps[0] / MB:g} MB" if capped else ""
+    first = ", and first_mb for the first bucket," if caps[1] != caps[2] else ""
+    remedy = f"a larger cap_mb{first} packs more" if capped else ""
+    return Verdict.of(member.node, Outcome.LEFT, bucket.why_alone, detail=detail, remedy=remedy, bytes=member.bytes)
 
 
 def _next_collective(order: Order, communicating: set[fx.Node]) -> dict[fx.Node, int]:

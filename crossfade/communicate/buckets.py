@@ -11,7 +11,16 @@ from typing import Any, ClassVar, Literal, get_args
 import torch
 from torch import Tensor, fx
 
-from crossfade.communicate.bucket_plan import MB, BucketPlan, Delay, Grouping, Packing, Policy, plan_buckets
+from crossfade.communicate.bucket_plan import (
+    MB,
+    BucketPlan,
+    Delay,
+    Grouping,
+    Packing,
+    Policy,
+    plan_buckets,
+    plan_chain,
+)
 from crossfade.communicate.named_modules import NamedModules, are_modules
 from crossfade.cost.machine import Machine
 from crossfade.errors import PassError
@@ -119,14 +128,18 @@ class BucketPass(Pass):
 
     def plan(self, program: Program) -> BucketPlan:
         """Choose the buckets; pure."""
-        return self._plan(program)[0]
+        policy = self._policy(program)
+        return plan_chain(program.graph, self.kind, policy) or plan_buckets(Order(program.graph), self.kind, policy)[0]
 
     def run(self, program: Program) -> PassResult:
         """Plan, then apply."""
         if not collectives.has(program.graph, self.kind):
             return PassResult(False, {"buckets": 0, "bucketed": 0, "left": 0})
         with paused_garbage_collection():
-            plan, units = self._plan(program)
+            policy = self._policy(program)
+            plan, units = plan_chain(program.graph, self.kind, policy), None
+            if plan is None:
+                plan, units = plan_buckets(Order(program.graph), self.kind, policy)
             verdicts = apply_buckets(program, plan, self, units)
         packed = sum(len(bucket.members) for bucket in plan.buckets)
         counts = {"buckets": len(plan.buckets), "bucketed": packed, "left": len(plan.left)}
@@ -144,9 +157,10 @@ class BucketPass(Pass):
         """The function from members' inputs to their results that travels as one collective."""
         raise NotImplementedError
 
-    def _plan(self, program: Program) -> tuple[BucketPlan, Contraction]:
+    def _policy(self, program: Program) -> Policy:
+        """What the options come to for a program."""
         named = self.grouping if isinstance(self.grouping, tuple) else ()
-        policy = Policy(
+        return Policy(
             cap=lambda index, member: self._cap_for(index, member, program.groups),
             delay=self.delay,
             alone=lambda collective: self._along(collective)[1] * MB,
@@ -158,7 +172,6 @@ class BucketPass(Pass):
             against=self.reason_against,
             serves=NamedModules(named).of_collectives(program) if named else {},
         )
-        return plan_buckets(Order(program.graph), self.kind, policy)
 
     def _along(self, collective: Collective) -> tuple[float | None, float]:
         """The cap that is given for a collective's group, if one is, and from how many megabytes on one is alone."""
