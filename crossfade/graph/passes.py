@@ -302,13 +302,23 @@ def _decided(pass_: Pass, result: PassResult) -> str | None:
     return None if asks and result.changed else pass_.spelling
 
 
+def _hash_if_ordered(program: Program) -> str:
+    """The hash of a program; of one so broken that it has none, the empty text: what is wrong is said by `verify`."""
+    try:
+        return fingerprint(program)
+    except Exception:
+        return ""
+
+
 def _run_checked(program: Program, pass_: Pass, hash_before: str = "") -> tuple[PassResult, float, str]:
     """Run a pass on a program, then on the graphs inside it.
 
-    Also says how many seconds went into watching it, and the hash of the program afterwards if it is known.
+    Also says how many seconds went into watching it, and the hash of the program afterwards if it is known. A program
+    that is as the pass before left it, `hash_before`, was verified then.
     """
     start = time.perf_counter()
-    hash_before, graphs_before = hash_before or fingerprint(program), nested_graphs(program)
+    verified, graphs_before = hash_before, nested_graphs(program)
+    hash_before = hash_before or fingerprint(program)
     checking = time.perf_counter() - start
     try:
         result = pass_.run(program)
@@ -317,14 +327,14 @@ def _run_checked(program: Program, pass_: Pass, hash_before: str = "") -> tuple[
     except Exception as error:
         raise _blame(pass_, "failed", error) from error
     start = time.perf_counter()
+    hash_after = _hash_if_ordered(program)
     try:
-        verify(program, nested=False)
+        verify(program, nested=False, known=bool(verified) and hash_after == verified)
         for name, module in nested_graphs(program).items():
             if graphs_before.get(name) is not module and (inside := opened(module, program)) is not None:
                 verify(inside)
     except Exception as error:
         raise _blame(pass_, "left a broken program", error) from error
-    hash_after = fingerprint(program)
     changed = hash_after != hash_before
     if changed != result.changed:
         truth = "did change" if changed else "did not change"
