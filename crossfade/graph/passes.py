@@ -224,12 +224,20 @@ def _numbers_of(value: torch.Tensor) -> str:
     return hashlib.sha256(plain.reshape(-1).view(torch.uint8).numpy().tobytes()).hexdigest()
 
 
+_NESTING = (list, tuple, dict, slice)
+"""What may have nodes inside, as an argument."""
+
+
 def _lines(graph: fx.Graph, constant: Callable[[str], Any]) -> Iterator[str]:
     """What a graph computes, line by line, nodes by their positions; nested graphs where they are named."""
     position: dict[fx.Node, Any] = {}
     for index, node in enumerate(graph.nodes):
-        position[node] = _Reference(index)
-        arguments = fx.map_arg((node.args, node.kwargs), position.__getitem__)
+        position[node] = b"%d" % index  # bytes, which no argument is, since these print fast
+        args, kwargs = node.args, node.kwargs
+        if kwargs or any(isinstance(argument, _NESTING) for argument in args):
+            arguments: Any = fx.map_arg((args, kwargs), position.__getitem__)
+        else:
+            arguments = tuple([position[item] if isinstance(item, fx.Node) else item for item in args]), {}
         name = _called(node.target) if node.op == "call_function" else "" if node.op == "placeholder" else node.target
         yield f"{node.op} {name} {arguments}\n"
         if node.op == "get_attr" and isinstance(module := constant(str(node.target)), fx.GraphModule):
@@ -243,18 +251,6 @@ def _lines(graph: fx.Graph, constant: Callable[[str], Any]) -> Iterator[str]:
 def _called(target: Any) -> str:
     """The name of what a node calls, without the address that a Python function prints with."""
     return str(target) if has_schema(target) else getattr(target, "__name__", str(target))
-
-
-class _Reference:
-    """Stands for a node by position; a class, since map_arg would copy a tuple into the printed form."""
-
-    __slots__ = ("position",)
-
-    def __init__(self, position: int) -> None:
-        self.position = position
-
-    def __repr__(self) -> str:
-        return f"%{self.position}"
 
 
 @dataclass(frozen=True, slots=True)
