@@ -224,6 +224,22 @@ def _passes(name: str, figures: Figures) -> str:
     return _origin(f"{title}, {largest} layers", command, figures) + _table(columns, rows)
 
 
+def _overlap_order(name: str, figures: Figures) -> str:
+    outcomes = figures["outcomes"]
+    presets = list(outcomes[0]["predicted"])
+    rows = []
+    for row in outcomes:
+        hidden = f"{row['hidden'] / max(1, row['bytes']):.0%}"
+        times = [_ms(row["predicted"][machine]) for machine in presets]
+        taken = "" if row["seconds"] is None else f"{row['seconds']:.3f} s"
+        cells = [row["graph"], str(row["layers"]), f"{row['nodes']:,}", row["order"], hidden]
+        rows.append([*cells, f"{row['peak'] / 2**20:,.0f}", *times, taken])
+    columns = ["graph", "layers", "nodes", "order", "bytes hidden", "peak, MB", *(f"{m}, ms" for m in presets), "pass"]
+    said = "Other work ran on this machine: the last column is the processor's time, and inflated for both.\n\n"
+    title = f"Order without a machine, against `simple_overlap` of torch {name.rpartition('-')[2]}"
+    return _origin(title, "", figures) + (said if figures["busy"] else "") + _table(columns, rows)
+
+
 def _growth(row: Figures, timings: Sequence[Figures]) -> float:
     """The exponent with which our time grows by nodes, from the smallest graph to the largest; 1 is linear."""
     first = next(other for other in timings if other["contest"] == row["contest"])
@@ -358,6 +374,7 @@ SECTIONS: list[tuple[str, str, Callable[[str, Figures], str]]] = [
     ("Collective matmul: forecasts", "collective-matmul-forecasts", _forecasts),
     ("Collective matmul: pieces", "collective-matmul-pieces", _pieces),
     ("Time that passes take", "passes", _passes),
+    ("Overlap without a machine", "overlap-order-", _overlap_order),
     ("The tensor-parallel transform", "shard", _shard),
     ("Simplified models", "simplify-", _simplify),
     ("Buckets", "buckets-", _buckets),

@@ -21,6 +21,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import NamedTuple
 
+import torch
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
@@ -158,10 +159,9 @@ def main() -> None:
                 timings.append(_contest(contest, layers, modules[make], ours, theirs, earlier, given.patience))
     _show(sorted(timings, key=lambda timing: (list(CONTESTS).index(timing.contest), timing.layers)))
     if given.save:
-        save(
-            f"passes-{given.only}" if given.only else "passes",
-            {"cap_mb": CAP_MB, "timings": [asdict(timing) for timing in timings]},
-        )
+        version = torch.__version__.partition("+")[0]
+        named = ["passes", *([given.only] if given.only else []), *([version] if version != "2.13.0" else [])]
+        save("-".join(named), {"cap_mb": CAP_MB, "timings": [asdict(timing) for timing in timings]})
 
 
 def _contest(

@@ -6,15 +6,18 @@ buckets, and delays nothing that the pass must not delay. Else it opens the next
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
 from torch import fx
 
+from crossfade.communicate.bucket_chains import eligible_chain, leads_on
 from crossfade.communicate.hiding import Hiding, Window
+from crossfade.communicate.named_modules import Modules
 from crossfade.graph import collectives
 from crossfade.graph.collectives import Collective, Kind
 from crossfade.graph.contraction import Contraction
@@ -24,7 +27,7 @@ from crossfade.graph.program import MADE_FOR
 
 MB = 2**20
 
-Grouping = Literal["any", "module"]
+Grouping = Literal["any", "module"] | Modules
 Packing = Literal["program", "reversed", "largest-first"]
 Delay = Literal["no use", "no collective", "uses of the last"]
 """What a bucket may delay: no use of a result, since it starts with its first member, for whose place all are ready;
@@ -34,6 +37,7 @@ Of computation only the matmuls between starts and waits count, which ranks that
 
 _LARGE = "it is large enough to travel alone, and is not copied so"
 _ONLY = "it is the only one of its group, dtype and reduction"
+_ONLY_OF_MODULE = "it is the only one of its group, dtype and reduction that serves its module"
 _CAP = "no neighbour of the same kind fits its bucket"
 _DEPENDS = "its neighbour depends on its result"
 _USED = "its neighbour is not ready that early"
@@ -71,18 +75,20 @@ class BucketPlan:
 
 @dataclass(frozen=True)
 class Policy:
-    """What decides who shares a bucket: `cap` in bytes by a bucket's index in its key, from how many bytes one travels
-    `alone`, and the passes' options."""
+    """What decides who shares a bucket: `cap` in bytes by a bucket's index in its key and by a member, from how many
+    bytes one travels `alone`, and the passes' options. `serves` says which of the modules that the user named a
+    collective serves."""
 
-    cap: Callable[[int], int]
+    cap: Callable[[int, Collective], float]
     delay: Delay
-    alone: float = math.inf
+    alone: Callable[[Collective], float] = lambda collective: math.inf
     grouping: Grouping = "any"
     packing: Packing = "program"
     mixed_dtypes: bool = False
     results_are_views: bool = True
     keeps_overlap: bool = False
     against: Callable[[Collective], str | None] = lambda collective: None
+    serves: Mapping[fx.Node, Hashable] = field(default_factory=dict)
 
 
 def plan_buckets(order: Order, kind: Kind, policy: Policy) -> tuple[BucketPlan, Contraction]:
@@ -101,7 +107,7 @@ def plan_buckets(order: Order, kind: Kind, policy: Policy) -> tuple[BucketPlan, 
     ... wait_c: f32[4] = c10d.wait_tensor(c)
     ... return output("a", wait_a), output("b", wait_b), output("c", wait_c)
     ... ''', groups={"dp": 2})
-    >>> policy = Policy(cap=lambda index: MB, delay="uses of the last")
+    >>> policy = Policy(cap=lambda index, member: MB, delay="uses of the last")
     >>> print(plan_buckets(Order(program.graph), Kind.ALL_REDUCE, policy)[0])
     2 all-reduces, 0.00 MB: a, b
     c: left alone: it is the only one of its group, dtype and reduction
@@ -116,6 +122,33 @@ def plan_buckets(order: Order, kind: Kind, policy: Policy) -> tuple[BucketPlan, 
             else:
                 planner.units.open(node)
     return planner.plan(kind), planner.units
+
+
+def plan_chain(graph: fx.Graph, kind: Kind, policy: Policy) -> BucketPlan | None:
+    """The plan of a program in which every collective of a kind depends on the one before it: no bucket, and the same
+    reasons that `plan_buckets` gives; None for any other program."""
+    members = eligible_chain(graph, kind)
+    if members is None or len({_key(member, policy) for member in members}) > 1:
+        return None
+    left, alone = [], list[_OpenBucket]()
+    for member in members:
+        if (reason := _reason_against(member, policy)) is not None:
+            left.append(Verdict.of(member.node, Outcome.LEFT, reason, bytes=member.bytes))
+        else:
+            alone.append(_OpenBucket(len(alone), _DEPENDS, [member], member.bytes))
+    if policy.delay == "uses of the last":
+        for bucket in alone[:-1]:
+            bucket.why_alone = _AWAITED
+        for bucket in alone[-1:]:
+            bucket.index, bucket.why_alone = 0, _AWAITED if leads_on(bucket.members[0]) else _only(policy)
+    else:
+        for last, bucket in itertools.pairwise(alone):
+            bucket.why_alone = (
+                _CAP if last.bytes + bucket.bytes > policy.cap(last.index, bucket.members[0]) else _DEPENDS
+            )
+        for bucket in alone[:1]:
+            bucket.why_alone = alone[1].why_alone if len(alone) > 1 else _only(policy)
+    return BucketPlan((), (*left, *(_alone(bucket, policy) for bucket in alone)))
 
 
 @dataclass(frozen=True)
@@ -158,6 +191,7 @@ class _BucketPlanner:
         self.next_collective = _next_collective(order, self.communicating)
         self.strided = order.strided_owners() if policy.results_are_views else set()
         self.hiding = Hiding(order)
+        self.only = _only(policy)
         self.open: dict[Hashable, _OpenBucket] = {}
         self.awaited: dict[Hashable, list[_OpenBucket]] = {}
         """Buckets of collectives that others depend on: several at once, none of which needs a later one."""
@@ -171,7 +205,7 @@ class _BucketPlanner:
             self.left.append(Verdict.of(collective.node, Outcome.LEFT, reason, bytes=collective.bytes))
             self.units.open(collective.node)
             return
-        key = self._key(collective)
+        key = _key(collective, self.policy)
         if self.policy.delay == "uses of the last":
             is_awaited = self.next_collective[collective.node] < len(self.order.nodes)
             is_dispatched = collective.kind is Kind.ALL_TO_ALL  # tokens' weights may travel with the tokens
@@ -182,10 +216,10 @@ class _BucketPlanner:
                 self._add(together, collective)
                 return
         bucket = self.open.get(key)
-        why_not = self._why_not(bucket, collective) if bucket is not None else _ONLY
+        why_not = self._why_not(bucket, collective) if bucket is not None else self.only
         if why_not is not None or bucket is None:
             if bucket is not None:
-                if bucket.why_alone == _ONLY:
+                if bucket.why_alone == self.only:
                     bucket.why_alone = why_not or ""
                 self.closed.append(bucket)
             index = bucket.index + 1 if bucket is not None else 0
@@ -241,30 +275,16 @@ class _BucketPlanner:
                 names = tuple(member.node.name for member in _packed(bucket.members, self.policy.packing))
                 buckets.append(Bucket(names, str(kind), bucket.bytes))
             else:
-                self.left.append(self._alone(bucket))
+                self.left.append(_alone(bucket, self.policy))
         return BucketPlan(tuple(buckets), tuple(self.left))
 
     def _reason_against(self, collective: Collective) -> str | None:
-        if collective.coalesced or collective.in_place or collective.out is not None:
-            return "it is already coalesced or in place"
-        if not collective.waits or not all(wait.users for wait in collective.waits):
-            return "nothing uses its result"
-        if any(not collectives.is_wait(user) for user in collective.node.users):
-            return "something other than a wait names its result"
-        if collective.bytes >= self.policy.alone:
-            return _LARGE
         if collective.node in self.strided:
             return "a view of it counts in strides, which differ in a bucket"
-        return self.policy.against(collective)
-
-    def _key(self, collective: Collective) -> Hashable:
-        dtype = None if self.policy.mixed_dtypes else collective.dtype
-        module = _module_of(collective.node) if self.policy.grouping == "module" else None
-        device = collective.inputs[0].meta["val"].device
-        return collective.group, collective.group_size, dtype, collective.reduce_op, device, module
+        return _reason_against(collective, self.policy)
 
     def _why_not(self, bucket: _OpenBucket, collective: Collective) -> str | None:
-        if bucket.bytes + collective.bytes > self.policy.cap(bucket.index):
+        if bucket.bytes + collective.bytes > self.policy.cap(bucket.index, collective):
             return _CAP
         if not self.units.may_join(collective.node, bucket.unit):
             return _DEPENDS
@@ -285,13 +305,41 @@ class _BucketPlanner:
         start = self.order.position[collective.node]
         return span.least_hider < start or not self.hiding.matmuls_between(start, int(span.first_use))
 
-    def _alone(self, bucket: _OpenBucket) -> Verdict:
-        member = bucket.members[0]
-        capped = bucket.why_alone == _CAP
-        detail = f"cap {self.policy.cap(bucket.index) / MB:g} MB" if capped else ""
-        first = ", and first_mb for the first bucket," if self.policy.cap(0) != self.policy.cap(1) else ""
-        remedy = f"a larger cap_mb{first} packs more" if capped else ""
-        return Verdict.of(member.node, Outcome.LEFT, bucket.why_alone, detail=detail, remedy=remedy, bytes=member.bytes)
+
+def _only(policy: Policy) -> str:
+    return _ONLY_OF_MODULE if policy.serves else _ONLY
+
+
+def _reason_against(collective: Collective, policy: Policy) -> str | None:
+    """Why a collective can be in no bucket, whatever is around it."""
+    if collective.coalesced or collective.in_place or collective.out is not None:
+        return "it is already coalesced or in place"
+    if not collective.waits or not all(wait.users for wait in collective.waits):
+        return "nothing uses its result"
+    if any(not collectives.is_wait(user) for user in collective.node.users):
+        return "something other than a wait names its result"
+    if collective.bytes >= policy.alone(collective):
+        return _LARGE
+    return policy.against(collective)
+
+
+def _key(collective: Collective, policy: Policy) -> Hashable:
+    """What the members of a bucket have in common."""
+    dtype = None if policy.mixed_dtypes else collective.dtype
+    numbered = _module_of(collective.node) if policy.grouping == "module" else None
+    module = policy.serves.get(collective.node, numbered)
+    device = collective.inputs[0].meta["val"].device
+    return collective.group, collective.group_size, dtype, collective.reduce_op, device, module
+
+
+def _alone(bucket: _OpenBucket, policy: Policy) -> Verdict:
+    member = bucket.members[0]
+    capped = bucket.why_alone == _CAP
+    caps = [policy.cap(index, member) for index in (bucket.index, 0, 1)]
+    detail = f"cap {caps[0] / MB:g} MB" if capped else ""
+    first = ", and first_mb for the first bucket," if caps[1] != caps[2] else ""
+    remedy = f"a larger cap_mb{first} packs more" if capped else ""
+    return Verdict.of(member.node, Outcome.LEFT, bucket.why_alone, detail=detail, remedy=remedy, bytes=member.bytes)
 
 
 def _next_collective(order: Order, communicating: set[fx.Node]) -> dict[fx.Node, int]:

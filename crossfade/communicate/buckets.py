@@ -4,14 +4,25 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, get_args
 
 import torch
 from torch import Tensor, fx
 
-from crossfade.communicate.bucket_plan import MB, BucketPlan, Delay, Grouping, Packing, Policy, plan_buckets
+from crossfade.communicate.bucket_plan import (
+    MB,
+    BucketPlan,
+    Delay,
+    Grouping,
+    Packing,
+    Policy,
+    plan_buckets,
+    plan_chain,
+)
+from crossfade.communicate.named_modules import NamedModules, are_modules
+from crossfade.cost.machine import Machine
 from crossfade.errors import PassError
 from crossfade.graph import collectives, packing
 from crossfade.graph.collectives import Collective, Kind
@@ -19,7 +30,7 @@ from crossfade.graph.contraction import Contraction
 from crossfade.graph.effects import memory_of
 from crossfade.graph.order import Order, reorder
 from crossfade.graph.own_results import return_copies
-from crossfade.graph.passes import Outcome, Pass, PassResult, Verdict
+from crossfade.graph.passes import Outcome, Pass, PassResult, Verdict, from_context
 from crossfade.graph.program import Program, paused_garbage_collection
 from crossfade.graph.splice import Replacements, splice
 
@@ -57,8 +68,13 @@ class BucketPass(Pass):
     - `first_mb`: the cap of the first bucket, where `cap_mb` is a larger number.
     - `alone_mb`: what has so many megabytes or more travels alone, since to copy it would take longer than a launch;
       what comes after it may still join what came before.
+    - `along`: other sizes for some groups, as `(("tp", cap_mb, alone_mb),)`.
+    - `saturates`: on a machine, let a bucket grow until it fills the link of its group: until latency is a fifth of its
+      travel, which is soon inside a node, and late where an axis leaves it.
     - `grouping`: what may travel together: `"any"` of one process group, dtype, reduction and device, or of these only
-      what serves one `"module"`, the innermost numbered one such as `layers.3`.
+      what serves one `"module"`, the innermost numbered one such as `layers.3`; or a tuple of modules, each with
+      buckets of its own: names with `*` for one part, as in `("layers.*", "head")`, and tuples of names that share
+      buckets. What serves none of these travels with `"any"` other.
     - `packing`: the order inside a bucket: as in the `"program"`, `"reversed"`, or `"largest-first"`.
     - `mode`: how members get into their bucket: by `"concat"`, by one `"copy-kernel"`, or not at all, `"coalesced"`,
       where the backend takes a list. `"auto"` takes the kernel where it is faster: where it saves a conversion, and
@@ -75,25 +91,35 @@ class BucketPass(Pass):
     cap_mb: Cap = 2.0
     first_mb: float | None = None
     alone_mb: float = math.inf
+    along: tuple[tuple[str, float, float], ...] = ()
+    saturates: bool = False
     grouping: Grouping = "any"
     packing: Packing = "program"
     mode: Mode = "auto"
     fold: bool = True
     keeps_overlap: bool = True
+    machine: Machine | None = from_context()
 
     def __post_init__(self) -> None:
-        for name, kind in (("grouping", Grouping), ("packing", Packing), ("mode", Mode)):
-            if getattr(self, name) not in get_args(kind):
-                expected = " or ".join(map(repr, get_args(kind)))
-                raise PassError(
-                    f"{self.name}({name}={getattr(self, name)!r})", expected=expected, remedy="pass one of those"
+        for name, kind in (("grouping", get_args(Grouping)[0]), ("packing", Packing), ("mode", Mode)):
+            value = getattr(self, name)
+            if value not in get_args(kind) and not (name == "grouping" and are_modules(value)):
+                expected = " or ".join(map(repr, get_args(kind))) + (
+                    " or names of modules" if name == "grouping" else ""
                 )
+                raise PassError(f"{self.name}({name}={value!r})", expected=expected, remedy="pass one of those")
         caps = () if callable(self.cap_mb) else self.cap_mb if isinstance(self.cap_mb, tuple) else (self.cap_mb,)
         if not callable(self.cap_mb) and not (caps and all(isinstance(c, (int, float)) and c > 0 for c in caps)):
             raise PassError(
                 f"{self.name}(cap_mb={self.cap_mb!r})",
                 expected="megabytes, more than 0, or a function of the bucket's index",
                 remedy="pass a size or a function",
+            )
+        if not all(isinstance(entry, tuple) and _is_sizes(*entry) for entry in self.along):
+            raise PassError(
+                f"{self.name}(along={self.along!r})",
+                expected="for each group its name, cap_mb and alone_mb, as in (('tp', 0.5, 0.1),)",
+                remedy="pass such entries",
             )
         if not self.alone_mb > 0:
             raise PassError(
@@ -102,14 +128,18 @@ class BucketPass(Pass):
 
     def plan(self, program: Program) -> BucketPlan:
         """Choose the buckets; pure."""
-        return self._plan(Order(program.graph))[0]
+        policy = self._policy(program)
+        return plan_chain(program.graph, self.kind, policy) or plan_buckets(Order(program.graph), self.kind, policy)[0]
 
     def run(self, program: Program) -> PassResult:
         """Plan, then apply."""
         if not collectives.has(program.graph, self.kind):
             return PassResult(False, {"buckets": 0, "bucketed": 0, "left": 0})
         with paused_garbage_collection():
-            plan, units = self._plan(Order(program.graph))
+            policy = self._policy(program)
+            plan, units = plan_chain(program.graph, self.kind, policy), None
+            if plan is None:
+                plan, units = plan_buckets(Order(program.graph), self.kind, policy)
             verdicts = apply_buckets(program, plan, self, units)
         packed = sum(len(bucket.members) for bucket in plan.buckets)
         counts = {"buckets": len(plan.buckets), "bucketed": packed, "left": len(plan.left)}
@@ -127,19 +157,35 @@ class BucketPass(Pass):
         """The function from members' inputs to their results that travels as one collective."""
         raise NotImplementedError
 
-    def _plan(self, order: Order) -> tuple[BucketPlan, Contraction]:
-        policy = Policy(
-            cap=self._cap,
+    def _policy(self, program: Program) -> Policy:
+        """What the options come to for a program."""
+        named = self.grouping if isinstance(self.grouping, tuple) else ()
+        return Policy(
+            cap=lambda index, member: self._cap_for(index, member, program.groups),
             delay=self.delay,
-            alone=self.alone_mb * MB,
+            alone=lambda collective: self._along(collective)[1] * MB,
             grouping=self.grouping,
             packing=self.packing,
             mixed_dtypes=self.mixes_dtypes(),
             results_are_views=self.results_are_views and self.mode != "coalesced",
             keeps_overlap=self.keeps_overlap,
             against=self.reason_against,
+            serves=NamedModules(named).of_collectives(program) if named else {},
         )
-        return plan_buckets(order, self.kind, policy)
+
+    def _along(self, collective: Collective) -> tuple[float | None, float]:
+        """The cap that is given for a collective's group, if one is, and from how many megabytes on one is alone."""
+        found = next((entry for entry in self.along if entry[0] == collective.group), None)
+        return (found[1], found[2]) if found is not None else (None, self.alone_mb)
+
+    def _cap_for(self, index: int, collective: Collective, groups: Mapping[str, int]) -> float:
+        """The most bytes of a bucket that a collective may be in; `groups` has the sizes of groups."""
+        given, _ = self._along(collective)
+        cap = given * MB if given is not None else self._cap(index)
+        ranks = groups.get(collective.group) or collective.group_size
+        if not self.saturates or self.machine is None or ranks is None:
+            return cap
+        return max(cap, self.machine.worthwhile(collective.kind, ranks, collective.group))
 
     def _cap(self, index: int) -> int:
         if callable(self.cap_mb):
@@ -150,6 +196,13 @@ class BucketPass(Pass):
             first = self.first_mb if index == 0 and self.first_mb is not None else self.cap_mb
             megabytes = min(first, self.cap_mb)
         return int(megabytes * MB)
+
+
+def _is_sizes(*entry: Any) -> bool:
+    """Whether these are a group's name and two sizes."""
+    if len(entry) != 3 or not isinstance(entry[0], str):
+        return False
+    return all(isinstance(size, (int, float)) and size > 0 for size in entry[1:])
 
 
 def apply_buckets(

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, fx
 
 from crossfade.communicate.pieces import finish_at_its_wait, ranks_of
-from crossfade.cost.machine import Machine, bytes_sent
+from crossfade.cost.machine import Machine
+from crossfade.cost.machine_parts import bytes_sent
 from crossfade.graph import collectives
 from crossfade.graph.collectives import Collective, Kind
 from crossfade.graph.order import Order

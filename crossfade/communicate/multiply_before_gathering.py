@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
-from crossfade.cost.machine import Machine, bytes_sent
+from crossfade.cost.machine import Machine
+from crossfade.cost.machine_parts import bytes_sent
 from crossfade.graph import collectives
 from crossfade.graph.collectives import Kind
 from crossfade.graph.gathers import Gather, find_gathers
+from crossfade.graph.layouts import Unreadable
+from crossfade.graph.matmul_forms import form_of
+from crossfade.graph.operators import REORDERING, permutation_of
 from crossfade.graph.passes import Numerics, Outcome, Pass, PassResult, Verdict, from_context
 from crossfade.graph.program import Program, tensor_bytes
 from crossfade.graph.splice import Replacements, splice
 
 _aten = torch.ops.aten
-_TRANSPOSES = (_aten.t.default, _aten.permute.default, _aten.transpose.int)
 
 
 @dataclass(frozen=True)
@@ -26,6 +30,8 @@ class MultiplyBeforeGathering(Pass):
 
     A rank does its share of the arithmetic, and where X is longer than wide by half, less travels. The `machine` says
     how long things travel; without one, their bytes count. Muon and Shampoo do such products of gradients and momenta.
+    Batches of matrices, any spelling of the product, and what is added to it are understood; a product over a dim that
+    is not gathered needs X whole.
 
     Before:
         x: f32[64, 8] = input("x")
@@ -37,8 +43,8 @@ class MultiplyBeforeGathering(Pass):
 
     After:
         x: f32[64, 8] = input("x")
-        t_1: f32[8, 64] = aten.t(x)
-        mm_1: f32[8, 8] = aten.mm(t_1, x)
+        permute: f32[8, 64] = aten.permute(x, [1, 0])
+        mm_1: f32[8, 8] = aten.mm(permute, x)
         all_reduce: f32[8, 8] = c10d.all_reduce(mm_1, "sum", "dp")
         wait_tensor: f32[8, 8] = c10d.wait_tensor(all_reduce)
         return output("y", wait_tensor)
@@ -61,7 +67,7 @@ class MultiplyBeforeGathering(Pass):
             reason = self._reason_against(gather, products)
             if reason is None:
                 for product in products:
-                    replaced.replace(product, _multiplied(program, gather, product))
+                    replaced.replace(product.node, _multiplied(program, gather, product))
             outcome = Outcome.LEFT if reason else Outcome.REPLACED
             why = reason or "parts are multiplied where they are, and their products added up"
             verdicts.append(Verdict.of(start, outcome, why, bytes=size))
@@ -70,18 +76,19 @@ class MultiplyBeforeGathering(Pass):
         replaced.finish()
         return PassResult.of(verdicts, Outcome.REPLACED, done="replaced", left="left")
 
-    def _reason_against(self, gather: Gather, products: list[fx.Node]) -> str | None:
+    def _reason_against(self, gather: Gather, products: list[SelfProduct]) -> str | None:
         value: Tensor = gather.part.meta["val"]
         if gather.trim is not None or gather.also:
             return "it is cut after it is gathered"
         if not value.is_floating_point():
             return "it is no float"
-        users = {user for end in _both_ways(gather) for user in end.users if user.target not in _TRANSPOSES}
-        if users - set(products):
+        turned = _turned(gather)
+        users = {user for value in turned for user in value.users if user not in turned}
+        if users - {product.node for product in products}:
             return "something else needs it whole"
         if not all(isinstance(size, int) for size in value.shape):
             return "its sizes are not known before it runs"
-        summed = sum(self._travel(gather, Kind.ALL_REDUCE, tensor_bytes(each.meta["val"])) for each in products)
+        summed = sum(self._travel(gather, Kind.ALL_REDUCE, tensor_bytes(each.node.meta["val"])) for each in products)
         whole = self._travel(gather, Kind.ALL_GATHER, tensor_bytes(gather.result.meta["val"]))
         return "its products would travel longer" if summed > whole else None
 
@@ -94,46 +101,74 @@ class MultiplyBeforeGathering(Pass):
         )
 
 
-def _both_ways(gather: Gather) -> list[fx.Node]:
-    """The gathered matrix, and its transposes."""
-    return [gather.result, *(user for user in gather.result.users if user.target in _TRANSPOSES)]
+@dataclass(frozen=True)
+class SelfProduct:
+    """A product of a gathered value with itself over the dim that is gathered: the orders of dims of its operands."""
+
+    node: fx.Node
+    left: tuple[int, ...]
+    right: tuple[int, ...]
+    bias: fx.Node | None
 
 
-def _self_products(gather: Gather) -> list[fx.Node]:
-    """The products of the gathered matrix with itself along the dim that is gathered."""
-    result = gather.result
-    if result.meta["val"].dim() != 2 or gather.dim not in (0, 1):
-        return []
-    found: list[fx.Node] = []
-    for turned in (user for user in result.users if user.target in _TRANSPOSES and _turns(user)):
-        pair = (turned, result) if gather.dim == 0 else (result, turned)
-        found += [user for user in turned.users if user.target is _aten.mm.default and tuple(user.args) == pair]
+def _turned(gather: Gather) -> dict[fx.Node, tuple[int, ...]]:
+    """The gathered value and what only reorders its dims, with the order of dims of each."""
+    found = {gather.result: tuple(range(gather.result.meta["val"].dim()))}
+    waiting = [gather.result]
+    while waiting:
+        value = waiting.pop()
+        for user in value.users:
+            if user.target in REORDERING:
+                found[user] = tuple(found[value][dim] for dim in permutation_of(user))
+                waiting.append(user)
     return found
 
 
-def _turns(node: fx.Node) -> bool:
-    """Whether a node really exchanges the two dims."""
-    if node.target is _aten.t.default:
-        return True
-    if node.target is _aten.permute.default:
-        order: Any = node.args[1]
-        return [dim % 2 for dim in order] == [1, 0]
-    dims: Any = node.args[1:3]
-    return bool(dims[0] % 2 != dims[1] % 2)
+def _self_products(gather: Gather) -> list[SelfProduct]:
+    """The products of the gathered value with itself that add up along the dim that is gathered, in order."""
+    turned = _turned(gather)
+    products = [
+        _self_product(gather, turned, user) for user in sorted({user for value in turned for user in value.users})
+    ]
+    return [product for product in products if product is not None]
 
 
-def _multiplied(program: Program, gather: Gather, product: fx.Node) -> fx.Node:
-    group = gather.collective.group
+def _self_product(gather: Gather, turned: Mapping[fx.Node, tuple[int, ...]], user: fx.Node) -> SelfProduct | None:
+    try:
+        form = form_of(user)
+    except Unreadable:
+        return None
+    if form is None or form.scales is not None or not {form.left, form.right} <= turned.keys():
+        return None
+    left, right = turned[form.left], turned[form.right]
+    summed = left[form.left_dims.index("k")], right[form.right_dims.index("k")]
+    return SelfProduct(user, left, right, form.bias) if summed == (gather.dim, gather.dim) else None
 
-    def multiply(part: Tensor) -> Tensor:
-        own = part.t() @ part if gather.dim == 0 else part @ part.t()
-        return collectives.wait(collectives.all_reduce(own, "sum", group))
 
-    return splice(program, multiply, gather.part, before=product, like=product)
+_WITHOUT_BIAS: dict[Any, Any] = {
+    _aten.addmm.default: _aten.mm.default,
+    _aten.baddbmm.default: _aten.bmm.default,
+}
+
+
+def _multiplied(program: Program, gather: Gather, product: SelfProduct) -> fx.Node:
+    group, target = gather.collective.group, product.node.target
+    multiply = _WITHOUT_BIAS.get(target, target)
+
+    def multiplied(part: Tensor, bias: Tensor | None) -> Tensor:
+        own = multiply(_ordered(part, product.left), _ordered(part, product.right))
+        done = collectives.wait(collectives.all_reduce(own, "sum", group))
+        return done if bias is None else done + bias
+
+    return splice(program, multiplied, gather.part, product.bias, before=product.node, like=product.node)
+
+
+def _ordered(part: Tensor, order: tuple[int, ...]) -> Tensor:
+    return part if order == tuple(range(part.dim())) else part.permute(order)
 
 
 def _drop(gather: Gather, replaced: Replacements) -> None:
     """Let the gather go, with what only it served."""
-    going = {*_both_ways(gather), *gather.nodes, *gather.collective.waits, gather.collective.node}
+    going = {*_turned(gather), *gather.nodes, *gather.collective.waits, gather.collective.node}
     for node in sorted(going, reverse=True):
         replaced.drop(node)

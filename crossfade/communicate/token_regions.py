@@ -14,7 +14,7 @@ from torch import Tensor, fx
 
 from crossfade.communicate import per_token
 from crossfade.communicate.per_token import SUMMED, Place, Split
-from crossfade.cost.machine import bytes_sent
+from crossfade.cost.machine_parts import bytes_sent
 from crossfade.graph import collectives
 from crossfade.graph.collectives import Collective, Kind
 from crossfade.graph.effects import alias_roots, is_random, rewritten

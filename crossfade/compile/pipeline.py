@@ -80,6 +80,7 @@ from crossfade.simplify.remove_dead_code import RemoveDeadCode
 from crossfade.simplify.remove_redundant_gathers import RemoveRedundantGathers
 from crossfade.simplify.reorder_for_locality import ReorderForLocality
 from crossfade.simplify.simplify_nodes import SimplifyNodes
+from crossfade.simplify.unbatch_matmuls import UnbatchMatmuls
 from crossfade.tracebacks import users_frames
 
 Semantics = Literal["global", "per-rank"]
@@ -99,7 +100,8 @@ def simplification(*, matmuls: bool = False) -> Pipeline:
     remove-dead-code
     reorder-for-locality
     """
-    smaller = [RemoveAsserts(), FoldConstants(), SimplifyNodes(), MergeCommonSubexpressions(), RemoveDeadCode()]
+    nodes: list[Pass] = [UnbatchMatmuls(), SimplifyNodes()] if matmuls else [SimplifyNodes()]
+    smaller = [RemoveAsserts(), FoldConstants(), *nodes, MergeCommonSubexpressions(), RemoveDeadCode()]
     faster = [AddMatmuls(), AssociateMatmuls(), DecomposeThinMatmuls()]
     return Pipeline([*smaller, *(faster if matmuls else []), ReorderForLocality()])
 
@@ -209,15 +211,15 @@ def _fewer() -> list[Pass]:
     ]
 
 
-def _fewer_and_larger(*, keeps_overlap: bool) -> list[Pass]:
+def _fewer_and_larger(*, keeps_overlap: bool, saturates: bool = False) -> list[Pass]:
     """Passes that make collectives fewer and larger; overlap that the program has need not be kept where the order is
-    chosen afterwards."""
+    chosen afterwards, and buckets are as large as saturates their link where the machine is known."""
     fewer = _fewer()
     larger = [
-        BucketAllGathers(mixed_dtypes=True, keeps_overlap=keeps_overlap),
-        BucketReduceScatters(keeps_overlap=keeps_overlap),
-        BucketAllReduces(keeps_overlap=keeps_overlap),
-        BucketAllToAlls(mixed_dtypes=True, keeps_overlap=keeps_overlap),
+        BucketAllGathers(mixed_dtypes=True, keeps_overlap=keeps_overlap, saturates=saturates),
+        BucketReduceScatters(keeps_overlap=keeps_overlap, saturates=saturates),
+        BucketAllReduces(keeps_overlap=keeps_overlap, saturates=saturates),
+        BucketAllToAlls(mixed_dtypes=True, keeps_overlap=keeps_overlap, saturates=saturates),
     ]
     return [*fewer, *larger]
 
@@ -267,7 +269,12 @@ def overlap(sizes: Mapping[Kind, BucketSize], memory_limit: int | None = None, n
         (BucketAllToAlls, Kind.ALL_TO_ALL),
     ]
     larger = [
-        bucketing(cap_mb=_cap(kind, sizes[kind].cap_mb), alone_mb=sizes[kind].alone_mb, keeps_overlap=False)
+        bucketing(
+            cap_mb=_cap(kind, sizes[kind].cap_mb),
+            alone_mb=sizes[kind].alone_mb,
+            along=sizes[kind].along,
+            keeps_overlap=False,
+        )
         for bucketing, kind in kinds
         if kind in sizes
     ]
@@ -319,7 +326,7 @@ def optimization(
     needed = [RemoveRedundantGathers()]
     if machine is None:
         return simplification() + needed + communication() + lowered
-    ordered = [*_fewer_and_larger(keeps_overlap=False), OverlapCommunication()]
+    ordered = [*_fewer_and_larger(keeps_overlap=False, saturates=True), OverlapCommunication()]
     return simplification(matmuls=True) + needed + collective_matmuls(backends) + ordered + lowered
 
 

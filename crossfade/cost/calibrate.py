@@ -35,7 +35,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from crossfade.cost.machine import Fabric, Link, Machine, bytes_sent
+from crossfade.cost.machine import Fabric, Link, Machine
+from crossfade.cost.machine_parts import bytes_sent, fitted, rounded
 from crossfade.errors import MachineError
 from crossfade.graph import collectives
 from crossfade.graph.collectives import Kind
@@ -225,7 +226,7 @@ class _Calibration:
             left = self.numbers(size).to(dtype)
             product = functools.partial(torch.mm, left, left)
             if self.agreed(product, 0.0) > _PRODUCT_SECONDS or size >= 8192:
-                return _rounded(2 * size**3 / self.agreed(product, self.seconds / len(DTYPES) / 2))
+                return rounded(2 * size**3 / self.agreed(product, self.seconds / len(DTYPES) / 2))
             size *= 2
 
     def numbers(self, size: int) -> Tensor:
@@ -242,7 +243,7 @@ class _Calibration:
             start = 3 * (next(turn) % 6)
             torch.add(tensors[start], tensors[start + 1], out=tensors[start + 2])
 
-        return _rounded(3 * 4 * elements / self.agreed(add, self.seconds / 8))
+        return rounded(3 * 4 * elements / self.agreed(add, self.seconds / 8))
 
     def _overhead(self) -> float:
         left = torch.ones(8, device=self.device)
@@ -252,8 +253,8 @@ class _Calibration:
                 torch.add(left, left)
 
         if self.device == "cuda":
-            return _rounded(self.ranks.slowest([statistics.median(self._behind(adds) for _ in range(9))])[0] / 100)
-        return _rounded(self.agreed(adds, self.seconds / 8) / 100)
+            return rounded(self.ranks.slowest([statistics.median(self._behind(adds) for _ in range(9))])[0] / 100)
+        return rounded(self.agreed(adds, self.seconds / 8) / 100)
 
     def _behind(self, work: Callable[[], Any]) -> float:
         """Seconds of kernels on a GPU that is still busy while they are launched: the host runs ahead, as in a step."""
@@ -377,7 +378,7 @@ class _Axis:
             started = self._start(Kind.ALL_REDUCE, inputs)
             samples.append((time.perf_counter() - start) / len(inputs))
             self._finish(started)
-        return _rounded(self.calibration.ranks.slowest([statistics.median(samples)])[0])
+        return rounded(self.calibration.ranks.slowest([statistics.median(samples)])[0])
 
     def slows_compute(self, link: Link) -> float:
         """By which share matrix products take longer while all-reduces travel."""
@@ -395,7 +396,7 @@ class _Axis:
             started = self._start(Kind.ALL_REDUCE, inputs)
             shares.append(self._during(product, window / 2) / alone - 1)
             self._finish(started)
-        return _rounded(max(0.0, self.calibration.ranks.slowest([statistics.median(shares)])[0]))
+        return rounded(max(0.0, self.calibration.ranks.slowest([statistics.median(shares)])[0]))
 
     def _during(self, product: Callable[[], Any], window: float) -> float:
         """Mean seconds of a product for half of the time that the collectives take alone: they travel all the while."""
@@ -433,30 +434,3 @@ def best_piece(seconds: Mapping[int, Sequence[float]]) -> int:
     """
     usually = {piece: statistics.quantiles(rounds, n=4, method="inclusive")[2] for piece, rounds in seconds.items()}
     return max(piece for piece, took in usually.items() if took <= min(usually.values()) * _NEARLY)
-
-
-def fitted(points: Sequence[tuple[float, float, float]]) -> Link:
-    """The link that explains points of (latencies, bytes sent, seconds).
-
-    The bandwidth has the least squared error in seconds, which large sizes decide: a link that lets small bursts pass
-    faster counts with what it sustains. Given that, the latency has the least relative error, which small sizes decide.
-    Neither can be negative; where more bytes took less time, the bandwidth is that of the most bytes.
-
-    >>> fitted([(1, 1000, 0.002), (1, 10_000, 0.011), (4, 400_000, 0.404)])
-    Link(latency=0.001, bandwidth=1000000.0, piece=None)
-    """
-    aa, ab, bb = (sum(x[i] * x[j] for x in points) for i, j in ((0, 0), (0, 1), (1, 1)))
-    at, bt = sum(x[0] * x[2] for x in points), sum(x[1] * x[2] for x in points)
-    determinant = aa * bb - ab * ab
-    inverse = (bt * aa - at * ab) / determinant if determinant else bt / bb
-    if inverse <= 0:
-        _, sent, seconds = max(points, key=lambda point: point[1])
-        inverse = seconds / sent
-    shares = [(count / seconds, 1 - sent * inverse / seconds) for count, sent, seconds in points]
-    latency = sum(count * left for count, left in shares) / sum(count * count for count, _ in shares)
-    return Link(_rounded(max(0.0, latency)), _rounded(1 / inverse))
-
-
-def _rounded(value: float) -> float:
-    """Five digits: more are noise."""
-    return float(f"{value:.5g}")

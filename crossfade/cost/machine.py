@@ -11,9 +11,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from crossfade.cost.machine_parts import Link, bytes_sent
+from crossfade.cost.machine_parts import Link
 from crossfade.cost.network import Network, Wire, routed
 from crossfade.cost.products import Products
+from crossfade.cost.traced import REMEDY, Traced, read_trace
 from crossfade.errors import MachineError
 from crossfade.files.found import is_number
 from crossfade.files.plain import decoded_json, read_text
@@ -129,7 +130,9 @@ class Machine:
         if ranks < 2:
             return 0.0
         link = self.fabric(axis).links[kind]
-        return bytes_worth_latency(link.seconds(kind, 0, ranks), bytes_sent(kind, 1, ranks) / link.bandwidth)
+        latency = link.seconds(kind, 0, ranks)
+        many = 2**30  # a way through several nodes has more than one bandwidth: that of large messages counts
+        return bytes_worth_latency(latency, (link.seconds(kind, many, ranks) - latency) / many)
 
     def piece(self, kind: Kind, ranks: int, axis: str = ANY_AXIS) -> float | None:
         """The most bytes to send at once: the link's `piece`, which is measured among few ranks, but no fewer than
@@ -223,6 +226,71 @@ class Machine:
         except MachineError as error:
             named = error.found if str(path) in error.found else f"{path}, {error.found}"
             raise MachineError(named, expected=error.expected, remedy=error.remedy) from error
+
+    @classmethod
+    def from_trace(cls, path: str | Path, *, like: Machine | None = None, name: str = "") -> Machine:
+        """A machine from a Chrome trace of an earlier step, as `torch.profiler` writes it with `record_shapes=True`.
+
+        Fabrics are those of the process groups in the trace: `dp` for the group that a mesh calls so, `"*"` for that of
+        all ranks, or for the busiest group. What the trace does not show is taken from `like`, a preset or a calibrated
+        machine; without one, what cannot be left out is an error. `source` says what was read and what was not.
+        Kernels of collectives include waiting for other ranks: of equal ones the shortest counts.
+        """
+        path = Path(path)
+        if not path.exists():
+            raise MachineError(f"no file {path}", remedy=REMEDY)
+        traced = read_trace(path)
+        try:
+            return cls(**_fields_traced(traced, like), name=name or path.stem)
+        except MachineError as error:
+            said = f"{path}, which has {traced.said() or 'nothing to read'}: {error.found}"
+            raise MachineError(said, expected=error.expected, remedy=error.remedy) from error
+
+
+def _fields_traced(traced: Traced, like: Machine | None) -> dict[str, Any]:
+    """The fields of a machine, each from a trace or from another machine; `source` says which."""
+    unseen = [f"{kinds} along {axis}" for axis, kinds in traced.unseen.items()]
+    flops = {**(like.flops if like is not None else {}), **traced.flops}
+    if "float32" not in flops:
+        raise MachineError("no matrix product of float32", expected="one, with its shapes", remedy=_OWED)
+    unseen += [] if "float32" in traced.flops else ["matrix products of float32"]
+    if not traced.links and like is None:
+        raise MachineError("no collective of known size", expected="NCCL's kernels or gloo's spans", remedy=_OWED)
+    if traced.memory_bandwidth is None and like is None:
+        raise MachineError("no elementwise operator of known size", expected="one, with its shapes", remedy=_OWED)
+    measured = {"memory_bandwidth": traced.memory_bandwidth, "overhead": traced.overhead, "launch": traced.launch}
+    unseen += [what.replace("_", " ") for what, found in measured.items() if found is None]
+    instead = f"from {like.name}" if like is not None else "from the slowest link seen, or nothing"
+    return {
+        "fabrics": _fabrics_traced(traced, like),
+        "flops": flops,
+        "memory_bandwidth": traced.memory_bandwidth or (like.memory_bandwidth if like is not None else 0.0),
+        "overhead": traced.overhead if traced.overhead is not None else like.overhead if like is not None else 0.0,
+        "device": traced.device,
+        "memory": like.memory if like is not None else None,
+        "source": f"a trace of {traced.said()}" + (f"; unseen, {instead}: {', '.join(unseen)}" if unseen else ""),
+    }
+
+
+def _fabrics_traced(traced: Traced, like: Machine | None) -> dict[str, Fabric]:
+    """A fabric for each group in a trace; for all others that of all ranks, or of the group with the most kinds."""
+    fabrics = dict(like.fabrics) if like is not None else {}
+    for axis, links in traced.links.items():
+        known = like.fabrics.get(axis, like.fabrics.get(ANY_AXIS)) if like is not None else None
+        slowest = min(links.values(), key=lambda link: link.bandwidth)
+        found = {kind: links.get(kind) or (known.links[kind] if known is not None else slowest) for kind in Kind}
+        launch = known.launch if known is not None else 0.0
+        fabrics[axis] = Fabric(
+            found,
+            launch=traced.launch if traced.launch is not None else launch,
+            slows_compute=known.slows_compute if known is not None else 0.0,
+        )
+    if traced.links and ANY_AXIS not in traced.links:
+        fabrics[ANY_AXIS] = fabrics[max(traced.links, key=lambda axis: len(traced.links[axis]))]
+    return fabrics
+
+
+_OWED = "trace a whole step with record_shapes=True, or pass like=, a preset or a calibrated machine"
 
 
 def _plain_fabric(fabric: Fabric) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from crossfade.graph.collectives import Kind
@@ -43,3 +44,34 @@ def bytes_sent(kind: Kind, size: int, ranks: int) -> float:
         return float(size)
     others = size * (ranks - 1) / ranks
     return 2 * others if kind is Kind.ALL_REDUCE else others
+
+
+def fitted(points: Sequence[tuple[float, float, float]]) -> Link:
+    """The link that explains points of (latencies, bytes sent, seconds).
+
+    The bandwidth has the least squared error in seconds, which large sizes decide: a link that lets small bursts pass
+    faster counts with what it sustains. Given that, the latency has the least relative error, which small sizes decide.
+    Neither can be negative; where more bytes took less time, the bandwidth is that of the most bytes.
+
+    >>> fitted([(1, 1000, 0.002), (1, 10_000, 0.011), (4, 400_000, 0.404)])
+    Link(latency=0.001, bandwidth=1000000.0, piece=None)
+    """
+    aa, ab, bb = (sum(x[i] * x[j] for x in points) for i, j in ((0, 0), (0, 1), (1, 1)))
+    at, bt = sum(x[0] * x[2] for x in points), sum(x[1] * x[2] for x in points)
+    determinant = aa * bb - ab * ab
+    inverse = (bt * aa - at * ab) / determinant if determinant else bt / bb
+    if inverse <= 0:
+        _, sent, seconds = max(points, key=lambda point: point[1])
+        inverse = seconds / sent
+    shares = [(count / seconds, 1 - sent * inverse / seconds) for count, sent, seconds in points]
+    latency = sum(count * left for count, left in shares) / sum(count * count for count, _ in shares)
+    return Link(rounded(max(0.0, latency)), rounded(1 / inverse))
+
+
+def rounded(value: float) -> float:
+    """Five digits of a measurement: more are noise.
+
+    >>> rounded(123456.7)
+    123460.0
+    """
+    return float(f"{value:.5g}")

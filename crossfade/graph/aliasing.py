@@ -48,9 +48,12 @@ class Aliasing:
         """Whether something writes the memory behind a value: read at another place, it might not be the same."""
         return bool(self._written) and memory_of(node) in self._written
 
-    def may_replace(self, node: fx.Node, other: fx.Node) -> str | None:
-        """Why `other` may not stand for `node` everywhere, though it has the same value; None if it may."""
-        if (reason := _seen_difference(node.meta.get("val"), other.meta.get("val"))) is not None:
+    def may_replace(self, node: fx.Node, other: fx.Node, other_strides: bool = False) -> str | None:
+        """Why `other` may not stand for `node` everywhere, though it has the same value; None if it may.
+
+        With `other_strides`, someone else sees to it that nobody minds these.
+        """
+        if (reason := _seen_difference(node.meta.get("val"), other.meta.get("val"), other_strides)) is not None:
             return reason
         old, new = memory_of(node), memory_of(other)
         if old == new and old in self._written and may_copy(node.target):
@@ -92,7 +95,7 @@ def _collide(node: fx.Node, other: fx.Node) -> bool:
     return taken and any(user.op == "output" for user in node.users)
 
 
-def _seen_difference(old: Any, new: Any) -> str | None:
+def _seen_difference(old: Any, new: Any, other_strides: bool) -> str | None:
     """What a reader of two equal values could still tell apart: how they lie in memory."""
     if not isinstance(old, Tensor) or not isinstance(new, Tensor):
         return None
@@ -100,7 +103,8 @@ def _seen_difference(old: Any, new: Any) -> str | None:
         return "its dtype or device would change"
     if not statically_equal(old.shape, new.shape):
         return "its shape is not provably the same"
-    if old.layout == torch.strided == new.layout and not statically_equal(old.stride(), new.stride()):
+    strided = old.layout == torch.strided == new.layout
+    if strided and not other_strides and not statically_equal(old.stride(), new.stride()):
         return "its strides would change"
     if old.is_conj() != new.is_conj() or old.is_neg() != new.is_neg():
         return "its conjugate or negative bit would change"

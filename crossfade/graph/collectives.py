@@ -79,6 +79,18 @@ _POINT_TO_POINT = {
     for name, how in {"isend": "isend", "irecv": "irecv", "batch_p2p_ops": "both"}.items()
     if hasattr(_ops, name)  # these too are younger than torch 2.11
 }
+_NAMES = {f"{NAMESPACE}::{str(target).split('.')[1]}" for target in _SPELLINGS}
+
+
+def is_named(name: str) -> bool:
+    """Whether a profiler's name of an operator is that of one that starts a collective.
+
+    >>> is_named(f"{NAMESPACE}::all_reduce"), is_named(f"{NAMESPACE}::wait_tensor")
+    (True, False)
+    """
+    return name in _NAMES
+
+
 HAS_MESSAGES = bool(_POINT_TO_POINT)
 """Whether this torch has operators for messages between two ranks."""
 

@@ -6,9 +6,12 @@ import functools
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar
 
+import torch
 from torch import fx
 
 from crossfade.graph.private import schema_of
+
+_aten = torch.ops.aten
 
 Answer = TypeVar("Answer")
 
@@ -19,7 +22,6 @@ def remembered(question: Callable[[Any], Answer]) -> Callable[[Any], Answer]:
     >>> @remembered
     ... def name_of(target):
     ...     return str(target)
-    >>> import torch
     >>> name_of(torch.ops.aten.add.Tensor)
     'aten.add.Tensor'
     """
@@ -59,10 +61,40 @@ def defaults_of(target: Any) -> dict[str, Any]:
 def arguments(node: fx.Node) -> dict[Any, Any]:
     """All arguments of a call by name, those left out by their defaults.
 
-    >>> import torch
     >>> graph = fx.Graph()
     >>> x = graph.placeholder("x")
     >>> arguments(graph.call_function(torch.ops.aten.sum.dim_IntList, (x, [0])))
     {'keepdim': False, 'dtype': None, 'self': x, 'dim': [0]}
     """
     return {**defaults_of(node.target), **by_name(node.target, node.args, node.kwargs)}
+
+
+REORDERING = frozenset(
+    {
+        _aten.permute.default, _aten.transpose.int, _aten.swapaxes.default, _aten.t.default, _aten.mT.default,
+        _aten.numpy_T.default,
+    }
+)  # fmt: skip
+"""Operators that only put dims in another order."""
+
+
+def permutation_of(node: fx.Node) -> list[int]:
+    """The order of dims that an operator makes which does nothing else: one of `REORDERING`.
+
+    >>> graph = fx.Graph()
+    >>> x = graph.placeholder("x")
+    >>> x.meta["val"] = torch.empty(2, 3, 4)
+    >>> permutation_of(graph.call_function(torch.ops.aten.transpose.int, (x, 0, -1)))
+    [2, 1, 0]
+    """
+    given = arguments(node)
+    rank = given.pop("self").meta["val"].dim()
+    if node.target is _aten.permute.default:
+        return [dim % rank for dim in given["dims"]]
+    order = list(range(rank))
+    if node.target is _aten.numpy_T.default:
+        return order[::-1]
+    if rank > 1:
+        first, other = given.values() or (-2, -1)
+        order[first], order[other] = order[other], order[first]
+    return order

@@ -224,12 +224,20 @@ def _numbers_of(value: torch.Tensor) -> str:
     return hashlib.sha256(plain.reshape(-1).view(torch.uint8).numpy().tobytes()).hexdigest()
 
 
+_NESTING = (list, tuple, dict, slice)
+"""What may have nodes inside, as an argument."""
+
+
 def _lines(graph: fx.Graph, constant: Callable[[str], Any]) -> Iterator[str]:
     """What a graph computes, line by line, nodes by their positions; nested graphs where they are named."""
     position: dict[fx.Node, Any] = {}
     for index, node in enumerate(graph.nodes):
-        position[node] = _Reference(index)
-        arguments = fx.map_arg((node.args, node.kwargs), position.__getitem__)
+        position[node] = b"%d" % index  # bytes, which no argument is, since these print fast
+        args, kwargs = node.args, node.kwargs
+        if kwargs or any(isinstance(argument, _NESTING) for argument in args):
+            arguments: Any = fx.map_arg((args, kwargs), position.__getitem__)
+        else:
+            arguments = tuple([position[item] if isinstance(item, fx.Node) else item for item in args]), {}
         name = _called(node.target) if node.op == "call_function" else "" if node.op == "placeholder" else node.target
         yield f"{node.op} {name} {arguments}\n"
         if node.op == "get_attr" and isinstance(module := constant(str(node.target)), fx.GraphModule):
@@ -243,18 +251,6 @@ def _lines(graph: fx.Graph, constant: Callable[[str], Any]) -> Iterator[str]:
 def _called(target: Any) -> str:
     """The name of what a node calls, without the address that a Python function prints with."""
     return str(target) if has_schema(target) else getattr(target, "__name__", str(target))
-
-
-class _Reference:
-    """Stands for a node by position; a class, since map_arg would copy a tuple into the printed form."""
-
-    __slots__ = ("position",)
-
-    def __init__(self, position: int) -> None:
-        self.position = position
-
-    def __repr__(self) -> str:
-        return f"%{self.position}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -302,13 +298,23 @@ def _decided(pass_: Pass, result: PassResult) -> str | None:
     return None if asks and result.changed else pass_.spelling
 
 
+def _hash_if_ordered(program: Program) -> str:
+    """The hash of a program; of one so broken that it has none, the empty text: what is wrong is said by `verify`."""
+    try:
+        return fingerprint(program)
+    except Exception:
+        return ""
+
+
 def _run_checked(program: Program, pass_: Pass, hash_before: str = "") -> tuple[PassResult, float, str]:
     """Run a pass on a program, then on the graphs inside it.
 
-    Also says how many seconds went into watching it, and the hash of the program afterwards if it is known.
+    Also says how many seconds went into watching it, and the hash of the program afterwards if it is known. A program
+    that is as the pass before left it, `hash_before`, was verified then.
     """
     start = time.perf_counter()
-    hash_before, graphs_before = hash_before or fingerprint(program), nested_graphs(program)
+    verified, graphs_before = hash_before, nested_graphs(program)
+    hash_before = hash_before or fingerprint(program)
     checking = time.perf_counter() - start
     try:
         result = pass_.run(program)
@@ -317,14 +323,14 @@ def _run_checked(program: Program, pass_: Pass, hash_before: str = "") -> tuple[
     except Exception as error:
         raise _blame(pass_, "failed", error) from error
     start = time.perf_counter()
+    hash_after = _hash_if_ordered(program)
     try:
-        verify(program, nested=False)
+        verify(program, nested=False, known=bool(verified) and hash_after == verified)
         for name, module in nested_graphs(program).items():
             if graphs_before.get(name) is not module and (inside := opened(module, program)) is not None:
                 verify(inside)
     except Exception as error:
         raise _blame(pass_, "left a broken program", error) from error
-    hash_after = fingerprint(program)
     changed = hash_after != hash_before
     if changed != result.changed:
         truth = "did change" if changed else "did not change"

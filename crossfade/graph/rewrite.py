@@ -6,26 +6,23 @@ their root operator and by what its arguments are made by, so that a rule costs 
 
 from __future__ import annotations
 
-import ast
-import operator
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cache, cached_property
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import fx
 
-from crossfade.errors import RewriteError, TextError
+from crossfade.errors import RewriteError
 from crossfade.graph.aliasing import Aliasing
+from crossfade.graph.changed_strides import same_bits_below
 from crossfade.graph.effects import memory_of
-from crossfade.graph.operators import argument_names, by_name, defaults_of
+from crossfade.graph.patterns import ABSENT, CallPattern, compile_pattern, kind_of
 from crossfade.graph.private import is_erased
 from crossfade.graph.program import Program, paused_garbage_collection
 from crossfade.graph.splice import NeedsGuard, erase_if_dead, splice
-from crossfade.graph.text import resolve_operator
 
 WRITTEN = "its memory, or memory it is computed from, is written to"
 """Why a rule declines that would read at another place what `Match.is_written`."""
@@ -68,12 +65,15 @@ class Rule:
     item, `(aten.view | aten.reshape)` matches either. Arguments left out match their defaults only, written or not.
 
         >>> rule = Rule("double-negation", "aten.neg(aten.neg(x))", replace=lambda match: match["x"])
+
+    With `other_strides`, what replaces the root may lie differently in memory where that changes no result.
     """
 
     name: str
     pattern: str
     replace: Callable[[Match], Any]
     check: Callable[[Match], str | None] = _always
+    other_strides: bool = False
 
 
 @dataclass
@@ -167,8 +167,10 @@ class _Rules:
     """Rules by what they can apply to: the operator at the root of their pattern, and what its arguments are."""
 
     def __init__(self, rules: Iterable[Rule]) -> None:
-        self._by_root: dict[int, list[tuple[Rule, _Call]]] = {}  # by identity: torch's operators hash in Python, slowly
-        self._narrowed: dict[tuple[int, int, Any], tuple[Any, list[tuple[Rule, _Call]]]] = {}
+        self._by_root: dict[
+            int, list[tuple[Rule, CallPattern]]
+        ] = {}  # by identity: torch's operators hash in Python, slowly
+        self._narrowed: dict[tuple[int, int, Any], tuple[Any, list[tuple[Rule, CallPattern]]]] = {}
         self.depth = 0
         for rule in rules:
             pattern = compile_pattern(rule.pattern)
@@ -179,7 +181,7 @@ class _Rules:
     def __contains__(self, target: Any) -> bool:
         return id(target) in self._by_root
 
-    def possible(self, node: fx.Node) -> list[tuple[Rule, _Call]]:
+    def possible(self, node: fx.Node) -> list[tuple[Rule, CallPattern]]:
         """The rules that a node's operator, that of its first argument and the kind of its second do not rule out.
 
         Each combination of these is looked into once: there are few.
@@ -189,7 +191,7 @@ class _Rules:
             return self._by_root[id(node.target)]
         first: Any = args[0]
         inner = first.target if isinstance(first, fx.Node) and first.op == "call_function" else None
-        kind = _kind(args[1]) if len(args) > 1 else _ABSENT
+        kind = kind_of(args[1]) if len(args) > 1 else ABSENT
         key = id(node.target), id(inner), kind
         entry = self._narrowed.get(key)
         if entry is None:
@@ -230,11 +232,14 @@ class _Rewriter:
             made = []
             while (previous := previous.next) is not node:
                 made.append(previous)
-            if (reason := self._seen(match, pattern, replacement, made)) is not None:
-                self.declined[rule, node] = reason
+            seen = self._seen(match, pattern, replacement, made, rule.other_strides)
+            if isinstance(seen, str):
+                self.declined[rule, node] = seen
                 for new in reversed(made):
                     self.program.graph.erase_node(new)
                 continue
+            for below, value in seen.items():
+                below.meta["val"] = value
             if isinstance(replacement, fx.Node):
                 self.aliasing.replaced(node, replacement)
             _replace(node, replacement)
@@ -243,8 +248,10 @@ class _Rewriter:
             return [*users, *made, *([replacement] if isinstance(replacement, fx.Node) else [])]
         return []
 
-    def _seen(self, match: Match, pattern: _Call, replacement: Any, made: list[fx.Node]) -> str | None:
-        """How somebody could see in memory that the rule was applied, if anybody could."""
+    def _seen(
+        self, match: Match, pattern: CallPattern, replacement: Any, made: list[fx.Node], other_strides: bool
+    ) -> str | dict[fx.Node, Any]:
+        """How somebody could see in memory that the rule was applied; if nobody could, whose values lie differently."""
         read = {source for new in made for source in new.all_input_nodes} - set(made)
         if pattern.depth == 1:  # what the root itself reads is read where it was
             read -= set(match.root.all_input_nodes)
@@ -252,7 +259,11 @@ class _Rewriter:
             return "it would read later what is written to"
         if any(self._is_overwritten(inner, match.root) for inner in pattern.inner(match.root)):
             return WRITTEN
-        return self.aliasing.may_replace(match.root, replacement) if isinstance(replacement, fx.Node) else None
+        if not isinstance(replacement, fx.Node):
+            return {}
+        reason = self.aliasing.may_replace(match.root, replacement, other_strides)
+        below = same_bits_below(self.program, match.root, replacement.meta.get("val")) if other_strides else {}
+        return reason or below
 
     def _is_overwritten(self, inner: fx.Node, root: fx.Node) -> bool:
         """Whether a value on the way to the root may be another by the time the root reads it; views follow along."""
@@ -290,205 +301,3 @@ def _replace(node: fx.Node, replacement: Any) -> None:
         node.graph.erase_node(node)
     for source in inputs:
         erase_if_dead(source)
-
-
-# ---------------------------------------------------------------------------------------------------------- patterns
-
-
-@dataclass(frozen=True)
-class _Anything:
-    depth = 0
-
-    def matches(self, value: Any, bound: dict[str, Any]) -> bool:
-        return True
-
-
-@dataclass(frozen=True)
-class _Capture:
-    name: str
-    depth = 0
-
-    def matches(self, value: Any, bound: dict[str, Any]) -> bool:
-        return _same(bound.setdefault(self.name, value), value)
-
-
-@dataclass(frozen=True)
-class _Literal:
-    value: Any
-    depth = 0
-
-    def matches(self, value: Any, bound: dict[str, Any]) -> bool:
-        return _same(self.value, value)
-
-
-@dataclass(frozen=True)
-class _Sequence:
-    items: tuple[Any, ...]
-
-    @cached_property
-    def depth(self) -> int:
-        return max((item.depth for item in self.items), default=0)
-
-    @cached_property
-    def literals(self) -> list[tuple[int, _Literal]]:
-        """What is quickly compared: the items that match a single value."""
-        return [(place, item) for place, item in enumerate(self.items) if isinstance(item, _Literal)]
-
-    def matches(self, value: Any, bound: dict[str, Any]) -> bool:
-        if not isinstance(value, (tuple, list)) or len(value) != len(self.items):
-            return False
-        if not all(item.matches(value[place], bound) for place, item in self.literals):
-            return False
-        return all(item.matches(part, bound) for item, part in zip(self.items, value, strict=True))
-
-
-@dataclass(frozen=True)
-class _Call:
-    targets: tuple[Any, ...]
-    args: tuple[Any, ...]
-    kwargs: tuple[tuple[str, Any], ...]
-    _known: dict[int, _Arranged] = field(default_factory=dict, compare=False, repr=False)
-
-    @cached_property
-    def depth(self) -> int:
-        """How many calls stand above the lowest one, itself included."""
-        return 1 + max((item.depth for item in (*self.args, *dict(self.kwargs).values())), default=0)
-
-    def matches(self, value: Any, bound: dict[str, Any]) -> bool:
-        if not isinstance(value, fx.Node):
-            return False
-        arranged = self._known.get(id(value.target))
-        if arranged is None:
-            if value.target not in self.targets:
-                return False
-            arranged = self.arranged(value.target)
-        args, kwargs = value.args, value.kwargs
-        count = len(args)
-        for place, name, default, item in arranged.named:
-            given = args[place] if place < count else kwargs.get(name, default)
-            if given is _ABSENT or not item.matches(given, bound):
-                return False
-        if count <= arranged.first_other and not kwargs:
-            return True
-        for place, name, default in arranged.others:
-            given = args[place] if place < count else kwargs.get(name, default)
-            if given is not default and not _same(default, given):
-                return False
-        return True
-
-    def inner(self, node: fx.Node) -> Iterator[fx.Node]:
-        """The nodes that its inner calls match, where it matches a node."""
-        for place, name, default, item in self.arranged(node.target).named:
-            given: Any = node.args[place] if place < len(node.args) else node.kwargs.get(name, default)
-            for part, value in zip(item.items, given, strict=True) if isinstance(item, _Sequence) else [(item, given)]:
-                if isinstance(part, _Call):
-                    yield value
-                    yield from part.inner(value)
-
-    def arranged(self, target: Any) -> _Arranged:
-        """Its arguments as one of its operators takes them, remembered."""
-        if id(target) not in self._known:
-            self._known[id(target)] = _arranged(self, target)
-        return self._known[id(target)]
-
-    def may_match(self, target: Any, inner: Any, kind: Any) -> bool:
-        """Whether it could match a call of `target` whose first argument `inner` makes, the second being of a kind."""
-        for place, _, _, item in self.arranged(target).named:
-            if place == 0 and isinstance(item, _Call) and inner not in item.targets:
-                return False
-            if place == 1 and not _may_be(item, kind):
-                return False
-        return True
-
-
-class _Arranged(NamedTuple):
-    """A pattern's arguments as one operator takes them: place, name, default of those it names, and of all others."""
-
-    named: list[tuple[int, Any, Any, Any]]
-    others: list[tuple[int, Any, Any]]
-    first_other: int
-
-
-def _arranged(pattern: _Call, target: Any) -> _Arranged:
-    named, defaults = by_name(target, pattern.args, dict(pattern.kwargs)), defaults_of(target)
-    names: list[Any] = [*argument_names(target)] or [*range(_MOST_ARGUMENTS)]
-    places = [(place, name, defaults.get(name, _ABSENT)) for place, name in enumerate(names)]
-    wanted = [(*place, named[place[1]]) for place in places if place[1] in named]
-    if len(wanted) < len(named):  # an argument that the operator does not have
-        return _Arranged([(0, "", None, _Nothing())], [], len(places))
-    if argument_names(target):  # where there is a schema, every argument is given or has a default
-        wanted = [entry for entry in wanted if not isinstance(entry[3], _Anything)]
-    others = [place for place in places if place[1] not in named]
-    return _Arranged(wanted, others, min((place for place, _, _ in others), default=len(places)))
-
-
-def _kind(argument: Any) -> Any:
-    """What shows quickly that an argument does not match: being a node, or the length of a list."""
-    if isinstance(argument, fx.Node):
-        return fx.Node
-    return len(argument) if isinstance(argument, (tuple, list)) else None
-
-
-def _may_be(item: Any, kind: Any) -> bool:
-    """Whether part of a pattern can match something of a `_kind`; an argument that is absent may be anything yet."""
-    if kind is _ABSENT or isinstance(item, (_Anything, _Capture)):
-        return True
-    if isinstance(item, _Sequence):
-        return kind == len(item.items)
-    return (kind is fx.Node) == isinstance(item, _Call)
-
-
-_ABSENT = object()
-_MOST_ARGUMENTS = 8
-"""As many positions as are looked at in calls of Python functions, which have no schema."""
-
-
-@dataclass(frozen=True)
-class _Nothing:
-    def matches(self, value: Any, bound: dict[str, Any]) -> bool:
-        return False
-
-
-def _same(first: Any, second: Any) -> bool:
-    """Equality that distinguishes `1`, `1.0` and `True`, also inside lists."""
-    if first is second:
-        return True
-    if isinstance(first, (tuple, list)) and isinstance(second, (tuple, list)):
-        return len(first) == len(second) and all(_same(a, b) for a, b in zip(first, second, strict=True))
-    return type(first) is type(second) and first == second
-
-
-@cache
-def compile_pattern(text: str) -> _Call:
-    """Parse a pattern once; a mistake in it names the pattern."""
-    try:
-        tree = _compile(ast.parse(text, mode="eval").body)
-    except (SyntaxError, ValueError, TextError) as error:
-        raise RewriteError(
-            f"the pattern {text!r} ({error})", remedy="write nested calls like aten.mm(x, aten.t(w))"
-        ) from error
-    if not isinstance(tree, _Call):
-        raise RewriteError(f"the pattern {text!r}", expected="a call at its root", remedy="start it with an operator")
-    return tree
-
-
-def _compile(item: ast.expr) -> Any:
-    match item:
-        case ast.Name(id="_"):
-            return _Anything()
-        case ast.Name(id=name):
-            return _Capture(name)
-        case ast.Call(func=func, args=args, keywords=keywords):
-            named = tuple((k.arg or "", _compile(k.value)) for k in keywords)
-            return _Call(_targets(func), tuple(_compile(a) for a in args), named)
-        case ast.List(elts=items) | ast.Tuple(elts=items):
-            return _Sequence(tuple(_compile(element) for element in items))
-        case ast.Subscript(value=value, slice=index):
-            return _Call((operator.getitem,), (_compile(value), _compile(index)), ())
-    return _Literal(ast.literal_eval(item))
-
-
-def _targets(func: ast.expr) -> tuple[Any, ...]:
-    if isinstance(func, ast.BinOp) and isinstance(func.op, ast.BitOr):
-        return (*_targets(func.left), *_targets(func.right))
-    return (resolve_operator(ast.unparse(func)),)

@@ -24,6 +24,7 @@ from crossfade.graph.private import (
     fake_tensor,
     forget_guards,
     guards_of,
+    has_schema,
     is_erased,
     schema_of,
     size_expression,
@@ -81,6 +82,10 @@ def splice(
         return output("y", sum_1)
     """
     found = list(_all_of(fx.Node, inputs))
+    if has_schema(function) and _is_one_plain_call(function, inputs, found):
+        made = _plain_call(program, function, inputs, before, like)
+        if made is not None:
+            return made
     recorder: _Recorder
     with torch.no_grad(), _without_autocast():
         try:
@@ -91,6 +96,29 @@ def splice(
             result = recorder.run(function, inputs)
     with program.graph.inserting_before(before):
         return recorder.emit(program.graph, like, found, result)
+
+
+def _is_one_plain_call(target: Any, inputs: tuple[Any, ...], found: list[fx.Node]) -> bool:
+    """Whether a function is an operator that reads one tensor of known sizes, and numbers: nothing need be recorded."""
+    if len(found) != 1 or inputs[0] is not found[0] or not (_is_plain(target) and _is_static(found)):
+        return False
+    numbers = (number for given in inputs[1:] for number in (given if isinstance(given, (list, tuple)) else (given,)))
+    return all(type(number) is int for number in numbers)
+
+
+def _plain_call(
+    program: Program, target: Any, inputs: tuple[Any, ...], before: fx.Node, like: fx.Node
+) -> fx.Node | None:
+    """One call, described without a recorder; None if it makes several tensors."""
+    described = inputs[0].meta["val"]
+    with torch.no_grad():
+        value = target(bare_tensor(described), *inputs[1:])
+    if not isinstance(value, Tensor):
+        return None
+    with program.graph.inserting_before(before):
+        node = program.graph.create_node("call_function", target, inputs, {}, _node_name(target))
+    _describe(node, fake_tensor(described.fake_mode, value, described.device), like)
+    return node
 
 
 @contextlib.contextmanager

@@ -36,14 +36,19 @@ _STEPS_PER_DOUBLING = 4
 
 @dataclass(frozen=True)
 class BucketSize:
-    """How large buckets of one kind of collective are, in MB: at most `cap_mb`, of members smaller than `alone_mb`."""
+    """How large buckets of one kind of collective are, in MB: at most `cap_mb`, of members smaller than `alone_mb`.
+
+    Those are the sizes for the group that travels longest; `along` has those of the others, each with its name first.
+    """
 
     cap_mb: float
     alone_mb: float
+    along: tuple[tuple[str, float, float], ...] = ()
 
     def scaled(self, by: float) -> BucketSize:
         """Buckets so many times as large, of the same members."""
-        return replace(self, cap_mb=self.cap_mb * by)
+        others = tuple((group, cap_mb * by, alone_mb) for group, cap_mb, alone_mb in self.along)
+        return replace(self, cap_mb=self.cap_mb * by, along=others)
 
 
 @dataclass(frozen=True)
@@ -102,7 +107,10 @@ class Load:
 def choose_sizes(
     program: Program, machine: Machine, measured: Mapping[str, float] | None = None
 ) -> dict[Kind, BucketSize]:
-    """How large buckets should be for each kind of collective in a program: for the group that travels longest.
+    """How large buckets should be for each kind of collective in a program, along each of its groups.
+
+    A link inside a node is full sooner than one between nodes, so that what fits one axis is too little or too much
+    for another.
 
     It follows from the program's collectives, their order and costs: the same on all ranks.
 
@@ -116,17 +124,23 @@ def choose_sizes(
         >>> lines.append("return " + ", ".join(f'output("{i}", w{i})' for i in range(40)))
         >>> program = parse("\\n".join(lines), groups={"dp": 2})
         >>> choose_sizes(program, preset("ethernet-1gbit"))
-        {<Kind.ALL_REDUCE: 'all_reduce'>: BucketSize(cap_mb=..., alone_mb=...)}
+        {<Kind.ALL_REDUCE: 'all_reduce'>: BucketSize(cap_mb=..., alone_mb=..., along=())}
     """
-    longest: dict[Kind, Load] = {}
+    loads: dict[Kind, list[Load]] = {}
     for load in loads_of(program, machine, estimate(program, machine, measured)):
-        known = longest.get(load.kind)
-        if known is None or _travel(load) > _travel(known):
-            longest[load.kind] = load
-    return {
-        kind: BucketSize(_within_a_piece(load, machine) / MB, load.alone(machine.memory_bandwidth) / MB)
-        for kind, load in longest.items()
-    }
+        loads.setdefault(load.kind, []).append(load)
+    return {kind: _sizes(found, machine) for kind, found in loads.items()}
+
+
+def _sizes(loads: Sequence[Load], machine: Machine) -> BucketSize:
+    """The sizes for the group that travels longest, and beside them those for the others."""
+    longest = max(loads, key=_travel)
+    others = sorted((load for load in loads if load is not longest), key=lambda load: load.group)
+    return BucketSize(*_megabytes(longest, machine), tuple((load.group, *_megabytes(load, machine)) for load in others))
+
+
+def _megabytes(load: Load, machine: Machine) -> tuple[float, float]:
+    return _within_a_piece(load, machine) / MB, load.alone(machine.memory_bandwidth) / MB
 
 
 def _within_a_piece(load: Load, machine: Machine) -> float:

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor
 
-from crossfade.graph.operators import arguments
+from crossfade.graph.operators import permutation_of
 from crossfade.graph.passes import Numerics
 from crossfade.graph.private import size_expression, statically_equal
 from crossfade.graph.rewrite import Match, Rule
@@ -124,28 +124,6 @@ def spelled_sizes(value: Tensor) -> list[int] | None:
     sizes = [int(size) if size.is_Integer else -1 for size in known]
     ambiguous = sizes.count(-1) > 1 or (-1 in sizes and 0 in sizes)
     return None if ambiguous else sizes
-
-
-def permutation_of(node: fx.Node) -> list[int]:
-    """The order of dims that one of the `REORDERINGS` makes.
-
-    >>> graph = fx.Graph()
-    >>> x = graph.placeholder("x")
-    >>> x.meta["val"] = torch.empty(2, 3, 4)
-    >>> permutation_of(graph.call_function(torch.ops.aten.transpose.int, (x, 0, -1)))
-    [2, 1, 0]
-    """
-    given = arguments(node)
-    rank = given.pop("self").meta["val"].dim()
-    if node.target is _aten.permute.default:
-        return [dim % rank for dim in given["dims"]]
-    order = list(range(rank))
-    if node.target is _aten.numpy_T.default:
-        return order[::-1]
-    if rank > 1:
-        first, other = given.values() or (-2, -1)
-        order[first], order[other] = order[other], order[first]
-    return order
 
 
 def _sizes(match: Match) -> Any:

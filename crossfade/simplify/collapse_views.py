@@ -9,13 +9,13 @@ from typing import Any
 import torch
 from torch import fx
 
-from crossfade.graph.operators import arguments
+from crossfade.graph.operators import arguments, permutation_of
 from crossfade.graph.passes import Numerics
 from crossfade.graph.private import statically_equal
 from crossfade.graph.rewrite import Match, Rule
 from crossfade.graph.rule_pass import RulePass
 from crossfade.graph.splice import insert_call
-from crossfade.simplify.canonicalize_views import REORDERINGS, is_view, permutation_of, spelled_sizes
+from crossfade.simplify.canonicalize_views import REORDERINGS, is_view, spelled_sizes
 
 _aten = torch.ops.aten
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, fx
 
 from crossfade.cost.machine import Machine
+from crossfade.graph.changed_strides import Strides, replace_strided
 from crossfade.graph.contraction import Contraction
 from crossfade.graph.effects import alias_roots, written_owners
 from crossfade.graph.operators import arguments, remembered
@@ -21,7 +22,6 @@ from crossfade.graph.passes import Numerics, Outcome, Pass, PassResult, Verdict,
 from crossfade.graph.private import has_schema, schema_of, statically_equal
 from crossfade.graph.program import Program
 from crossfade.graph.splice import insert_call
-from crossfade.simplify.changed_strides import Strides, replace_strided
 from crossfade.simplify.products import (
     VIEW,
     WORTH_IT,

@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from crossfade.graph.operators import arguments
+from crossfade.graph.operators import arguments, permutation_of
 from crossfade.graph.passes import Numerics
 from crossfade.graph.private import statically_equal
 from crossfade.graph.rewrite import WRITTEN, Match, Rule
 from crossfade.graph.rule_pass import RulePass
-from crossfade.simplify.canonicalize_views import REORDERINGS, permutation_of
+from crossfade.simplify.canonicalize_views import REORDERINGS
 from crossfade.simplify.collapse_conversions import TO
 from crossfade.simplify.filled import fill_of
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
-import operator
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +17,8 @@ from crossfade.graph.passes import Numerics
 from crossfade.graph.private import statically_equal
 from crossfade.graph.rewrite import WRITTEN, Match, Rule
 from crossfade.graph.rule_pass import RulePass
+from crossfade.simplify.blocks import Block, element_of, runs_of
+from crossfade.simplify.canonicalize_views import spelled_sizes
 from crossfade.simplify.parts import SPLITS, Part, as_part, dim_of, part_inside, size_along
 
 _aten = torch.ops.aten
@@ -31,6 +34,8 @@ _UNPROVED = "its bounds are not provably where they would have to be"
 _OTHER_DIM = "it takes along another dim, or with steps"
 _SEVERAL = "it does not lie inside one input"
 _NOT_ELEMENTS = "its inputs are not neighbouring elements of one value"
+_COPIED = "its neighbouring inputs cannot be seen in its shape without a copy of their own"
+_READ_ELSEWHERE = "its inputs are few or read elsewhere, so that nothing would be saved"
 
 
 @dataclass(frozen=True)
@@ -71,18 +76,25 @@ class SimplifyCats(RulePass):
 
     def rules(self) -> Sequence[Rule]:
         """Joins of parts and of elements, parts and elements of joins, parts of parts."""
+        joins = "(aten.cat | aten.stack)"
         split = "(aten.split.Tensor | aten.split_with_sizes | aten.chunk)"
         of_slice, slice_of = "aten.slice.Tensor(_, _, _, _, _)", "aten.slice.Tensor({}, _, _, _, _)"
         return (
-            Rule("join-parts", "aten.cat(_, _)", _join, _reason_against_join),
-            Rule("slice-of-cat", slice_of.format("aten.cat(_, _)"), _take, _reason_against_part),
-            Rule("slice-of-slice", slice_of.format(of_slice), _take, _reason_against_part),
-            Rule("slice-of-piece", slice_of.format(f"{split}(_, _, _)[_]"), _take, _reason_against_part),
-            Rule("piece-of-cat", f"{split}(aten.cat(_, _), _, _)[_]", _take, _reason_against_part),
-            Rule("join-elements", "aten.stack(_, _)", _unstack, _reason_against_elements),
-            Rule("element-of-join", "aten.select.int((aten.cat | aten.stack)(_, _), _, _)", _pick, _reason_against_one),
-            Rule("unbind-of-join", "aten.unbind.int((aten.cat | aten.stack)(_, _), _)[_]", _pick, _reason_against_one),
+            _rule("join-parts", "aten.cat(_, _)", _join, _reason_against_join),
+            _rule("slice-of-cat", slice_of.format("aten.cat(_, _)"), _take, _reason_against_part),
+            _rule("slice-of-slice", slice_of.format(of_slice), _take, _reason_against_part),
+            _rule("slice-of-piece", slice_of.format(f"{split}(_, _, _)[_]"), _take, _reason_against_part),
+            _rule("piece-of-cat", f"{split}(aten.cat(_, _), _, _)[_]", _take, _reason_against_part),
+            _rule("join-elements", f"{joins}(_, _)", _join_runs, _reason_against_runs),
+            _rule("join-moved", "aten.stack(_, _)", _move, _reason_against_moving),
+            _rule("join-moved", f"{joins}(_, _)", _move_copied, _reason_against_copying),
+            _rule("element-of-join", f"aten.select.int({joins}(_, _), _, _)", _pick, _reason_against_one),
+            _rule("unbind-of-join", f"aten.unbind.int({joins}(_, _), _)[_]", _pick, _reason_against_one),
         )
+
+
+_rule = functools.partial(Rule, other_strides=True)
+"""Parts of values lie with gaps between their rows where joins of them had none."""
 
 
 # -------------------------------------------------------------------------------------------------------------- cats
@@ -256,45 +268,124 @@ def _take(match: Match) -> fx.Node:
 # ----------------------------------------------------------------------------------------------------------- elements
 
 
-def _element(node: fx.Node) -> tuple[fx.Node, int, int] | None:
-    """What a `select` or an element of an `unbind` is of, along which dim and which one; None if it is neither."""
-    taker = node.args[0] if node.target is operator.getitem else node
-    if not isinstance(taker, fx.Node) or taker.target not in (_aten.unbind.int, _aten.select.int):
-        return None
-    source = arguments(taker)["self"]
-    dim = dim_of(taker, source.meta["val"].dim())
-    index = node.args[1] if node.target is operator.getitem else arguments(taker)["index"]
-    size = size_along(source, dim)
-    if not isinstance(index, int) or (index < 0 and not isinstance(size, int)):
-        return None
-    if isinstance(size, int) and not -size <= index < size:  # fails when it runs, and shall go on failing
-        return None
-    return source, dim, index + size if index < 0 else index
-
-
-def _stacked(stack: fx.Node) -> tuple[Part, int] | str:
-    """The part whose elements a stack puts side by side, and its dim; or why not."""
-    inputs, dim = _inputs(stack), dim_of(stack, stack.meta["val"].dim())
-    if inputs is None:
-        return _MIXED
-    first, *others = [_element(value) for value in inputs]
-    if first is None or first[1] != dim:
-        return _NOT_ELEMENTS
-    source, _, index = first
-    if others != [(source, dim, index + step) for step in range(1, len(inputs))]:
-        return _NOT_ELEMENTS
-    return part_inside(source, index, index + len(inputs), dim), dim
-
-
-def _reason_against_elements(match: Match) -> str | None:
-    found = _stacked(match.root)
+def _reason_against_runs(match: Match) -> str | None:
+    found = _runs(match)
     return found if isinstance(found, str) else None
 
 
-def _unstack(match: Match) -> fx.Node:
-    found = _stacked(match.root)
+def _runs(match: Match) -> list[Block] | str:
+    """The blocks of values that a cat or stack puts side by side again, in whatever shape they come; or why not."""
+    join = match.root
+    inputs, shape = _inputs(join), join.meta["val"].shape
+    if inputs is None:
+        return _MIXED
+    dim = dim_of(join, len(shape))
+    runs = runs_of(join, inputs, dim)
+    if runs is None:
+        return _NOT_ELEMENTS
+    if len(runs) == 1:
+        return runs if spelled_sizes(join.meta["val"]) is not None else _UNPROVED
+    if not all(isinstance(size, int) for size in shape):
+        return _UNPROVED
+    sizes = zip(runs, _shapes(runs, shape, dim), strict=True)
+    return runs if all(run.is_seen_as(match.program, size) for run, size in sizes if run.taken) else _COPIED
+
+
+def _shapes(runs: list[Block], shape: Sequence[int], dim: int) -> list[list[int]]:
+    """The shape in which each run is joined with the others."""
+    inner = math.prod(shape[dim + 1 :])
+    before = math.prod(shape[:dim])
+    sizes = [run.elements for run in runs]
+    return [[*shape[:dim], size // max(1, before * inner), *shape[dim + 1 :]] for size in sizes]
+
+
+def _join_runs(match: Match) -> fx.Node:
+    join, runs = match.root, _runs(match)
+    assert not isinstance(runs, str)
+    dim = dim_of(join, join.meta["val"].dim())
+    if len(runs) == 1:
+        return _seen_as(match, runs[0].cut, runs[0].source, spelled_sizes(join.meta["val"]))
+    shapes = _shapes(runs, join.meta["val"].shape, dim)
+
+    def joined(values: list[Tensor]) -> Tensor:
+        pieces = [
+            _viewed(run.cut(value), shape) if run.taken or len(shape) == value.dim() else value.unsqueeze(dim)
+            for run, value, shape in zip(runs, values, shapes, strict=True)
+        ]
+        return _aten.cat.default(pieces, *([dim] if dim else []))
+
+    return match.splice(joined, [run.source for run in runs])
+
+
+def _viewed(value: Tensor, shape: list[int]) -> Tensor:
+    return value if list(value.shape) == shape else value.view(shape)
+
+
+def _seen_as(match: Match, cut: Callable[[Tensor], Tensor], source: fx.Node, shape: Any) -> fx.Node:
+    """A part of a value in another shape, copied where it has to be."""
+
+    def seen(value: Tensor) -> Tensor:
+        part = cut(value)
+        same = len(part.shape) == len(shape) and all(map(statically_equal, part.shape, match.root.meta["val"].shape))
+        return part if same else part.reshape(shape)
+
+    return match.splice(seen, source)
+
+
+def _moved(match: Match) -> tuple[Block, int] | str:
+    """The run of elements that a join puts along another dim than they were taken along, and that dim; or why not."""
+    join = match.root
+    inputs, rank = _inputs(join), join.meta["val"].dim()
+    if inputs is None:
+        return _MIXED
+    first, *others = [element_of(value) for value in inputs]
+    if first is None:
+        return _NOT_ELEMENTS
+    source, dim, index = first
+    if others != [(source, dim, index + step) for step in range(1, len(inputs))]:
+        return _NOT_ELEMENTS
+    return Block(source, dim, index, index + len(inputs), True), dim_of(join, rank)
+
+
+def _reason_against_moving(match: Match) -> str | None:
+    found = _moved(match)
+    return found if isinstance(found, str) else None
+
+
+def _reason_against_copying(match: Match) -> str | None:
+    found = _moved(match)
+    if isinstance(found, str):
+        return found
+    read_elsewhere = any(len(value.users) > 1 for value in _inputs(match.root) or [])
+    return _READ_ELSEWHERE if read_elsewhere or len(_inputs(match.root) or []) < 3 else None
+
+
+def _move(match: Match) -> fx.Node:
+    """A view: what was cut along one dim lies along another."""
+    block, order = _reordered(match)
+    return match.splice(lambda value: _aten.permute.default(block.cut(value), order), block.source)
+
+
+def _move_copied(match: Match) -> fx.Node:
+    """One copy, in the order of the join; a cat has the elements of two dims in one."""
+    block, order = _reordered(match)
+    shape = match.root.meta["val"].shape
+
+    def copied(value: Tensor) -> Tensor:
+        part = _aten.permute.default(block.cut(value), order).clone(memory_format=torch.contiguous_format)
+        return part if match.root.target is _aten.stack.default else part.view(shape)
+
+    return match.splice(copied, block.source)
+
+
+def _reordered(match: Match) -> tuple[Block, list[int]]:
+    """What is joined along another dim, and the order of dims that puts it there."""
+    found = _moved(match)
     assert not isinstance(found, str)
-    return _made(match, *found)
+    block, dim = found
+    order = [other for other in range(block.source.meta["val"].dim()) if other != block.dim]
+    order.insert(dim, block.dim)
+    return block, order
 
 
 def _reason_against_one(match: Match) -> str | None:
@@ -304,7 +395,7 @@ def _reason_against_one(match: Match) -> str | None:
 
 def _picked(node: fx.Node) -> tuple[fx.Node, int | None, int] | str:
     """The input of a join that an element is (index None), or is an element of; and the dim."""
-    element = _element(node)
+    element = element_of(node)
     if element is None:
         return _UNPROVED
     join, dim, index = element

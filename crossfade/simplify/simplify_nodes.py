@@ -36,6 +36,7 @@ _NO_CANDIDATES = frozenset(
         "it changes the shape",
         "it moves dims of several elements",
         "it joins several inputs",
+        "its inputs are not neighbouring elements of one value",
         "it ends in another dtype",
         "it rounds fractions",
         "it changes dtype, device or layout",

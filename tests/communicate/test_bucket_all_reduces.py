@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import textwrap
 
 import pytest
@@ -11,10 +12,13 @@ from crossfade.communicate.bucket_all_reduces import BucketAllReduces
 from crossfade.communicate.bucket_plan import MB, Bucket, BucketPlan
 from crossfade.communicate.buckets import apply_buckets
 from crossfade.compile.catalogue import pass_from_spelling
+from crossfade.cost.machine import Fabric, Machine
+from crossfade.cost.network import Network, Wire, routed
 from crossfade.errors import PassError, RewriteError
 from crossfade.graph import collectives
+from crossfade.graph.collectives import Kind
 from crossfade.graph.passes import fingerprint, run_passes
-from crossfade.graph.program import MADE_FOR
+from crossfade.graph.program import MADE_FOR, Program
 from crossfade.graph.text import parse, render
 from crossfade.graph.verify import verify
 
@@ -272,7 +276,16 @@ def test_options_are_spelled_alike_on_every_rank():
 
 
 @pytest.mark.parametrize(
-    "options", [{"mode": "cancat"}, {"grouping": "layer"}, {"packing": "size"}, {"cap_mb": ()}, {"cap_mb": -1.0}]
+    "options",
+    [
+        {"mode": "cancat"},
+        {"grouping": "layer"},
+        {"grouping": ()},
+        {"grouping": ("a", 1)},
+        {"packing": "size"},
+        {"cap_mb": ()},
+        {"cap_mb": -1.0},
+    ],
 )
 def test_wrong_options_are_refused(options: dict):
     with pytest.raises(PassError, match=r"bucket-all-reduces\("):
@@ -337,3 +350,47 @@ def test_plan_prints():
         "2 all-reduces, 2.00 MB: s0, s1",
         f"s2: left alone: {reason}: cap 2 MB (remedy: a larger cap_mb packs more)",
     ]
+
+
+def two_axes() -> Program:
+    """Thirty-two gradients of 1 MB along an axis inside of nodes, and as many along one that leaves them."""
+    return parse(all_reduces(*[("f32", "sum", axis, 2**18) for axis in ("tp", "dp")] * 32), groups={"tp": 8, "dp": 64})
+
+
+def sizes_along(done: Program) -> dict[str, list[int]]:
+    found: dict[str, list[int]] = {}
+    for collective in collectives.find(done.graph):
+        found.setdefault(collective.group, []).append(collective.bytes)
+    return found
+
+
+def test_buckets_fill_the_link_of_their_axis() -> None:
+    """Latency is a fifth of the travel: of a megabyte inside a node, of many between nodes."""
+    network = Network(8, Wire(1e-7, 400e9), Wire(1e-5, 50e9), start=0.0)
+    fabric = Fabric(dict.fromkeys(Kind, routed(network)))
+    machine = Machine("nodes", {"*": fabric}, {"float32": 1e13}, 1e12, device="cuda", network=network)
+    machine = machine.on_mesh({"dp": 64, "tp": 8})
+    bucketing = BucketAllReduces(cap_mb=2.0, first_mb=None, saturates=True, keeps_overlap=False)
+    alone = sizes_along(run_passes(two_axes(), [bucketing]))
+    assert set(alone["tp"]) == set(alone["dp"]) == {2 * MB}, "without a machine, both by cap_mb"
+    found = sizes_along(run_passes(two_axes(), [bucketing], context={"machine": machine}))
+    least = {axis: machine.worthwhile(Kind.ALL_REDUCE, ranks, axis) for axis, ranks in (("tp", 8), ("dp", 64))}
+    assert least["tp"] < 2 * MB and set(found["tp"]) == {2 * MB}
+    assert 8 * MB < least["dp"] < 32 * MB
+    assert found["dp"][0] == int(least["dp"] // MB) * MB, "as many as fill the link, and no more"
+
+
+def test_sizes_along_an_axis_are_its_own() -> None:
+    bucketing = BucketAllReduces(cap_mb=8.0, first_mb=None, along=(("tp", 4.0, math.inf),), keeps_overlap=False)
+    assert {axis: max(sizes) / MB for axis, sizes in sizes_along(run_passes(two_axes(), [bucketing])).items()} == {
+        "tp": 4,
+        "dp": 8,
+    }
+    large = BucketAllReduces(along=(("tp", 4.0, 0.5),), keeps_overlap=False)
+    assert set(sizes_along(run_passes(two_axes(), [large]))["tp"]) == {MB}, "each is large enough to travel alone"
+
+
+@pytest.mark.parametrize("along", [("tp",), (("tp", 1.0),), ((1, 1.0, 1.0),), (("tp", 0, 1.0),)])
+def test_wrong_sizes_along_an_axis_are_refused(along) -> None:
+    with pytest.raises(PassError, match=r"along=.*expected for each group its name, cap_mb and alone_mb"):
+        BucketAllReduces(along=along)

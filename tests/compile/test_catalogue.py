@@ -21,7 +21,8 @@ def other_value(kind: Any, default: Any) -> Any:
     """A value of an option's type that is not its default; the default itself where only a function would do."""
     if isinstance(default, bool):
         return not default
-    words = [word for word in get_args(kind) if isinstance(word, str) and word != default]
+    known = [word for part in get_args(kind) for word in (part, *get_args(part))]
+    words = [word for word in known if isinstance(word, str) and word != default]
     if words:
         return words[0]
     match default:
@@ -49,7 +50,7 @@ def test_spellings_parse_back(name: str, kind: type[Pass]) -> None:
 
 def _fitting(name: str, option: str, value: Any) -> Any:
     """What the pass itself does not refuse."""
-    known = {"form": "ring", "chunks": 4, "forms": (("tp", ("ring",)),), "mode": "concat"}
+    known = {"form": "ring", "chunks": 4, "forms": (("tp", ("ring",)),), "mode": "concat", "along": (("tp", 0.5, 4.0),)}
     return known.get(option, value)
 
 

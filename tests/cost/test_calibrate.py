@@ -14,8 +14,9 @@ import torch
 import torch.distributed as dist
 
 from crossfade import Ranks
-from crossfade.cost.calibrate import MB, best_piece, calibrate, fitted, rows
+from crossfade.cost.calibrate import MB, best_piece, calibrate, rows
 from crossfade.cost.machine import Link, Machine
+from crossfade.cost.machine_parts import fitted
 from crossfade.errors import MachineError
 from crossfade.graph import collectives
 from crossfade.graph.collectives import Kind

@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from crossfade.cost.machine import Fabric, Link, Machine, bytes_sent
+from crossfade.cost.machine import Fabric, Link, Machine
+from crossfade.cost.machine_parts import bytes_sent
 from crossfade.errors import MachineError
 from crossfade.graph.collectives import Kind
 from tests.cost.toy_machine import toy_machine

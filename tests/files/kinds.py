@@ -31,6 +31,7 @@ from crossfade.report.report import Report, Table
 from crossfade.shard.tensor.placements import REPLICATE, Shard
 from crossfade.shard.tensor.plan import Fused, Plan
 from crossfade.shard.tensor.sources import source_of
+from tests.cost.traces import whole_step, write
 
 TEXT = '''
 def body():
@@ -209,6 +210,8 @@ KINDS: dict[str, Kind] = {
     "text": Kind(write_text, read_text),
     "machine": Kind(lambda folder: void(preset(next(iter(PRESETS))).save(folder / "machine.json")),
                     lambda folder: Machine.load(folder / "machine.json")),
+    "trace": Kind(lambda folder: void(write(folder / "trace.json", whole_step())),
+                  lambda folder: Machine.from_trace(folder / "trace.json", like=preset(next(iter(PRESETS))))),
     "measurements": Kind(lambda folder: void(Measurements({"aten.mm": 1e-3}, left_out=["a"], unmeasurable={"b": "c"})
                                              .save(folder / "times.json")),
                          lambda folder: Measurements.load(folder / "times.json")),

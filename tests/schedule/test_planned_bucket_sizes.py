@@ -106,7 +106,28 @@ def test_sizes_are_those_of_the_group_that_travels_longest(number: int, longest:
     program, toy = program_of("\n".join(lines)), machine(latency=1.0, bandwidth=MB)
     loads = {load.group: load for load in loads_of(program, toy, estimate(program, toy))}
     assert loads["dp"].best_cap() != loads["tp"].best_cap()
-    assert choose_sizes(program, toy)[Kind.ALL_REDUCE].cap_mb == loads[longest].best_cap() / MB
+    size = choose_sizes(program, toy)[Kind.ALL_REDUCE]
+    (other,) = {"dp", "tp"} - {longest}
+    assert size.cap_mb == loads[longest].best_cap() / MB
+    assert [(group, cap) for group, cap, _ in size.along] == [(other, loads[other].best_cap() / MB)]
+    assert [cap for _, cap, _ in size.scaled(2).along] == [2 * loads[other].best_cap() / MB]
+
+
+def test_each_axis_has_the_least_bucket_that_fills_its_link() -> None:
+    """Inside a node a link is full with a sixteenth of the bytes that it takes between nodes."""
+    inside, between = Link(1e-6, 16e9), Link(4e-6, 64e9)
+    fabrics = {axis: Fabric(dict.fromkeys(Kind, link)) for axis, link in (("tp", inside), ("dp", between))}
+    toy = Machine("two axes", fabrics, flops={"float32": 1e15}, memory_bandwidth=1e30)
+    lines = ['x: f32[4096] = input("x")']
+    for i, axis in enumerate(["dp", "tp"] * 200):
+        lines += [f'a{i} = c10d.all_reduce(x, "sum", "{axis}")', f"w{i} = c10d.wait_tensor(a{i})"]
+    program = program_of("\n".join([*lines, "return " + ", ".join(f'output("{i}", w{i})' for i in range(400))]))
+    size = choose_sizes(program, toy)[Kind.ALL_REDUCE]
+    ((axis, cap, _),) = size.along
+    chosen = {"tp" if axis == "dp" else "dp": size.cap_mb, axis: cap}
+    least = {axis: toy.worthwhile(Kind.ALL_REDUCE, 2, axis) / MB for axis in fabrics}
+    assert least["dp"] == pytest.approx(16 * least["tp"])
+    assert all(chosen[axis] >= least[axis] * (1 - 1e-9) for axis in fabrics)
 
 
 CASES = [(1e-4, 1e9, 1e9), (1e-3, 1e8, 1e9), (1e-3, 1e9, 1e11), (1e-4, 1e9, 1e11), (1e-3, 1e8, 1e11), (5e-3, 1e9, 1e12)]

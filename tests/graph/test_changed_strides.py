@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from crossfade.errors import RewriteError
-from crossfade.simplify.changed_strides import Strides, replace_strided
+from crossfade.graph.changed_strides import Strides, replace_strided
 from tests.simplify.holds import program_of
 
 READERS = {
