@@ -1,0 +1,178 @@
+"""One candidate as it would run: its program built by the compiler's own passes, scheduled, simulated, its memory."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from crossfade.capture.divide_batch import BatchLayout
+from crossfade.capture.optimizer import parameter_names
+from crossfade.capture.training import LossFunction, resized
+from crossfade.compile.overlap import predicted
+from crossfade.cost.estimate import estimate
+from crossfade.cost.machine import Machine
+from crossfade.cost.timeline import Timeline
+from crossfade.forecast.capture import Captured, capture_model
+from crossfade.graph.memory import memory_curve
+from crossfade.graph.private import tree_map_only
+from crossfade.graph.program import InputKind, tensor_bytes
+from crossfade.search.building import Building, Setup
+from crossfade.search.candidates import Candidate
+from crossfade.search.figures import Figures
+from crossfade.shard.tensor.plan import Plan
+
+_FEW = (2, 4)
+"""How many equal layers the two models have that a sketch is drawn from."""
+_MANY = 8
+"""From how many on a model's equal layers are worth it."""
+
+
+@dataclass(frozen=True)
+class Trial:
+    """What became of one candidate: its figures, what it does when, and the parameters that stay whole."""
+
+    figures: Figures
+    timeline: Timeline
+    whole: tuple[str, ...]
+
+
+@dataclass
+class Trials:
+    """Trials of one model on one machine: micro-batches are captured once for each size and number of parts."""
+
+    model: nn.Module
+    loss_fn: LossFunction | None
+    optimizer: Optimizer
+    batch: tuple[Any, ...]
+    machine: Machine
+    backend: str
+    plan: Plan | Mapping[str, object] | None = None
+    measured: Mapping[str, float] | None = None
+    _captured: dict[tuple[int, int], Captured] = field(default_factory=dict)
+
+    @cached_property
+    def _names(self) -> dict[Tensor, str]:
+        return parameter_names(self.model)
+
+    @cached_property
+    def _setup(self) -> Setup:
+        return Setup(self.optimizer, self._names, self.machine, self.backend, self.measured)
+
+    @property
+    def samples(self) -> int:
+        """How many samples the whole batch has."""
+        return self._layout.size
+
+    @cached_property
+    def _layout(self) -> BatchLayout:
+        return BatchLayout.of(self.batch, ranks=1, accumulate=1, given="global")
+
+    def part(self, size: int) -> tuple[Any, ...]:
+        """A batch of so many samples, without numbers."""
+        bare = tree_map_only(Tensor, lambda value: value.to("meta"), self.batch)
+        return resized(bare, size, self._layout)
+
+    def patterns(self, names: Sequence[str]) -> list[str]:
+        """Parameters as `keep_whole` takes them: a module of which all are named as one pattern."""
+        every, wanted, found = list(self._names.values()), set(names), []
+        for name in names:
+            parts = name.split(".")
+            starts = (".".join(parts[:end]) + "." for end in range(1, len(parts)))
+            inside = ((start, [other for other in every if other.startswith(start)]) for start in starts)
+            start = next((start for start, others in inside if len(others) > 1 and wanted.issuperset(others)), None)
+            found.append(f"{start}*" if start is not None else name)
+        return list(dict.fromkeys(found))
+
+    def captured(self, candidate: Candidate) -> Captured:
+        """The forward and backward of one micro-batch of one rank."""
+        size = self.samples // (candidate.data * candidate.accumulate)
+        key = candidate.tensor, size
+        if key not in self._captured:
+            ranks = candidate.tensor
+            self._captured[key] = capture_model(self.model, self.part(size), self.loss_fn, ranks=ranks, plan=self.plan)
+        return self._captured[key]
+
+    def computes(self, candidate: Candidate) -> float:
+        """Seconds that forward and backward take in any mode, communication left out: no step takes less."""
+        machine, few = candidate.lies_on(self.machine), self.few_layers(candidate)
+        found = self.captured(candidate)
+        sizes: list[int | None] = [None] if few is None else list(few)
+        seconds = []
+        for layers in sizes:
+            program = found.program if layers is None else found.with_layers(layers)
+            program.groups = candidate.groups()
+            costs = estimate(program, machine, self.measured)
+            seconds.append(
+                sum(costs.compute.get(node, 0.0) for node in program.graph.nodes if node not in costs.travel)
+            )
+        if few is None:
+            return candidate.accumulate * seconds[0]
+        count = self._count(candidate)
+        return candidate.accumulate * (seconds[1] + (count - few[1]) * (seconds[1] - seconds[0]) / (few[1] - few[0]))
+
+    def few_layers(self, candidate: Candidate) -> tuple[int, int] | None:
+        """The two numbers of equal layers that a sketch is drawn of; None where the model has hardly more."""
+        layers = self.captured(candidate).layers
+        return _FEW if layers is not None and layers.count > _MANY else None
+
+    def _count(self, candidate: Candidate) -> int:
+        layers = self.captured(candidate).layers
+        return layers.count if layers is not None else 1
+
+    def sketch(self, candidate: Candidate, times: int | None = None) -> Figures:
+        """One step, roughly: of few layers and micro-batches, what each further one adds counted as often as needed.
+
+        With `times`, of so many of the candidate's micro-batches.
+        """
+        few, times = self.few_layers(candidate), candidate.accumulate if times is None else times
+
+        def of_layers(times: int) -> Figures:
+            if few is None:
+                return self.run(candidate, times=times, quickly=True).figures
+            count = self._count(candidate)
+            one, two = (self.run(candidate, layers=layers, times=times, quickly=True).figures for layers in few)
+            return two.further(one, (count - few[1]) / (few[1] - few[0]))
+
+        if times <= 2:
+            return of_layers(times)
+        return of_layers(3).further(of_layers(2), times - 3)
+
+    def simulate(self, candidate: Candidate) -> Trial:
+        """One step as it would run: all layers; of more than two micro-batches, what each further one adds is taken
+        from a sketch."""
+        times = candidate.accumulate
+        if times <= 2:
+            return self.run(candidate)
+        whole, few = self.run(candidate, times=2), self.few_layers(candidate)
+        if few is None:
+            trial = self.run(candidate, times=3)
+            return replace(trial, figures=trial.figures.further(whole.figures, times - 3))
+        return replace(whole, figures=whole.figures.plus(self.sketch(candidate, 2), self.sketch(candidate)))
+
+    def run(
+        self, candidate: Candidate, *, layers: int | None = None, times: int | None = None, quickly: bool = False
+    ) -> Trial:
+        """One step, scheduled and simulated; with `layers`, of a model with so many periods of its equal layers, and
+        with `times`, of so many micro-batches. `quickly`: with the bucket sizes that arithmetic gives, and no others.
+        """
+        found = self.captured(candidate)
+        program = found.program if layers is None else found.with_layers(layers)
+        times = candidate.accumulate if times is None else times
+        building = Building(self._setup, candidate, times, quickly)
+        made = building.program(program)
+        timeline = predicted(made, building.carriers.run_on(building.machine), self.measured)
+        curve = memory_curve(made)
+        waits: dict[str, float] = {}
+        for travel in timeline.communication:
+            if travel.exposed:
+                cause = f"{travel.group} {travel.kind}"
+                waits[cause] = waits.get(cause, 0.0) + travel.exposed
+        kept = sum(tensor_bytes(node.meta["val"]) for item, node in made.named_inputs()
+                   if item.kind is InputKind.WORKSPACE)  # fmt: skip
+        figures = Figures(timeline.seconds, timeline.busy, waits, curve.held - kept, curve.peak + kept)
+        return Trial(figures, timeline, building.whole)
