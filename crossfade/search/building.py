@@ -25,6 +25,7 @@ from crossfade.compile.pipeline import (
     updates_gathered,
 )
 from crossfade.cost.machine import Machine
+from crossfade.errors import CrossfadeError
 from crossfade.finish.fuse_adam_updates import FuseAdamUpdates
 from crossfade.finish.group_small_operators import GroupSmallOperators
 from crossfade.finish.pack_in_place import PackInPlace
@@ -37,6 +38,10 @@ from crossfade.shard.tensor.builder import RANK
 
 run_passes = functools.partial(run_checked_passes, checked=False)
 """What the compiler checks of a program that it runs need not be looked at in one that is only simulated."""
+
+
+class NothingKept(CrossfadeError):
+    """A candidate that keeps parameters whole of which none pays."""
 
 
 @dataclass(frozen=True)
@@ -94,6 +99,10 @@ class Building:
             return accumulate(captured, self.times)
         if self.candidate.keeps_whole:
             self.whole = self._kept_whole(captured)
+            if not self.whole:
+                raise NothingKept(
+                    "no parameter pays for being kept whole", expected="links slow enough for it", remedy="leave it out"
+                )
         each, once = parameter_sharding(mode, axes.split.name, axes.split.size, self.whole)
         program = accumulate(run_passes(captured, each), self.times)
         exchange = gradient_exchange(mode, axes, "mean", self.whole, gathers_rows=True)

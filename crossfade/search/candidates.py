@@ -38,6 +38,11 @@ class Candidate:
         """The ranks that the model is split over by a plan."""
         return self.mesh.get(TENSOR_AXIS, 1)
 
+    @property
+    def splits(self) -> int:
+        """The ranks that parameters or the optimizer's state are split over by rows."""
+        return 1 if self.mode == "replicate" else self.mesh.get(SPLIT_AXIS, self.data)
+
     def axes(self, backend: str) -> DataParallel | None:
         """The data-parallel axes as the first rank sees them; None where the batch is not split."""
         if self.data == 1:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -140,6 +141,8 @@ class _Search:
     most: int = 0
     whole: dict[Candidate, Trial] = field(default_factory=dict)
     """What was simulated in full."""
+    too_large: list[tuple[int, Candidate]] = field(default_factory=list)
+    """Candidates that were not worth a sketch, with the memory that they need at least."""
 
     def found(self) -> FoundPlan:
         """Sketch all candidates, simulate the best in full, and say why the others lost."""
@@ -197,43 +200,59 @@ class _Search:
     def _least_seconds(self, mesh: Mapping[str, int]) -> float:
         """What forward and backward take on a mesh; the fastest is tried first, so that others need not be."""
         try:
-            return self.trials.computes(Candidate(mesh))
+            return self.trials.least(Candidate(mesh)).seconds
         except CrossfadeError:
             if "tp" not in mesh:
                 raise  # nothing can be captured of this model
             return float("inf")
 
     def _try_mesh(self, mesh: Mapping[str, int]) -> None:
-        least, best = self._least_seconds(mesh), min(map(_seconds, self._fitting()), default=float("inf"))
-        if not self.in_full and best < least < float("inf"):
-            why_not = f"computes {least * 1e3:,.1f} ms in any mode, longer than the best takes"
-            self.rows += [Row(Candidate(mesh, mode, 1, whole), why_not=why_not) for mode, whole in modes(mesh)]
-            self.done += len(list(modes(mesh)))
-            return
         for mode, whole in modes(mesh):
-            self.tell(self.done, self.most, str(Candidate(mesh, mode, 1, whole)))
+            candidate = Candidate(mesh, mode, 1, whole)
+            self.tell(self.done, self.most, str(candidate))
             self.done += 1
             try:
-                self._try_mode(Candidate(mesh, mode, 1, whole))
+                self._try_mode(candidate)
             except CrossfadeError as error:
-                self.rows.append(Row(Candidate(mesh, mode, 1, whole), why_not=error.found))
+                self.rows.append(Row(candidate, why_not=error.found))
 
     def _try_mode(self, candidate: Candidate) -> None:
         """A mode with the fewest micro-batches that fit, or with each of those that are asked for."""
-        possible = micro_batches(self.trials.samples, candidate.data)
-        if self.accumulate is not None:
-            part = self.trials.samples // candidate.data
-            for times in self.accumulate:
-                if part % times == 0:
-                    self._try(replace(candidate, accumulate=times))
-            return
-        for times in possible:
-            row = self._try(replace(candidate, accumulate=times))
+        part = self.trials.samples // candidate.data
+        asked = self.accumulate or micro_batches(self.trials.samples, candidate.data)
+        refused: Row | None = None
+        for times in asked:
+            if part % times:
+                continue
+            each = replace(candidate, accumulate=times)
+            why_not = "" if self.in_full else self._why_not_tried(each)
+            if why_not:
+                refused = Row(each, why_not=why_not)
+                continue
+            row = self._try(each)
+            refused = None
             assert row.figures is not None
+            if self.accumulate is not None:
+                continue
             if row.fits(self.memory) or self.memory is None or row.figures.held > self.memory:
                 return
             if self._try_limited(row):
                 return
+        if refused is not None:
+            self.rows.append(refused)
+
+    def _why_not_tried(self, candidate: Candidate) -> str:
+        """Why a candidate is not worth a sketch: by what no schedule of it can do without."""
+        least = self.trials.least(candidate)
+        if self.memory is not None and least.memory > self.memory:
+            self.too_large.append((least.memory, candidate))
+            if least.held > self.memory:
+                return f"lacks {(least.held - self.memory) / GB:,.3g} GB for parameters and optimizer state alone"
+            return f"lacks at least {(least.memory - self.memory) / GB:,.3g} GB of memory"
+        best = min(map(_seconds, self._fitting()), default=float("inf"))
+        if best < least.seconds:
+            return f"computes {least.seconds * 1e3:,.1f} ms in any mode, longer than the best takes"
+        return ""
 
     def _try(self, candidate: Candidate) -> Row:
         if self.in_full:
@@ -288,18 +307,24 @@ class _Search:
         return replace(row, why_not=why_slower(row.figures, best))
 
     def _nothing_fits(self) -> CrossfadeError:
-        known = [row for row in self.rows if row.figures is not None]
+        rows = [row for row in self.rows if row.figures is not None]
+        known = [(row.figures.memory, str(row.candidate)) for row in rows if row.figures is not None]
+        for least, candidate in sorted(self.too_large, key=lambda each: each[0]):
+            if known and min(known)[0] <= least:
+                break
+            with contextlib.suppress(CrossfadeError):
+                known.append((self.trials.sketch(candidate).memory, str(candidate)))
         if not known:
             return self._nothing_divides()
-        least = min(known, key=lambda row: row.figures.memory if row.figures is not None else 0)
-        assert least.figures is not None and self.memory is not None
+        needed, best = min(known)
+        assert self.memory is not None
         error = MemoryLimitError(
-            f"none of {len(known)} candidates on {self.ranks} ranks fits {self.memory:,} bytes",
-            expected=f"at least {least.figures.memory:,} bytes a rank, for {least.candidate}",
+            f"none of {len(self.rows)} candidates on {self.ranks} ranks fits {self.memory:,} bytes",
+            expected=f"at least {needed:,} bytes a rank, for {best}",
             remedy="pass more ranks= or memory=, a smaller batch, or compute activations again in the model "
             "(torch.utils.checkpoint)",
         )
-        error.least = least.figures.memory
+        error.least = needed
         return error
 
     def _options(self, candidate: Candidate) -> dict[str, Any]:

@@ -79,7 +79,7 @@ class FoundPlan:
             "ranks": self.ranks,
             "memory_bytes": self.memory,
             "search_seconds": self.seconds,
-            "options": dict(self.options),
+            "options": {name: value for name, value in self.options.items() if name != "machine"},
             "call": self.call,
             "candidates": [
                 {
@@ -95,6 +95,21 @@ class FoundPlan:
                 for row in self.rows
             ],
         }
+
+    @classmethod
+    def from_dict(cls, plain: Mapping[str, Any]) -> FoundPlan:
+        """What `to_dict` gave, perhaps on another rank."""
+
+        def row(found: Mapping[str, Any]) -> Row:
+            modes = found["data_parallel"], found["accumulate"], found["keeps_whole"], found["memory_limit"]
+            figures = None if found["figures"] is None else Figures(**found["figures"])
+            return Row(Candidate(dict(found["mesh"]), *modes), figures, found["why_not"], found["is_sketch"])
+
+        rows = [row(found) for found in plain["candidates"]]
+        return cls(
+            plain["model"], plain["machine"], plain["ranks"], plain["memory_bytes"], rows, dict(plain["options"]),
+            plain["search_seconds"],
+        )  # fmt: skip
 
     def to_json(self) -> str:
         """All figures as JSON."""

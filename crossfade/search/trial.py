@@ -7,11 +7,13 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from crossfade.capture.divide_batch import BatchLayout
 from crossfade.capture.optimizer import parameter_names
+from crossfade.capture.optimizer_state import initial_state
 from crossfade.capture.training import LossFunction, resized
 from crossfade.compile.overlap import predicted
 from crossfade.cost.estimate import estimate
@@ -20,7 +22,7 @@ from crossfade.cost.timeline import Timeline
 from crossfade.forecast.capture import Captured, capture_model
 from crossfade.graph.memory import memory_curve
 from crossfade.graph.private import tree_map_only
-from crossfade.graph.program import InputKind, tensor_bytes
+from crossfade.graph.program import InputKind, OutputKind, tensor_bytes
 from crossfade.search.building import Building, Setup
 from crossfade.search.candidates import Candidate
 from crossfade.search.figures import Figures
@@ -28,6 +30,8 @@ from crossfade.shard.tensor.plan import Plan
 
 _FEW = (2, 4)
 """How many equal layers the two models have that a sketch is drawn from."""
+_SURELY = 0.9
+"""The share of what is alive between forward and backward, as captured, that simplification leaves at least."""
 _MANY = 8
 """From how many on a model's equal layers are worth it."""
 
@@ -39,6 +43,24 @@ class Trial:
     figures: Figures
     timeline: Timeline
     whole: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Least:
+    """What a candidate takes at least: seconds of computation, bytes of state, and bytes in all."""
+
+    seconds: float
+    held: int
+    memory: int
+
+    @classmethod
+    def of(cls, candidate: Candidate, plain: Figures, state_share: float) -> Least:
+        """From the forward and backward of all of a rank's samples, whose `held` is parameters."""
+        ranks = candidate.splits
+        held = plain.held / (ranks if candidate.mode in ("zero2", "zero3") else 1) + state_share * plain.held / ranks
+        gathered = plain.held if candidate.mode == "zero2" else 0
+        memory = held + gathered + _SURELY * plain.alive / candidate.accumulate
+        return cls(plain.seconds, int(held), int(memory))
 
 
 @dataclass
@@ -54,6 +76,7 @@ class Trials:
     plan: Plan | Mapping[str, object] | None = None
     measured: Mapping[str, float] | None = None
     _captured: dict[tuple[int, int], Captured] = field(default_factory=dict)
+    _plain: dict[tuple[int, int], Figures] = field(default_factory=dict)
 
     @cached_property
     def _names(self) -> dict[Tensor, str]:
@@ -90,30 +113,52 @@ class Trials:
 
     def captured(self, candidate: Candidate) -> Captured:
         """The forward and backward of one micro-batch of one rank."""
-        size = self.samples // (candidate.data * candidate.accumulate)
-        key = candidate.tensor, size
+        key = ranks, size = self._key(candidate)
         if key not in self._captured:
-            ranks = candidate.tensor
             self._captured[key] = capture_model(self.model, self.part(size), self.loss_fn, ranks=ranks, plan=self.plan)
         return self._captured[key]
 
-    def computes(self, candidate: Candidate) -> float:
-        """Seconds that forward and backward take in any mode, communication left out: no step takes less."""
-        machine, few = candidate.lies_on(self.machine), self.few_layers(candidate)
+    def _key(self, candidate: Candidate) -> tuple[int, int]:
+        return candidate.tensor, self.samples // (candidate.data * candidate.accumulate)
+
+    def least(self, candidate: Candidate) -> Least:
+        """What no schedule of a candidate can do without, from its forward and backward alone.
+
+        Smaller micro-batches are not captured for it: each sample takes what it does in the largest.
+        """
+        largest = replace(candidate, accumulate=1)
+        ranks, size = self._key(largest)
+        if (plain := self._plain.get((ranks, size))) is None:
+            few = self.few_layers(largest)
+            parts = [self._plain_of(largest, layers) for layers in few or (None,)]
+            plain = parts[0]
+            if few is not None:
+                plain = parts[1].further(parts[0], (self._count(largest) - few[1]) / (few[1] - few[0]))
+            self._plain[ranks, size] = plain
+        return Least.of(candidate, plain, self._state_share)
+
+    def _plain_of(self, candidate: Candidate, layers: int | None) -> Figures:
+        """The computation of a micro-batch; bytes of parameters, and of what the backward needs of the forward."""
         found = self.captured(candidate)
-        sizes: list[int | None] = [None] if few is None else list(few)
-        seconds = []
-        for layers in sizes:
-            program = found.program if layers is None else found.with_layers(layers)
-            program.groups = candidate.groups()
-            costs = estimate(program, machine, self.measured)
-            seconds.append(
-                sum(costs.compute.get(node, 0.0) for node in program.graph.nodes if node not in costs.travel)
-            )
-        if few is None:
-            return candidate.accumulate * seconds[0]
-        count = self._count(candidate)
-        return candidate.accumulate * (seconds[1] + (count - few[1]) * (seconds[1] - seconds[0]) / (few[1] - few[0]))
+        program = found.program if layers is None else found.with_layers(layers)
+        program.groups = candidate.groups()
+        costs = estimate(program, candidate.lies_on(self.machine), self.measured)
+        seconds = sum(busy for node, busy in costs.compute.items() if node not in costs.travel)
+        kept = sum(tensor_bytes(node.meta["val"]) for item, node in program.named_inputs()
+                   if item.kind is InputKind.PARAMETER)  # fmt: skip
+        losses = [node for out, node in program.named_results() if out.kind is OutputKind.LOSS]
+        nodes = list(program.graph.nodes)
+        alive = memory_curve(program).after[nodes.index(losses[0])] if losses else 0
+        return Figures(seconds, seconds, {}, kept, alive)
+
+    @cached_property
+    def _state_share(self) -> float:
+        """Bytes of the optimizer's state for each byte of parameters."""
+        like = {name: torch.empty_like(parameter, device="meta") for parameter, name in self._names.items()}
+        trained = [self._names[p] for group in self.optimizer.param_groups for p in group["params"] if p.requires_grad]
+        states = initial_state(self.optimizer, self._names, trained, like)
+        entries = [entry for state in states.values() for entry in state.values() if isinstance(entry, Tensor)]
+        return sum(map(tensor_bytes, entries)) / max(1, sum(map(tensor_bytes, like.values())))
 
     def few_layers(self, candidate: Candidate) -> tuple[int, int] | None:
         """The two numbers of equal layers that a sketch is drawn of; None where the model has hardly more."""
