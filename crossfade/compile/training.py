@@ -154,8 +154,15 @@ def compile_step(
         >>> losses[-1] < losses[0]
         True
     """
-    if isinstance(mesh, str) or memory is not None:
-        raise _not_a_mesh(mesh, memory)
+    if isinstance(mesh, str):
+        raise _not_a_mesh(mesh)
+    if memory is not None:
+        raise MeshError(
+            f'memory={memory!r} without mesh="auto"',
+            expected="a plan that is to be found within it",
+            remedy='pass mesh="auto" too, or memory_limit= for the schedule alone',
+        )
+    laid: MeshLike = mesh
     model = inside_compiled(model)
     check_arguments(model, loss_fn, optimizer)
     planned = None if plan is None else StepPlan.load(plan)
@@ -168,14 +175,14 @@ def compile_step(
             )
         taken = take(
             planned,
-            mesh=mesh,
+            mesh=laid,
             data_parallel=data_parallel,
             keep_whole=keep_whole,
             tensor_parallel=tensor_parallel,
             machine=machine,
             memory_limit=memory_limit,
         )
-        mesh, data_parallel, keep_whole = taken["mesh"], taken["data_parallel"], taken["keep_whole"]
+        laid, data_parallel, keep_whole = taken["mesh"], taken["data_parallel"], taken["keep_whole"]
         tensor_parallel, memory_limit, dynamic = taken["tensor_parallel"], taken["memory_limit"], False
     expect = Expect.of(strict)
     options = Options(
@@ -205,20 +212,13 @@ def compile_step(
     check_not_split(model)
     if planned is not None:
         check_before(planned, model, optimizer, options)
-    laid: MeshLike = mesh
     place = Place.open(model, loss_fn, optimizer, laid, options)
     compiler = StepCompiler(Job(model, loss_fn, optimizer, options, place, BakedIn([model], loss_fn)))
     return Step(model, optimizer, compiler, place)
 
 
-def _not_a_mesh(mesh: Any, memory: float | None) -> MeshError:
+def _not_a_mesh(mesh: str) -> MeshError:
     """What `crossfade.compile_step` has not replaced by a mesh."""
-    if not isinstance(mesh, str):
-        return MeshError(
-            f'memory={memory!r} without mesh="auto"',
-            expected="a plan that is to be found within it",
-            remedy='pass mesh="auto" too, or memory_limit= for the schedule alone',
-        )
     return MeshError(
         f"mesh={mesh!r}",
         expected='a DeviceMesh, a mapping like {"dp": 4}, or "auto" for crossfade.compile_step',

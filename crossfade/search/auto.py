@@ -133,14 +133,15 @@ def _found_for(compile_step: Callable[..., Step], asked: Mapping[str, Any], batc
             lines = [_shapes(batch), f"machine = {machine!r}", f"memory = {asked['memory']}"]
         members.agree(" ".join(lines), "\n".join(lines), to="find a mesh", what="batches and machines")
         with telling(members):
-            found = FoundPlan.from_dict(members.share(lambda: _search(asked, batch, machine, len(ranks)).to_dict()))
+            shared = members.share(lambda: _search(asked, batch, machine, len(ranks)).to_dict())
+            found = FoundPlan.from_dict(shared, machine)
         members.agree(found.call, found.call, to="compile what was found")
     finally:
         members.close()
     if not members.rank:
         log.info("%s", found)
     options = {name: value for name, value in asked.items() if name not in ("model", "loss_fn", "optimizer", "memory")}
-    options |= {**found.options, "machine": machine}
+    options |= found.options
     return found, compile_step(model, asked["loss_fn"], asked["optimizer"], **options)
 
 

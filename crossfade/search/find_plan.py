@@ -21,13 +21,13 @@ from crossfade.search.candidates import Candidate, meshes, micro_batches, modes
 from crossfade.search.figures import Figures
 from crossfade.search.plan_found import GB, FoundPlan, Row, why_slower
 from crossfade.search.shown import shown
-from crossfade.search.trial import Trial, Trials
+from crossfade.search.trial import Trials
 from crossfade.shard.tensor.plan import Plan
 from crossfade.tracebacks import users_frames
 
-_NEAR = 0.05
+_NEAR = 0.03
 """Sketches within this share of the fastest one are simulated in full: a sketch is about as good as that."""
-_MOST_IN_FULL = 4
+_MOST_IN_FULL = 3
 _MOST_TENSOR = 8
 """Over how many ranks a model is split by a plan where the machine says nothing of nodes."""
 _WORTH_LIMITING = 0.5
@@ -139,8 +139,6 @@ class _Search:
     rows: list[Row] = field(default_factory=list)
     done: int = 0
     most: int = 0
-    whole: dict[Candidate, Trial] = field(default_factory=dict)
-    """What was simulated in full."""
     too_large: list[tuple[int, Candidate]] = field(default_factory=list)
     """Candidates that were not worth a sketch, with the memory that they need at least."""
 
@@ -158,9 +156,10 @@ class _Search:
         assert best.figures is not None
         losers = [self._explained(row, best.figures) for row in self.rows if row is not best]
         losers.sort(key=lambda row: (not row.fits(self.memory), row.figures is None, _seconds(row)))
+        plan = self.trials.plan
         return FoundPlan(
-            type(self.trials.model).__name__, self.trials.machine.name, self.ranks, self.memory, [best, *losers],
-            self._options(best.candidate), time.perf_counter() - start,
+            type(self.trials.model).__name__, self.trials.machine, self.ranks, self.memory, [best, *losers],
+            plan.as_data() if isinstance(plan, Plan) else plan, time.perf_counter() - start,
         )  # fmt: skip
 
     def _meshes(self) -> list[dict[str, int]]:
@@ -256,13 +255,15 @@ class _Search:
 
     def _try(self, candidate: Candidate) -> Row:
         if self.in_full:
-            trial = self.trials.simulate(candidate)
-            self.whole[candidate] = trial
-            row = Row(candidate, trial.figures)
+            row = self._in_full(candidate)
         else:
             row = Row(candidate, self.trials.sketch(candidate), is_sketch=True)
         self.rows.append(row)
         return row
+
+    def _in_full(self, candidate: Candidate) -> Row:
+        trial = self.trials.simulate(candidate)
+        return Row(candidate, trial.figures, kept_whole=tuple(self.trials.patterns(trial.whole)))
 
     def _try_limited(self, row: Row) -> bool:
         """A schedule within the memory that is left; not of a sketch, whose memory is not that of the whole."""
@@ -292,9 +293,7 @@ class _Search:
             row = near[0]
             self.tell(self.done, max(self.most, self.done + len(near)), f"{row.candidate}, all layers")
             self.done += 1
-            trial = self.trials.simulate(row.candidate)
-            self.whole[row.candidate] = trial
-            self.rows[self.rows.index(row)] = replace(row, figures=trial.figures, is_sketch=False)
+            self.rows[self.rows.index(row)] = self._in_full(row.candidate)
 
     def _explained(self, row: Row, best: Figures) -> Row:
         if row.why_not or row.figures is None:
@@ -326,24 +325,6 @@ class _Search:
         )
         error.least = needed
         return error
-
-    def _options(self, candidate: Candidate) -> dict[str, Any]:
-        """The keywords of `compile_step` for a candidate."""
-        trial, machine = self.whole[candidate], self.trials.machine
-        options: dict[str, Any] = {"mesh": dict(candidate.mesh) or None}
-        if candidate.data > 1 and candidate.mode != "replicate":
-            options["data_parallel"] = candidate.mode
-        if trial.whole:
-            options["keep_whole"] = self.trials.patterns(trial.whole)
-        if candidate.tensor > 1:
-            plan = self.trials.plan
-            options["tensor_parallel"] = plan.as_data() if isinstance(plan, Plan) else plan
-        if candidate.accumulate > 1:
-            options["accumulate"] = candidate.accumulate
-        if candidate.memory_limit is not None:
-            options["memory_limit"] = candidate.memory_limit
-        options["machine"] = machine
-        return options
 
 
 def _seconds(row: Row) -> float:

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from crossfade.cost.machine import Machine
 from crossfade.search.candidates import Candidate, call_text
 from crossfade.search.figures import Figures
 
@@ -25,6 +26,8 @@ class Row:
     why_not: str = ""
     is_sketch: bool = False
     """Whether its figures are those of few layers, with what each further one adds, and of one bucket size."""
+    kept_whole: tuple[str, ...] = ()
+    """What stays whole, as `keep_whole` takes it; of a sketch it is not known."""
 
     def fits(self, memory: int | None) -> bool:
         """Whether it can run within so many bytes."""
@@ -52,12 +55,12 @@ class FoundPlan:
     """The plan that was found, and what it was chosen from. `rows` are sorted: the one taken, then the fastest."""
 
     model: str
-    machine: str
+    machine: Machine
     ranks: int
     memory: int | None
     rows: Sequence[Row]
-    options: Mapping[str, Any]
-    """The winner's keywords of `compile_step`."""
+    plan: Mapping[str, Any] | None
+    """What splits the model where the mesh has an axis `tp`."""
     seconds: float
     """What the search took."""
 
@@ -67,19 +70,40 @@ class FoundPlan:
         return self.rows[0]
 
     @property
+    def options(self) -> dict[str, Any]:
+        """The winner's keywords of `compile_step`."""
+        return self.options_of(self.best)
+
+    @property
     def call(self) -> str:
         """The winner's call of `compile_step`, as text to paste."""
         return call_text(self.options)
+
+    def options_of(self, row: Row) -> dict[str, Any]:
+        """The keywords of `compile_step` for any row."""
+        candidate = row.candidate
+        options: dict[str, Any] = {"mesh": dict(candidate.mesh) or None}
+        if candidate.data > 1 and candidate.mode != "replicate":
+            options["data_parallel"] = candidate.mode
+        if candidate.keeps_whole:
+            options["keep_whole"] = list(row.kept_whole) or "auto"
+        if candidate.tensor > 1:
+            options["tensor_parallel"] = self.plan
+        if candidate.accumulate > 1:
+            options["accumulate"] = candidate.accumulate
+        if candidate.memory_limit is not None:
+            options["memory_limit"] = candidate.memory_limit
+        return {**options, "machine": self.machine}
 
     def to_dict(self) -> dict[str, Any]:
         """All figures."""
         return {
             "model": self.model,
-            "machine": self.machine,
+            "machine": self.machine.name,
             "ranks": self.ranks,
             "memory_bytes": self.memory,
             "search_seconds": self.seconds,
-            "options": {name: value for name, value in self.options.items() if name != "machine"},
+            "tensor_parallel": self.plan,
             "call": self.call,
             "candidates": [
                 {
@@ -91,23 +115,25 @@ class FoundPlan:
                     "figures": None if row.figures is None else dataclasses.asdict(row.figures),
                     "is_sketch": row.is_sketch,
                     "why_not": row.why_not,
+                    "kept_whole": row.kept_whole,
                 }
                 for row in self.rows
             ],
         }
 
     @classmethod
-    def from_dict(cls, plain: Mapping[str, Any]) -> FoundPlan:
-        """What `to_dict` gave, perhaps on another rank."""
+    def from_dict(cls, plain: Mapping[str, Any], machine: Machine) -> FoundPlan:
+        """What `to_dict` gave, perhaps on another rank, for the same machine."""
 
         def row(found: Mapping[str, Any]) -> Row:
             modes = found["data_parallel"], found["accumulate"], found["keeps_whole"], found["memory_limit"]
             figures = None if found["figures"] is None else Figures(**found["figures"])
-            return Row(Candidate(dict(found["mesh"]), *modes), figures, found["why_not"], found["is_sketch"])
+            return Row(Candidate(dict(found["mesh"]), *modes), figures, found["why_not"], found["is_sketch"],
+                       tuple(found["kept_whole"]))  # fmt: skip
 
         rows = [row(found) for found in plain["candidates"]]
         return cls(
-            plain["model"], plain["machine"], plain["ranks"], plain["memory_bytes"], rows, dict(plain["options"]),
+            plain["model"], machine, plain["ranks"], plain["memory_bytes"], rows, plain["tensor_parallel"],
             plain["search_seconds"],
         )  # fmt: skip
 
@@ -117,7 +143,7 @@ class FoundPlan:
 
     def __str__(self) -> str:
         limit = f", {self.memory / GB:,.3g} GB each" if self.memory is not None else ""
-        title = f"{self.model} on {self.ranks} ranks of {self.machine}{limit}: {len(self.rows)} candidates in "
+        title = f"{self.model} on {self.ranks} ranks of {self.machine.name}{limit}: {len(self.rows)} candidates in "
         places: list[int | None] = []
         for row in self.rows:
             places.append(len([place for place in places if place]) + 1 if row.fits(self.memory) else None)
