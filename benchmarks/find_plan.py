@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
 import os
 import statistics
 import tempfile
@@ -141,6 +142,7 @@ MODELS: Mapping[str, Model] = {
 
 def work(options: argparse.Namespace) -> dict[str, Any]:
     """What each rank does: calibrate, find, measure every candidate of every model."""
+    logging.getLogger("crossfade").setLevel(logging.ERROR)
     machine = calibrate("calibrated", {ANY_AXIS: dist.group.WORLD}, seconds=options.calibrate)
     return {name: compare(MODELS[name], machine, options) for name in options.models}
 
