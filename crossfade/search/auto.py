@@ -56,11 +56,15 @@ class FoundStep(Step):
 
     def _prepared(self, batch: tuple[Any, ...], exchange: Exchange = "now") -> tuple[Ready, tuple[Any, ...]]:
         if self._find is not None:
-            self._check_open()
             self._plan, step = self._find(batch)
             self.become(step)
             self._find = None
         return super()._prepared(batch, exchange)
+
+    def close(self) -> None:
+        """Close the step, whether or not anything was found for it yet."""
+        self._find = None
+        super().close()
 
     @contextlib.contextmanager
     def _together(self, what: str) -> Iterator[None]:
