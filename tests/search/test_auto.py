@@ -45,6 +45,8 @@ def trained(machine: str, memory: float | None) -> dict[str, Any]:
     with step.gathered() as whole:
         values = {name: value.detach().clone() for name, value in whole.named_parameters()}
     options = {name: value for name, value in step.found.options.items() if name != "machine"}
+    best = step.found.best
+    assert best.figures is not None and (memory is None or best.figures.memory <= memory == step.found.memory)
     return {"losses": losses, "values": values, "options": options, "table": str(step.found), "steps": step.steps}
 
 
