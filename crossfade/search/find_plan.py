@@ -66,7 +66,7 @@ def find_plan(
         batch: what all ranks together take in a step, as `step(*batch)` is given it.
         ranks: how many there are.
         machine: a `Machine` or a preset's name.
-        memory: bytes that each rank may use; by default what the machine says it has. None there is no limit.
+        memory: bytes that each rank may use; by default what the machine says it has, if it says so.
         tensor_parallel: the plan by which a model is split; by default the one that its graph suggests.
         accumulate: numbers of micro-batches to try, each of them; by default the fewest with which a step fits.
         backend: what carries collectives; by default nccl for devices that are CUDA's, gloo for CPUs.

@@ -22,14 +22,15 @@ def shown(told: Callable[[int, int, str], None] | None, title: str) -> Iterator[
     if told is not None:
         yield told
         return
-    console = Console(stderr=True)
+    wanted = is_wanted(0, sys.stderr)
+    console = Console(stderr=True, force_terminal=wanted or None)
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),
         TextColumn("{task.completed}/{task.total}"),
         TimeElapsedColumn(),
     )
-    with Progress(*columns, console=console, transient=True, disable=not is_wanted(0, sys.stderr)) as progress:
+    with Progress(*columns, console=console, transient=True, disable=not wanted) as progress:
         task = progress.add_task(title)
 
         def tell(done: int, most: int, what: str) -> None:
