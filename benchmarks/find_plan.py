@@ -35,7 +35,7 @@ from benchmarks.figures import save
 from benchmarks.network import hosts_on_a_switch, reason_against
 from benchmarks.two_ranks import slowest
 from crossfade import Ranks
-from crossfade.cost.calibrate import calibrate
+from crossfade.cost.calibrate import calibrate, rows
 from crossfade.cost.machine import ANY_AXIS, Machine
 from crossfade.demo.model import SIZES, build
 from crossfade.demo.model import next_token_loss as gpt_loss
@@ -144,7 +144,8 @@ def work(options: argparse.Namespace) -> dict[str, Any]:
     """What each rank does: calibrate, find, measure every candidate of every model."""
     logging.getLogger("crossfade").setLevel(logging.ERROR)
     machine = calibrate("calibrated", {ANY_AXIS: dist.group.WORLD}, seconds=options.calibrate)
-    return {name: compare(MODELS[name], machine, options) for name in options.models}
+    models = {name: compare(MODELS[name], machine, options) for name in options.models}
+    return {"calibrated": json.loads(machine.to_json()), "models": models}
 
 
 def compare(chosen: Model, machine: Machine, options: argparse.Namespace) -> dict[str, Any]:
@@ -166,10 +167,10 @@ def find(chosen: Model, machine: Machine, accumulate: Sequence[int]) -> FoundPla
     return FoundPlan.from_dict(json.loads(shared[0]), machine)
 
 
-def measure(chosen: Model, found: FoundPlan, rows: Sequence[Row], steps: int) -> list[dict[str, Any]]:
+def measure(chosen: Model, found: FoundPlan, tried: Sequence[Row], steps: int) -> list[dict[str, Any]]:
     """The median seconds of a step of each candidate, all of which take turns."""
     batch, contenders, refused = chosen.batch(), [], []
-    for row in rows:
+    for row in tried:
         torch.manual_seed(0)
         model = chosen.make()
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
@@ -223,7 +224,9 @@ def _ranks(values: Sequence[float]) -> list[float]:
 def finish(figures: Mapping[str, Any], options: argparse.Namespace) -> None:
     """Print, and keep if asked to."""
     console = Console()
-    for name, found in figures.items():
+    for row in rows(Machine.from_json(json.dumps(figures["calibrated"]))):
+        console.print("  ".join(row), highlight=False)
+    for name, found in figures["models"].items():
         table = Table(title=f"{name} on {RANKS} ranks, {options.network}")
         for column in ("candidate", "predicted ms", "measured ms"):
             table.add_column(column, justify="left" if column == "candidate" else "right")
@@ -238,7 +241,7 @@ def finish(figures: Mapping[str, Any], options: argparse.Namespace) -> None:
         console.print(f"{name}: {said}: {'as hoped' if good else 'NOT good enough'}")
     if options.save:
         network = options.network.replace(" ", "-")
-        save(f"find-plan-{network}", {"models": dict(figures), "steps": options.steps, "load": os.getloadavg()[0]})
+        save(f"find-plan-{network}", {**figures, "steps": options.steps, "load": os.getloadavg()[0]})
 
 
 def main() -> None:
