@@ -169,7 +169,8 @@ def find(chosen: Model, machine: Machine, accumulate: Sequence[int]) -> FoundPla
 
 def measure(chosen: Model, found: FoundPlan, tried: Sequence[Row], steps: int) -> list[dict[str, Any]]:
     """The median seconds of a step of each candidate, all of which take turns."""
-    batch, contenders, refused = chosen.batch(), [], []
+    batch, refused = chosen.batch(), []
+    contenders: list[tuple[Row, cf.Step, list[float]]] = []
     for row in tried:
         torch.manual_seed(0)
         model = chosen.make()

@@ -27,7 +27,7 @@ from crossfade.tracebacks import users_frames
 
 _NEAR = 0.03
 """Sketches within this share of the fastest one are simulated in full: a sketch is about as good as that."""
-_MOST_IN_FULL = 3
+_MOST_IN_FULL = 2
 _MOST_TENSOR = 8
 """Over how many ranks a model is split by a plan where the machine says nothing of nodes."""
 _WORTH_LIMITING = 0.5

@@ -20,7 +20,7 @@ STEPS = 3
 
 def job(seed: int = 0) -> tuple[nn.Module, torch.optim.Optimizer, tuple[torch.Tensor, torch.Tensor]]:
     torch.manual_seed(seed)
-    model = Tower(2, 32)
+    model = Tower(1, 32)
     generator = torch.Generator().manual_seed(1)
     batch = tuple(torch.randint(32, (8, 8), generator=generator) for _ in range(2))
     return model, torch.optim.AdamW(model.parameters(), lr=0.01), batch  # type: ignore[return-value]
