@@ -59,7 +59,8 @@ class Least:
         ranks = candidate.splits
         held = plain.held / (ranks if candidate.mode in ("zero2", "zero3") else 1) + state_share * plain.held / ranks
         gathered = plain.held if candidate.mode == "zero2" else 0
-        memory = held + gathered + _SURELY * plain.alive / candidate.accumulate
+        summed = plain.held if candidate.accumulate > 1 else 0  # gradients, while the last micro-batch computes its own
+        memory = held + gathered + summed + _SURELY * plain.alive / candidate.accumulate
         return cls(plain.seconds, int(held), int(memory))
 
 
@@ -183,9 +184,9 @@ class Trials:
             one, two = (self.run(candidate, layers=layers, times=times, quickly=True).figures for layers in few)
             return two.further(one, (count - few[1]) / (few[1] - few[0]))
 
-        if times <= 2:
-            return of_layers(times)
-        return of_layers(3).further(of_layers(2), times - 3)
+        found = of_layers(times) if times <= 2 else of_layers(3).further(of_layers(2), times - 3)
+        surely = self.least(candidate).memory - found.held  # a few layers' peak may lie elsewhere than that of many
+        return replace(found, alive=max(found.alive, surely))
 
     def simulate(self, candidate: Candidate) -> Trial:
         """One step as it would run: all layers; of more than two micro-batches, what each further one adds is taken

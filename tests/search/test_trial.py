@@ -25,6 +25,7 @@ ALL = [
     *(Candidate({"dp": 4}, mode) for mode in ("zero1", "zero2", "zero3")),  # type: ignore[arg-type]
     Candidate({"dp_replicate": 2, "dp_shard": 2}, "zero3"),
     Candidate({"dp": 2, "tp": 2}, "zero2", 2),
+    Candidate({"dp": 4}, "zero3", 2),
     Candidate({"tp": 4}),
     Candidate({}),
 ]
@@ -37,7 +38,7 @@ def test_no_step_takes_less_than_its_bounds() -> None:
         assert least.seconds <= found.seconds
         assert 0.9 * found.held < least.held <= found.held
         assert least.memory <= found.memory
-    assert len(tried._captured) == 5  # each number of samples and of parts once
+    assert len(tried._captured) == 6  # each number of samples and of parts once
 
 
 @pytest.mark.parametrize("candidate", [Candidate({"dp": 4}, "zero3"), Candidate({"dp": 2}, "zero1")], ids=str)
