@@ -360,11 +360,24 @@ def _beside(found: Figures, key: str, digits: int) -> list[str]:
     return [f"{value:,.{digits}f}", f"{measured:,.{digits}f}", f"{value / measured - 1:+.1%}"]
 
 
+def _found_plans(name: str, figures: Figures) -> str:
+    network, parts = name.removeprefix("find-plan-"), []
+    command = f"python -m benchmarks.find_plan --network {network} --steps {figures['steps']}"
+    for model, found in figures["models"].items():
+        tried = sorted((each for each in found["candidates"] if "measured" in each), key=lambda each: each["measured"])
+        rows = [[each["candidate"], _ms(each["predicted"]), _ms(each["measured"])] for each in tried]
+        quality = f"chosen {found['chosen_longer']:+.1%}, rank correlation {found['rank_correlation']:.3f}"
+        title = f"`{model}` on four ranks, {network}: {quality}; load {figures['load']:.0f}"
+        parts.append(_origin(title, command, figures) + _table(["candidate", "predicted ms", "measured ms"], rows))
+    return "".join(parts)
+
+
 SECTIONS: list[tuple[str, str, Callable[[str, Figures], str]]] = [
     ("Step time against torch", "step-", _step),
     ("ZeRO with tensor parallelism against FSDP2 with DTensor's", "on-mesh-", _on_mesh),
     ("One device, nothing exchanged", "one-device-", _one_device),
     ("One GPU, against torch.compile", "gpu-step-", _gpu_step),
+    ("Plans that are found, and every other candidate", "find-plan-", _found_plans),
     ("Until the first step is done", "first-step-", _first_step),
     ("In frameworks, against their DDP", "frameworks-", _frameworks),
     ("Memory", "memory-", _memory),

@@ -14,7 +14,6 @@ from crossfade.compile.pipeline import Optimized, optimize
 from crossfade.compile.sharding import Sharded, shard
 from crossfade.compile.simplify_exported import Simplified, simplify
 from crossfade.compile.step import Step
-from crossfade.compile.training import compile_step
 from crossfade.compile.training_phases import TRAINING, StepCompilation
 from crossfade.cost.machine import Machine
 from crossfade.errors import (
@@ -46,6 +45,9 @@ from crossfade.integrations.torch_compile import reports
 from crossfade.ranks.local import Ranks
 from crossfade.report.expect import Expect
 from crossfade.report.report import Report
+from crossfade.search.auto import compile_step
+from crossfade.search.find_plan import find_plan
+from crossfade.search.plan_found import FoundPlan
 from crossfade.shard.tensor.plan import Fused, Plan
 
 __version__ = "0.1.0"
@@ -55,6 +57,7 @@ __all__ = [
     "CaptureError",
     "CrossfadeError",
     "Expect",
+    "FoundPlan",
     "Fused",
     "Gradients",
     "Machine",
@@ -95,6 +98,7 @@ __all__ = [
     "check_compatible",
     "compile_gradients",
     "compile_step",
+    "find_plan",
     "optimize",
     "reports",
     "run_passes",

@@ -22,9 +22,10 @@ BELOW = {
     "compile": ("graph", "files", "cost", *STAGES),
     "demo": ("graph", "files", "cost", *STAGES, "compile"),
     "forecast": ("graph", "files", "cost", *STAGES, "compile"),
-    "commands": ("graph", "files", "cost", *STAGES, "compile", "demo", "forecast"),
+    "search": ("graph", "files", "cost", *STAGES, "compile", "forecast"),
+    "commands": ("graph", "files", "cost", *STAGES, "compile", "demo", "forecast", "search"),
     "integrations": ("graph", "capture", "execute", "report", "compile"),
-    "__init__": ("graph", "files", "cost", *STAGES, "compile", "integrations", "forecast"),
+    "__init__": ("graph", "files", "cost", *STAGES, "compile", "integrations", "forecast", "search"),
     "passes": ("graph", "compile"),
     "__main__": ("commands",),
 }

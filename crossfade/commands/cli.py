@@ -4,13 +4,25 @@ from __future__ import annotations
 
 import inspect
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.markup import escape
+from typer.core import TyperGroup
 
 from crossfade.errors import CrossfadeError
+
+
+class PlanCommands(TyperGroup):
+    """The commands of `crossfade plan`, of which `find` is meant where the first word is none: it is a model then."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Read the command line."""
+        if args and not args[0].startswith("-") and args[0] not in self.commands:
+            args = ["find", *args]
+        return super().parse_args(ctx, args)
+
 
 app = typer.Typer(
     help="Make communication disappear under computation in distributed PyTorch programs, and see what was done.",
@@ -356,8 +368,43 @@ def run(
         console.print(f"outputs: {output}", soft_wrap=True)
 
 
-plans = typer.Typer(help="Plan files of compiled steps (step.save_plan).", no_args_is_help=True)
+plans = typer.Typer(
+    cls=PlanCommands,
+    help="Find the plan of a model's step: crossfade plan MODEL --ranks N; compare plan files of compiled steps.",
+    no_args_is_help=True,
+)
 app.add_typer(plans, name="plan")
+
+
+@plans.command()
+def find(
+    model: Annotated[str, typer.Argument(help="model.py:function, a config.json, or a name such as llama3.1-8b.")],
+    ranks: Annotated[int, typer.Option(help="How many ranks there are.", min=1)],
+    batch: Annotated[str, typer.Option(help="The batch of all ranks: samples by tokens; by default RANKSx2048.")] = "",
+    machine: Annotated[str, typer.Option(help="A preset's name or a JSON file.")] = "h100-cluster",
+    memory: Annotated[str, typer.Option(help="What each rank may use, such as 80GB; by default the machine's.")] = "",
+    optimizer: Annotated[str, typer.Option(help="adamw, sgd or momentum.")] = "adamw",
+    plan: Annotated[
+        Path | None, typer.Option(help="A tensor-parallel plan, .yaml or .json; else what the graph suggests.")
+    ] = None,
+    accumulate: Annotated[
+        str, typer.Option(help="Numbers of micro-batches to try, each: 1,2,4; by default the fewest that fit.")
+    ] = "",
+    in_full: Annotated[
+        bool, typer.Option("--in-full", help="Simulate every candidate with all layers, not only the best.")
+    ] = False,
+    json: Annotated[bool, typer.Option("--json", help="Print all figures as JSON.")] = False,
+) -> None:
+    """Find the fastest way to lay a model's training step over ranks that fits their memory.
+
+    Meshes, data-parallel modes, what stays whole and micro-batches are simulated, without devices and weights. Prints
+    every candidate, why the losers lost, and the winner's compile_step call; see docs/find_plan.md.
+    """
+    from crossfade.commands import found_plans
+
+    asked = found_plans.Asked(model, ranks, batch, machine, memory, optimizer, plan, accumulate, in_full)
+    found = found_plans.find(asked)
+    typer.echo(found.to_json() if json else str(found))
 
 
 @plans.command()

@@ -51,10 +51,13 @@ def plan_overlap(
     *,
     edited: Callable[[Sequence[Pass]], Sequence[Pass]] = lambda passes: passes,
     narrow: Sequence[str] = (),
+    scales: Sequence[float] | None = None,
+    checked: bool = True,
 ) -> OverlapPlan:
     """The plan of the least predicted time among a few bucket sizes, within the memory limit: of those about as fast,
     the one with the fewest collectives. The same on all ranks. `edited` makes a user's changes to the passes;
-    `narrow` names the groups whose sums of 16 bits are split in two.
+    `narrow` names the groups whose sums of 16 bits are split in two. `scales` are the shares to try of the sizes that
+    arithmetic gives, by default three, and for very large programs one. `checked` is as for `run_passes`.
 
     Raises `MemoryLimitError`, which names the least limit that works, if none fits.
 
@@ -74,7 +77,8 @@ def plan_overlap(
         True
     """
     sizes = choose_sizes(program, machine, measured)
-    scales = _SCALES if len(program.graph.nodes) <= SWEEP_LIMIT else _SCALES[:1]
+    if scales is None:
+        scales = _SCALES if len(program.graph.nodes) <= SWEEP_LIMIT else _SCALES[:1]
     plans: list[OverlapPlan] = []
     refusals: list[MemoryLimitError] = []
     for scale in (*scales, _SMALLEST):
@@ -83,7 +87,7 @@ def plan_overlap(
         try:
             scaled = {kind: size.scaled(scale) for kind, size in sizes.items()}
             passes, context = edited(overlap(scaled, memory_limit, narrow)), {"machine": machine, "measured": measured}
-            built = run_passes(program, passes, context=context)
+            built = run_passes(program, passes, context=context, checked=checked)
             plans.append(OverlapPlan(built, scaled, predicted(built, machine, measured)))
         except MemoryLimitError as refused:
             refusals.append(refused)

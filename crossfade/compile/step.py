@@ -68,6 +68,19 @@ class Step:
         self.steps = 0
         self.outputs: dict[str, Tensor] = {}
 
+    def become(self, other: Step) -> None:
+        """Go on as another step of the same model, compiled meanwhile; what this one has counted stays.
+
+        >>> step = Step(nn.Linear(2, 1), None)
+        >>> step.steps = 3
+        >>> step.become(Step(step.model, None))
+        >>> step.steps
+        3
+        """
+        for name, value in vars(other).items():
+            if name not in ("steps", "outputs", "_turn", "_calls"):
+                setattr(self, name, value)
+
     @property
     def report(self) -> Report:
         """What became of every collective of the program that ran last; after `profile`, with what it measured."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from torch import nn
 from torch.optim import Optimizer
@@ -27,7 +27,7 @@ from crossfade.compile.step import Step
 from crossfade.compile.step_plan import StepPlan
 from crossfade.compile.tensor_parallel import check_not_split
 from crossfade.cost.machine import Machine
-from crossfade.errors import CrossfadeError
+from crossfade.errors import CrossfadeError, MeshError
 from crossfade.execute.compile_regions import Execute
 from crossfade.graph.passes import Pass
 from crossfade.ranks.mesh import MeshLike
@@ -41,7 +41,7 @@ def compile_step(
     model: nn.Module,
     loss_fn: LossFunction | None,
     optimizer: Optimizer,
-    mesh: MeshLike = None,
+    mesh: MeshLike | Literal["auto"] = None,
     *,
     data_parallel: DataParallelMode = "replicate",
     keep_whole: KeepWhole = (),
@@ -52,6 +52,7 @@ def compile_step(
     semantics: Semantics = "global",
     loss_is: LossIs = "auto",
     machine: Machine | str | None = None,
+    memory: float | None = None,
     memory_limit: int | None = None,
     reduce_dtype: ReduceDtype = None,
     passes: Sequence[Pass] | None = None,
@@ -80,6 +81,8 @@ def compile_step(
             parameters (Muon, Adafactor) works where every rank holds them.
         mesh: a `DeviceMesh` with an axis `dp` (or only one), a mapping like `{"dp": 4}`, or None for one device. Axes
             `dp_replicate` and `dp_shard` split the batch over both, and what is sharded over the second only.
+            `"auto"`: found by simulation at the first batch, as `find_plan` does, by the first rank for all of them,
+            together with the mode, what stays whole, the plan and the number of micro-batches: `step.found` says why.
         data_parallel: `"replicate"`: every rank holds all parameters. `"zero1"`: each rank holds and updates the
             optimizer's state of its rows of every parameter. `"zero2"`: parameters are split too, gathered for the
             forward and kept for the backward. `"zero3"`: gathered again for the backward instead. The model's
@@ -112,6 +115,7 @@ def compile_step(
             order of everything follow from it, and on a CPU which operators are written as their parts
             (`spell-out-slow-operators`: the last bits differ). None plans without, with buckets of fixed sizes; for
             the modes that gather parameters, a preset is taken.
+        memory: with `mesh="auto"`, the bytes that each rank may use; by default what the machine says it has.
         memory_limit: bytes that may be alive beside inputs, parameters and optimizer state; with a machine only. The
             optimizer's small operators are then called one by one.
         reduce_dtype: send gradients in fewer bytes, for slow links: `torch.bfloat16` and `torch.float16` halve those of
@@ -150,6 +154,15 @@ def compile_step(
         >>> losses[-1] < losses[0]
         True
     """
+    if isinstance(mesh, str):
+        raise _not_a_mesh(mesh)
+    if memory is not None:
+        raise MeshError(
+            f'memory={memory!r} without mesh="auto"',
+            expected="a plan that is to be found within it",
+            remedy='pass mesh="auto" too, or memory_limit= for the schedule alone',
+        )
+    laid: MeshLike = mesh
     model = inside_compiled(model)
     check_arguments(model, loss_fn, optimizer)
     planned = None if plan is None else StepPlan.load(plan)
@@ -162,14 +175,14 @@ def compile_step(
             )
         taken = take(
             planned,
-            mesh=mesh,
+            mesh=laid,
             data_parallel=data_parallel,
             keep_whole=keep_whole,
             tensor_parallel=tensor_parallel,
             machine=machine,
             memory_limit=memory_limit,
         )
-        mesh, data_parallel, keep_whole = taken["mesh"], taken["data_parallel"], taken["keep_whole"]
+        laid, data_parallel, keep_whole = taken["mesh"], taken["data_parallel"], taken["keep_whole"]
         tensor_parallel, memory_limit, dynamic = taken["tensor_parallel"], taken["memory_limit"], False
     expect = Expect.of(strict)
     options = Options(
@@ -199,6 +212,15 @@ def compile_step(
     check_not_split(model)
     if planned is not None:
         check_before(planned, model, optimizer, options)
-    place = Place.open(model, loss_fn, optimizer, mesh, options)
+    place = Place.open(model, loss_fn, optimizer, laid, options)
     compiler = StepCompiler(Job(model, loss_fn, optimizer, options, place, BakedIn([model], loss_fn)))
     return Step(model, optimizer, compiler, place)
+
+
+def _not_a_mesh(mesh: str) -> MeshError:
+    """What `crossfade.compile_step` has not replaced by a mesh."""
+    return MeshError(
+        f"mesh={mesh!r}",
+        expected='a DeviceMesh, a mapping like {"dp": 4}, or "auto" for crossfade.compile_step',
+        remedy="pass one of them",
+    )

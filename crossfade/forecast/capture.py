@@ -113,6 +113,35 @@ def _on_meta(model: nn.Module) -> nn.Module:
     return copy.deepcopy(model, memo)
 
 
+def plan_of_graph(model: nn.Module, batch: tuple[Any, ...], loss_fn: LossFunction | None = None) -> Plan:
+    """The plan that a model's graph suggests for a batch, by shapes alone; empty where there is nothing to split.
+
+    >>> model = nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 8))
+    >>> plan_of_graph(model, (torch.ones(4, 8), torch.ones(4, 8)), nn.functional.mse_loss)
+    Plan({'0': 'colwise', '2': 'rowwise'})
+    """
+    bare, batch = _on_meta(model), tree_map_only(Tensor, lambda value: value.to("meta"), batch)
+    layers = find_layers(bare)
+    if layers is not None and layers.count * layers.period < len(list(bare.get_submodule(layers.owner).children())):
+        layers = None  # a name with * would mean the others in the list too
+    with shortened(bare, layers):
+        return usual_plan(bare, _exported(bare, batch, loss_fn))
+
+
+def _exported(model: nn.Module, batch: tuple[Any, ...], loss_fn: LossFunction | None) -> torch.export.ExportedProgram:
+    """The model with its loss, exported; the model stays as it is."""
+    called = model.forward
+
+    def forward(module: nn.Module, *given: Any) -> Tensor:
+        return loss_of(called, loss_fn, given)
+
+    model.forward = types.MethodType(forward, model)  # type: ignore[method-assign]
+    try:
+        return torch.export.export(model, batch, strict=False)
+    finally:
+        del model.forward
+
+
 def _split(
     model: nn.Module,
     batch: tuple[Any, ...],
@@ -121,15 +150,8 @@ def _split(
     plan: Plan | Mapping[str, object] | None,
 ) -> tuple[nn.Module, Callable[..., Any]]:
     """The model with one rank's parts of its parameters, and how its local program is run."""
-    called = model.forward
-
-    def forward(module: nn.Module, *given: Any) -> Tensor:
-        return loss_of(called, loss_fn, given)
-
-    model.forward = types.MethodType(forward, model)  # type: ignore[method-assign]
-    exported = torch.export.export(model, batch, strict=False)
-    del model.forward
-    chosen = _usual_plan(model, exported) if plan is None else plan if isinstance(plan, Plan) else Plan(plan)
+    exported = _exported(model, batch, loss_fn)
+    chosen = usual_plan(model, exported) if plan is None else plan if isinstance(plan, Plan) else Plan(plan)
     if not len(chosen):
         raise PlanError(
             f"nothing in this {type(model).__name__} to split over {ranks} ranks",
@@ -146,7 +168,7 @@ def _split(
     return model, lambda state, values: run_local(local, state, values, tied)
 
 
-def _usual_plan(model: nn.Module, exported: torch.export.ExportedProgram) -> Plan:
+def usual_plan(model: nn.Module, exported: torch.export.ExportedProgram) -> Plan:
     """What the graph suggests, and the vocabulary split where the embedding and the last layer have one in common."""
     found: dict[str, Any] = dict(Plan.megatron(exported))
     sizes = {module.num_embeddings for module in model.modules() if isinstance(module, nn.Embedding)}

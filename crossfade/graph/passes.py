@@ -146,13 +146,15 @@ def run_passes(
     *,
     context: Mapping[str, Any] | None = None,
     keep_text: bool | None = None,
+    checked: bool = True,
 ) -> Program:
     """Run `passes` over a copy of `program`; the result's history has a record of each.
 
     The runner times each pass, verifies the program after it, compares the `changed` it reports with a hash of the
     graph, and wraps whatever goes wrong with the pass's name; a program that was broken before is a `VerifyError`.
     `context` has what passes may ask for: the `machine` to plan for, `measured` seconds of operators. `keep_text`
-    forces the before/after texts on or off.
+    forces the before/after texts on or off. Without `checked`, nothing is verified, compared or recorded: for programs
+    that are only simulated, of which a search builds hundreds.
 
         >>> from crossfade.graph.text import parse
         >>> from crossfade.simplify.remove_dead_code import RemoveDeadCode
@@ -167,12 +169,24 @@ def run_passes(
     check_requirements(program.facts, passes)
     done, look = program.copy(), _Look()
     for pass_ in passes:
+        if not checked:
+            _run_unchecked(done, _filled_in(pass_, context or {}))
+            continue
         try:
             look = _run_recorded(done, _filled_in(pass_, context or {}), keep_text, look)
         except PassError:
             verify_given(program)  # was it broken before?
             raise
     return done
+
+
+def _run_unchecked(program: Program, pass_: Pass) -> None:
+    """Run a pass, on the graphs inside a program too, and look at nothing."""
+    if nested_graphs(program):
+        _run_recorded(program, pass_, False, _Look())
+    else:
+        pass_.run(program)
+        program.facts |= pass_.provides
 
 
 def check_requirements(facts: Iterable[str], passes: Sequence[Pass]) -> None:
