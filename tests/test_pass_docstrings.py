@@ -30,7 +30,7 @@ WITHOUT_EXAMPLE: set[str] = set()
 
 GIVEN: dict[str, Pass] = {
     "arrange-nodes": ArrangeNodes(("x..s", "exp", "d..neg", "output")),
-    "recompute-values": RecomputeValues(("exp",)),
+    "recompute-values": RecomputeValues(("exp@mul",)),
 }
 """Passes that do nothing unless they are told what."""
 

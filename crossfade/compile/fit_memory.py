@@ -30,7 +30,7 @@ CostsOf = tuple[Machine, Mapping[str, float]]
 Rules = Sequence[tuple[str, str]]
 
 Rows = Sequence[tuple[str, int, float]]
-"""Values that are computed again: name, bytes, milliseconds."""
+"""Values that are computed again, as `recompute-values` takes them, each with its bytes and milliseconds."""
 
 _FORWARD = "forward"
 _SHOWN = 5
@@ -138,8 +138,8 @@ class Fitted:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The values to compute again."""
-        return tuple(name for name, _, _ in self.again)
+        """The values to compute again, as `recompute-values` takes them."""
+        return tuple(spelled for spelled, _, _ in self.again)
 
 
 def usual_machine(device: str) -> Machine:
@@ -151,15 +151,18 @@ def usual_machine(device: str) -> Machine:
     return preset("h200-nvlink-node" if device == "cuda" else "loopback-gloo")
 
 
-def fit(program: Program, budget: int | None, rules: Rules, costs: CostsOf, finish: Finish) -> Fitted:
+def fit(program: Program, plain: Program, budget: int | None, rules: Rules, costs: CostsOf, finish: Finish) -> Fitted:
     """The fastest choice within a budget; what rules ask for is computed again in any case.
 
     Without a budget only what rules ask for. Raises `MemoryLimitError` if nothing fits.
     """
-    values = KeptValues(program, estimate(program, *costs), _kept(program, rules))
-    always = _always(values, rules)
-    plain = finish(program, False)
-    before = live_bytes(plain)
+    known = by_module(plain)
+    places = by_module(program, known)
+    forward = {name for name, place in known.items() if place.startswith(_FORWARD)}
+    values = KeptValues(program, estimate(program, *costs), fixed=_kept(program, places, rules), forward=forward)
+    always = _always(values, places, rules)
+    natural = finish(program, False)
+    before = live_bytes(natural)
     if not always and (budget is None or max(before) <= budget):
         return Fitted((), False, ((max(before), 0.0),), before)
     if budget is None:
@@ -168,8 +171,8 @@ def fit(program: Program, budget: int | None, rules: Rules, costs: CostsOf, fini
     sizes = _Sizes(values, found, costs, finish)
     at = sizes.first_within(budget)
     if at is None:
-        raise _too_small(budget, sizes.program(len(found.choices) - 1), min(sizes.known.values()))
-    held = max(before) - memory_curve(plain).peak
+        raise _too_small(budget, sizes.program(len(found.choices) - 1), min(sizes.known.values()), known)
+    held = max(before) - memory_curve(natural).peak
     ladder = [(choice.peak + held, choice.seconds) for choice in found.choices]
     ladder += [(max(before), 0.0)] if not always else []
     return Fitted(_rows(values, found.choices[at]), True, tuple(ladder), before)
@@ -206,7 +209,7 @@ class _Sizes:
 
 
 def _names(values: KeptValues, choice: Choice) -> tuple[str, ...]:
-    return tuple(sorted(values.name_of(cell) for cell in choice.cells))
+    return tuple(sorted(values.spelled(cell) for cell in choice.cells))
 
 
 def _rows(values: KeptValues, choice: Choice) -> Rows:
@@ -215,7 +218,7 @@ def _rows(values: KeptValues, choice: Choice) -> Rows:
     for cell in sorted(choice.cells):
         made = ran.intersection(values.makers(cell))
         ran -= made
-        rows.append((values.name_of(cell), values.size[cell], 1e3 * sum(values.seconds[index] for index in made)))
+        rows.append((values.spelled(cell), values.size[cell], 1e3 * sum(values.seconds[index] for index in made)))
     return tuple(sorted(rows))
 
 
@@ -225,9 +228,8 @@ def live_bytes(program: Program) -> tuple[int, ...]:
     return tuple(size + curve.held for size in curve.during)
 
 
-def _kept(program: Program, rules: Rules) -> Collection[fx.Node]:
+def _kept(program: Program, places: Mapping[str, str], rules: Rules) -> Collection[fx.Node]:
     """What is not to be computed again."""
-    places = by_module(program) if rules else {}
     return {
         node
         for node in program.graph.nodes
@@ -235,11 +237,10 @@ def _kept(program: Program, rules: Rules) -> Collection[fx.Node]:
     }
 
 
-def _always(values: KeptValues, rules: Rules) -> list[int]:
+def _always(values: KeptValues, places: Mapping[str, str], rules: Rules) -> list[int]:
     """Cells to compute again in any case: what the forward of a named module makes, but what goes out of it."""
     if not any(word == "full" for _, word in rules):
         return []
-    places = by_module(values.program)
     inside: dict[int, str] = {}
     forward: set[int] = set()
     for index, node in enumerate(values.nodes):
@@ -260,11 +261,12 @@ def _always(values: KeptValues, rules: Rules) -> list[int]:
     return found
 
 
-def _too_small(budget: int, leanest: Program, least: int) -> MemoryLimitError:
+def _too_small(budget: int, leanest: Program, least: int, known: Mapping[str, str]) -> MemoryLimitError:
     """Why nothing fits: what fills the leanest program there is."""
     held = held_by_kind(leanest)
     biggest = [f"{in_words(size)} of {kind}" for kind, size in held.items() if size]
-    modules = [f"{in_words(size)} in {module or 'values of no module'}" for module, size in peak_by_module(leanest)]
+    at_peak = peak_by_module(leanest, by_module(leanest, known))
+    modules = [f"{in_words(size)} in {module or 'values of no module'}" for module, size in at_peak]
     error = MemoryLimitError(
         f"a step needs {least:,} bytes ({in_words(least)}) even with everything computed again that may be: "
         f"{', '.join(biggest)}; beside these at the peak {', '.join(modules[:_SHOWN])}",
@@ -278,7 +280,8 @@ def _too_small(budget: int, leanest: Program, least: int) -> MemoryLimitError:
 def told(program: Program, plain: Program, fitted: Fitted, budget: int | None) -> StepMemory:
     """What is to be told of a step, of the program that runs; `plain` knows modules as they were captured."""
     places = by_module(program, by_module(plain))
-    again = tuple(Again(name, places.get(name, ""), size, taken) for name, size, taken in fitted.again)
+    rows = ((spelled.partition("@")[0], size, taken) for spelled, size, taken in fitted.again)
+    again = tuple(Again(name, places.get(name, ""), size, taken) for name, size, taken in rows)
     seconds = sum(each.milliseconds for each in again) / 1e3
     at_peak = peak_by_module(program, places)
     return StepMemory(
@@ -304,9 +307,9 @@ _WORDS = {
 }
 
 
-def peak_by_module(program: Program, known: Mapping[str, str] | None = None) -> tuple[tuple[str, int], ...]:
+def peak_by_module(program: Program, places: Mapping[str, str]) -> tuple[tuple[str, int], ...]:
     """What is alive beside inputs when most is, by module, the largest first."""
-    places, sizes = known if known is not None else by_module(program), Counter[str]()
+    sizes = Counter[str]()
     for name, size in alive_at_peak(program):
         sizes[places.get(name, "")] += size
     return tuple(sizes.most_common())

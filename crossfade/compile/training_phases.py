@@ -315,7 +315,8 @@ def fit_memory(step: StepCompilation) -> None:
     def finished(program: Program, lean: bool) -> Program:
         return run_passes(program, step.edited(_finishing(step, lean)), context=step.context)
 
-    step.fitted, step.budget = fit(step.made(), budget, rules, costs, finished), budget
+    assert step.plain is not None
+    step.fitted, step.budget = fit(step.made(), step.plain, budget, rules, costs, finished), budget
     if step.fitted.names:
         step.run([RecomputeValues(step.fitted.names, *costs)])
 
@@ -462,7 +463,7 @@ TRAINING = Phases(
         Phase("schedule", schedule, ("program", "measured"), why_not=_unplanned),
         Phase("communicate", communicate, why_not=_planned),
         Phase("lower", lower, why_not=_plan_file),
-        Phase("fit-memory", fit_memory, why_not=_no_budget),
+        Phase("fit-memory", fit_memory, ("program", "plain"), ("program",), why_not=_no_budget),
         Phase("finish", finish, why_not=_plan_file),
         Phase("compile-regions", compile_computation, gives=("program", "regions"), why_not=_computed_eagerly),
         Phase("predict", predict, ("program", "measured"), ("timeline",), _unplanned),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -10,17 +11,20 @@ from torch import Tensor
 
 from crossfade.schedule.kept_values import NONE, Choice, KeptValues
 
-_RUNGS = 64
-"""A ladder of limits goes down by this share of the natural peak at a time, and by less near its end."""
+_RUNGS = ((2_000, 64), (20_000, 32), (math.inf, 16))
+"""A ladder of limits goes down by this share of the natural peak at a time, in programs of up to so many nodes, and by
+less near its end."""
 _FINEST = 16
 """The last steps down are this much smaller."""
-_LARGE = 20_000
-"""Programs with more nodes get a ladder with half the rungs."""
+_FAR_BELOW = (0.9, 0.7, 0.4)
+"""Shares of a peak to aim for where no lower one is found nearby."""
+_SMALL = 10_000
+"""Values that are a smaller share of the peak are not worth computing again by themselves."""
 _ROUNDS = 60
 """At most so many times choices are added for one limit."""
 _CHAIN = 64
 """What takes a longer chain of values that are not there is not considered by itself."""
-_TRIES = 200_000
+_TRIES = 30_000
 """Nodes looked at to leave out, at one limit, what is not needed after all: a few times a small program."""
 _PAIRS = 16
 """Values of which pairs are exchanged too, in programs that have no more."""
@@ -68,19 +72,21 @@ def frontier(values: KeptValues, always: Iterable[int] = ()) -> Frontier:
     >>> [(choice.peak, choice.seconds) for choice in found.choices]
     [(64, 0), (48, 1.0)]
     """
-    search = _Search(values, frozenset(always))
-    found = [values.choose(search.always)]
-    step = max(1, found[0].peak // (_RUNGS if len(values.nodes) <= _LARGE else _RUNGS // 2))
+    begin = values.choose(always)
+    search, found = _Search(values, begin), [begin]
+    rungs = next(rungs for most, rungs in _RUNGS if len(values.nodes) <= most)
+    step = max(1, found[0].peak // rungs)
     finest = max(1, step // _FINEST)
     while True:
         limit = found[-1].peak - step
         reached = search.within(limit, found[-1])
-        if reached is not None:
-            found.append(reached)
-        elif step > finest:
+        if reached is None and step > finest:
             step = max(finest, step // 4)
-        else:
+            continue
+        reached = reached or search.far_below(found[-1])
+        if reached is None:
             return Frontier(_undominated(found))
+        found.append(reached)
 
 
 def _undominated(found: Sequence[Choice]) -> tuple[Choice, ...]:
@@ -103,14 +109,15 @@ class _Candidate:
 
 
 class _Search:
-    def __init__(self, values: KeptValues, always: frozenset[int]) -> None:
-        self.values, self.always = values, always
+    def __init__(self, values: KeptValues, begin: Choice) -> None:
+        self.values, self.always = values, begin.cells
+        smallest = begin.peak / _SMALL
         self.reads = [values.reads(cell) if ok else [] for cell, ok in enumerate(values.eligible)]
         self.seconds = [sum(values.seconds[index] for index in values.makers(cell)) for cell in range(len(values.size))]
         self.worth = [
             cell
             for cell, ok in enumerate(values.eligible)
-            if ok and values.late_start[cell] != NONE and cell not in always
+            if ok and values.late_start[cell] != NONE and cell not in begin.cells and values.size[cell] >= smallest
         ]
 
     def within(self, limit: int, begin: Choice) -> Choice | None:
@@ -118,11 +125,20 @@ class _Search:
         found = [self._added(limit, begin)]
         if len(self.worth) <= _PAIRS * 4 and begin.cells != self.always:
             found.append(self._added(limit, self.values.choose(self.always)))
-        fitting = [self._left_out(choice, limit) for choice in found if choice is not None]
+        fitting = [self._left_out(choice, limit) for choice in found if choice.peak <= limit]
         return min(fitting, key=lambda choice: (choice.seconds, choice.peak), default=None)
 
-    def _added(self, limit: int, choice: Choice) -> Choice | None:
-        """A choice with more cells, until it is within the limit."""
+    def far_below(self, begin: Choice) -> Choice | None:
+        """A choice of a lower peak, where none a little lower was found: more is too much for a lower limit, so that
+        several values are taken together of which none alone would help."""
+        for share in _FAR_BELOW:
+            choice = self._added(int(begin.peak * share), begin)
+            if choice.peak < begin.peak:
+                return self._left_out(choice, choice.peak)
+        return None
+
+    def _added(self, limit: int, choice: Choice) -> Choice:
+        """A choice with more cells, until it is within the limit or nothing more helps."""
         banned: set[frozenset[int]] = set()
         for _ in range(_ROUNDS):
             excess = (choice.curve - limit).clamp(min=0)
@@ -130,7 +146,7 @@ class _Search:
                 return choice
             taken = self._covering(choice, excess, banned)
             if not taken:
-                return None
+                return choice
             before = int(excess.sum())
             while True:
                 cells = choice.cells.union(*[candidate.cells for candidate in taken])
@@ -143,17 +159,17 @@ class _Search:
                     banned.add(taken[0].cells)
                     break
                 taken = taken[: len(taken) // 2]
-        return choice if choice.peak <= limit else None
+        return choice
 
     def _covering(self, choice: Choice, excess: Tensor, banned: set[frozenset[int]]) -> list[_Candidate]:
         """Candidates that together free what is too much, as far as that can be said of each by itself."""
         hot = torch.cumsum((excess > 0).long(), 0).tolist()
         much = torch.cumsum(excess, 0).tolist()
         scored = []
-        for candidate in self._candidates(choice):
-            places = hot[candidate.end - 1] - hot[candidate.start]
-            if not places or candidate.cells in banned:
+        for candidate in self._candidates(choice, hot):
+            if candidate.cells in banned:
                 continue
+            places = hot[candidate.end - 1] - hot[candidate.start]
             freed = min(candidate.size * places, much[candidate.end - 1] - much[candidate.start])
             scored.append((candidate.seconds / freed, -freed, candidate.start, candidate))
         scored.sort(key=lambda entry: entry[:3])
@@ -169,15 +185,17 @@ class _Search:
                 break
         return taken
 
-    def _candidates(self, choice: Choice) -> list[_Candidate]:
-        """Each value that could be computed again, with what it takes: inputs that are gone are computed again too, or
-        kept for it instead."""
+    def _candidates(self, choice: Choice, hot: Sequence[int]) -> list[_Candidate]:
+        """Each value that could be computed again where too much is alive, which `hot` counts, with what it takes:
+        inputs that are gone are computed again too, or kept for it instead."""
         values, found = self.values, []
         ran = {index for _, index in choice.copies}
         for cell in self.worth:
             if cell in choice.cells:
                 continue
             start, end = values.early_end[cell], values.late_start[cell]
+            if hot[end - 1] == hot[start]:
+                continue
             gone = [read for read in self.reads[cell] if self._is_gone(read, end, choice, ran)]
             chain = self._chain(cell, end, choice, ran)
             if chain is not None:

@@ -2,9 +2,8 @@
 numbers.
 
 A value lives in a cell of memory (`crossfade.graph.memory`). Its uses are early or late, divided by the longest stretch
-without any that ends outside of the forward, which is what a loss depends on. A cell that is chosen is freed after its
-early uses; what the late ones read is computed again, each operator right before its first late use, from what is there
-or is computed again itself.
+without any that ends outside of the forward. A cell that is chosen is freed after its early uses; what the late ones
+read is computed again, each operator right before its first late use, from what is there or is computed again itself.
 """
 
 from __future__ import annotations
@@ -23,7 +22,6 @@ from crossfade.graph.collectives import Kind
 from crossfade.graph.effects import alias_roots, rewritten
 from crossfade.graph.in_place import in_place_form, update_chain
 from crossfade.graph.memory import Storages
-from crossfade.graph.order import with_ancestors
 from crossfade.graph.program import OutputKind, Program
 from crossfade.graph.value_numbering import is_function
 
@@ -70,7 +68,20 @@ class KeptValues:
     [('f', 'a')]
     """
 
-    def __init__(self, program: Program, costs: Costs, fixed: Collection[fx.Node] = ()) -> None:
+    def __init__(
+        self,
+        program: Program,
+        costs: Costs,
+        *,
+        fixed: Collection[fx.Node] = (),
+        forward: Collection[str] = (),
+        divided: Mapping[str, str] | None = None,
+    ) -> None:
+        """Of a program, in which operators take so long. Those in `fixed` do not run again.
+
+        `forward` names the nodes whose uses are never late. Where it is known already what is to be computed again,
+        `divided` names each such value, with its first late use or "".
+        """
         self.program = program
         self.nodes = list(program.graph.nodes)
         self.position = {node: index for index, node in enumerate(self.nodes)}
@@ -84,6 +95,7 @@ class KeptValues:
         self.home = [own[0] if len(own) == 1 else NONE for own in cells]
         self.cells = cells
         self._find_uses()
+        self._divide(forward, divided)
         self._forget_updates()
         self._find_repeatable(fixed)
         self._count_as_written()
@@ -111,23 +123,23 @@ class KeptValues:
         for index, cell in enumerate(self.home):
             if cell != NONE:
                 self.in_cell[cell].append(index)
-        self.early_end, self.late_start = [NONE] * count, [NONE] * count
-        forward = self._forward()
+
+    def _divide(self, forward: Collection[str], divided: Mapping[str, str] | None) -> None:
+        """Where the late uses of each cell begin, if it has any, and where the early ones end."""
+        self.early_end, self.late_start = list(self.last), [NONE] * len(self.size)
+        if divided is not None:
+            by_name = {node.name: index for index, node in enumerate(self.nodes)}
+            for name, use in divided.items():
+                if use:
+                    cell, start = self.home[by_name[name]], by_name[use]
+                    self.early_end[cell], self.late_start[cell] = max(u for u in self.uses[cell] if u < start), start
+            return
+        inside = [node.name in forward for node in self.nodes]
         for cell, found in enumerate(self.uses):
             pairs = itertools.pairwise(found)
-            gaps = [(after - before, before, after) for before, after in pairs if not forward[after]]
+            gaps = [(after - before, before, after) for before, after in pairs if not inside[after]]
             if gaps and (longest := max(gaps))[0] > 1:
                 self.early_end[cell], self.late_start[cell] = longest[1:]
-            else:
-                self.early_end[cell] = self.last[cell]
-
-    def _forward(self) -> bytearray:
-        """Which nodes a loss depends on."""
-        losses = [value for out, value in self.program.named_results() if out.kind is OutputKind.LOSS]
-        found = bytearray(len(self.nodes))
-        for node in with_ancestors(*losses) if losses else ():
-            found[self.position[node]] = 1
-        return found
 
     def _forget_updates(self) -> None:
         """New values of inputs are written into these, in the end: they take no memory of their own."""
@@ -184,6 +196,11 @@ class KeptValues:
         """The cells that nodes of these names make."""
         by_name = {node.name: index for index, node in enumerate(self.nodes)}
         return [self.home[by_name[name]] for name in names]
+
+    def spelled(self, cell: int) -> str:
+        """A cell for `recompute-values`: its name, with its first late use, if it has one."""
+        late = self.late_start[cell]
+        return self.name_of(cell) if late == NONE else f"{self.name_of(cell)}@{self.nodes[late].name}"
 
     def name_of(self, cell: int) -> str:
         """What `cells_named` knows a cell by."""

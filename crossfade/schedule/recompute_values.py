@@ -10,6 +10,8 @@ from torch import fx
 from crossfade.cost.estimate import estimate
 from crossfade.cost.machine import Machine
 from crossfade.cost.presets import preset
+from crossfade.errors import RewriteError
+from crossfade.graph.metadata import COMPUTED_AGAIN
 from crossfade.graph.passes import Numerics, Outcome, Pass, PassResult, Verdict, from_context
 from crossfade.graph.program import Program
 from crossfade.schedule.kept_values import Choice, KeptValues
@@ -21,9 +23,9 @@ _AGAIN = "computed again for its late uses, not kept"
 class RecomputeValues(Pass):
     """Compute the values that `again` names again for their late uses, right before the first of these.
 
-    What they are computed from is kept, or computed again as well if it is named too. The longest stretch in which a
-    value is not used divides its early uses from its late ones: forward from backward, as a rule. Numbers that were
-    drawn stay as they are, and so does what is written or reduced; a gather may run again. Here `again` is `("exp",)`.
+    Each is named with its first late use, as `value@use`, or without, if only others need it that are computed again.
+    What they are computed from is kept, or computed again as well if it is named too. Numbers that were drawn stay as
+    they are, and so does what is written or reduced; a gather may run again. Here `again` is `("exp@mul",)`.
 
     Also known as: activation checkpointing, rematerialization (`torch.utils.checkpoint`, XLA's `HloRematerialization`).
 
@@ -57,8 +59,16 @@ class RecomputeValues(Pass):
     def run(self, program: Program) -> PassResult:
         """Copy what is to run again, and give the late uses the copies."""
         machine = self.machine if self.machine is not None else preset("loopback-gloo")
-        values = KeptValues(program, estimate(program, machine, dict(self.measured or {})))
-        choice = values.choose(values.cells_named(self.again))
+        divided = {value: use for value, _, use in (entry.partition("@") for entry in self.again)}
+        known = {node.name for node in program.graph.nodes}
+        if unknown := [name for name in (*divided, *filter(None, divided.values())) if name not in known]:
+            raise RewriteError(
+                f"no node {unknown[0]!r} to compute again, or to compute a value again for",
+                expected="names of this program",
+                remedy="choose again: compile with memory=",
+            )
+        values = KeptValues(program, estimate(program, machine, dict(self.measured or {})), divided=divided)
+        choice = values.choose(values.cells_named(divided))
         copies = run_again(values, choice)
         verdicts = []
         for cell in sorted(choice.cells):
@@ -88,7 +98,7 @@ def run_again(values: KeptValues, choice: Choice) -> dict[fx.Node, fx.Node]:
         node = nodes[index]
         with graph.inserting_before(nodes[place]):
             copy = graph.node_copy(node, lambda source, i=index, p=place: source_for(i, p, source))  # type: ignore[misc]
-        copy.meta = dict(node.meta)
+        copy.meta = {**node.meta, COMPUTED_AGAIN: node.name}
         copies[node] = copy
     for index in sorted(at):
         node = nodes[index]
