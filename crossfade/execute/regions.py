@@ -165,9 +165,10 @@ class _Chooser:
         """Whether what is computed again begins here: beside what computes the same first, a compiler might do both at
         once and keep the result; and what is kept for the backward is freed region by region."""
         first = node.meta.get(COMPUTED_AGAIN)
-        if first is None or not self._run or COMPUTED_AGAIN in self._run[-1].meta:
+        if first is None or not self._run:
             return False
-        return len(self._run) >= _LONG or any(other.name == first for other in self._run)
+        begins = COMPUTED_AGAIN not in self._run[-1].meta
+        return (begins and len(self._run) >= _LONG) or any(other.name == first for other in self._run)
 
     def _take(self, node: fx.Node) -> None:
         """Add an operator to the run, and the elements of what it returns with it."""

@@ -27,6 +27,8 @@ class RecomputeValues(Pass):
     What they are computed from is kept, or computed again as well if it is named too. Numbers that were drawn stay as
     they are, and so does what is written or reduced; a gather may run again. Here `again` is `("exp@mul",)`.
 
+    Not run by default: a step with a budget (`compile_step(memory=...)`) runs it with what is chosen for that.
+
     Also known as: activation checkpointing, rematerialization (`torch.utils.checkpoint`, XLA's `HloRematerialization`).
 
     Before:
