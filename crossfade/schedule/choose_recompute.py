@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from crossfade.schedule.kept_values import NONE, Choice, KeptValues
 
-_RUNGS = ((2_000, 64), (20_000, 32), (math.inf, 16))
+_RUNGS = ((2_000, 64), (math.inf, 32))
 """A ladder of limits goes down by this share of the natural peak at a time, in programs of up to so many nodes, and by
 less near its end."""
 _FINEST = 16
@@ -135,6 +136,13 @@ class _Search:
             choice = self._added(int(begin.peak * share), begin)
             if choice.peak < begin.peak:
                 return self._left_out(choice, choice.peak)
+        if len(self.worth) > _PAIRS:
+            return None
+        for count in (1, 2):
+            for cells in itertools.combinations(self.worth, count):
+                choice = self.values.choose((begin.cells ^ set(cells)) | self.always)
+                if choice.peak < begin.peak:
+                    return self._left_out(choice, choice.peak)
         return None
 
     def _added(self, limit: int, choice: Choice) -> Choice:

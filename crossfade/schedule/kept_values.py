@@ -222,7 +222,7 @@ class KeptValues:
 
     def _copies(self, chosen: frozenset[int]) -> tuple[dict[int, int], dict[int, tuple[int, int]]]:
         """Where each operator runs again, and the last of these that read each cell as it was made first."""
-        inside = {index for cell in chosen for index in self.makers(cell)}
+        inside = {index for cell in chosen for index in self.makers(cell) if index <= self.early_end[cell]}
         wanted: dict[int, int] = {}
         at: dict[int, int] = {}
         read_at: dict[int, tuple[int, int]] = {}
@@ -239,7 +239,7 @@ class KeptValues:
             at[index] = place
             for source in self.inputs[index]:
                 home = self.home[source]
-                if self.is_element(index, source) or (home in chosen and place > self.early_end[home]):
+                if self.is_element(index, source) or (home in chosen and source <= self.early_end[home] < place):
                     wanted[source] = min(place, wanted.get(source, place))
                 else:
                     for held in self.cells[source]:
@@ -253,7 +253,7 @@ class KeptValues:
     def is_read_late(self, place: int, source: int, choice: Choice) -> bool:
         """Whether what reads a value at a place takes it as it is computed again."""
         home = self.home[source]
-        return home in choice.cells and place > self.early_end[home]
+        return home in choice.cells and source <= self.early_end[home] < place
 
     def is_element(self, index: int, source: int) -> bool:
         """Whether a node is one of the results that another makes in memory of their own."""
