@@ -16,6 +16,7 @@ from crossfade.graph.passes import Numerics, Pass, run_passes
 from crossfade.graph.text import parse, render
 from crossfade.graph.verify import verify
 from crossfade.schedule.arrange_nodes import ArrangeNodes
+from crossfade.schedule.recompute_values import RecomputeValues
 from crossfade.shard.batch_dims import BATCH_DIMS
 from crossfade.shard.loss_parts import COUNT, NLL_BACKWARD
 
@@ -27,7 +28,10 @@ PASSES = list(known_passes().values())
 WITHOUT_EXAMPLE: set[str] = set()
 """Passes whose example would be too long to read. Keep this short."""
 
-GIVEN: dict[str, Pass] = {"arrange-nodes": ArrangeNodes(("x..s", "exp", "d..neg", "output"))}
+GIVEN: dict[str, Pass] = {
+    "arrange-nodes": ArrangeNodes(("x..s", "exp", "d..neg", "output")),
+    "recompute-values": RecomputeValues(("exp@mul",)),
+}
 """Passes that do nothing unless they are told what."""
 
 IN_PLACE = {"update-in-place", "pack-in-place"}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +11,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from crossfade.commands.whatif import machine_of
-from crossfade.errors import BatchError, MemoryLimitError, OptimizerError
+from crossfade.errors import BatchError, OptimizerError
 from crossfade.forecast.sources import source_of
 from crossfade.search.find_plan import find_plan
 from crossfade.search.plan_found import FoundPlan
@@ -23,7 +22,6 @@ OPTIMIZERS: dict[str, Callable[[nn.Module], Optimizer]] = {
     "sgd": lambda model: torch.optim.SGD(model.parameters(), lr=1e-3),
     "momentum": lambda model: torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9),
 }
-_UNITS = {"": 1, "B": 1, "KB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
 
 @dataclass(frozen=True)
@@ -39,22 +37,6 @@ class Asked:
     plan: Path | None = None
     accumulate: str = ""
     in_full: bool = False
-
-
-def bytes_of(text: str) -> float | None:
-    """Bytes as people write them; None for nothing.
-
-    >>> bytes_of("80GB"), bytes_of("1.5 GiB"), bytes_of("80e9"), bytes_of("")
-    (80000000000.0, 1610612736.0, 80000000000.0, None)
-    """
-    if not text:
-        return None
-    found = re.fullmatch(r"(\d+\.?\d*(?:e\d+)?) ?([a-zA-Z]*)", text.strip())
-    if found is None or found[2].upper() not in _UNITS:
-        raise MemoryLimitError(
-            f"memory of {text!r}", expected="bytes, or a number of GB or GiB", remedy="write it so: --memory 80GB"
-        )
-    return float(found[1]) * _UNITS[found[2].upper()]
 
 
 def _numbers(text: str) -> tuple[int, ...] | None:
@@ -80,7 +62,7 @@ def find(asked: Asked) -> FoundPlan:
         source.batch,
         ranks=asked.ranks,
         machine=machine_of(asked.machine),
-        memory=bytes_of(asked.memory),
+        memory=asked.memory or None,
         tensor_parallel=Plan.load(asked.plan) if asked.plan is not None else None,
         accumulate=_numbers(asked.accumulate),
         in_full=asked.in_full,

@@ -9,6 +9,7 @@ from crossfade.capture.divide_batch import BatchLayout
 from crossfade.capture.numbers import StepNumbers
 from crossfade.capture.symbolic_sizes import FittingSizes
 from crossfade.compile.captured import CaptureMark
+from crossfade.compile.fit_memory import StepMemory
 from crossfade.compile.phases import PhaseRecords
 from crossfade.compile.step_plan import Origin
 from crossfade.execute.compile_regions import CompiledRegions
@@ -44,5 +45,7 @@ class Built:
     """Which sizes it is right for, where these are symbols."""
     origin: Origin | None = None
     """By what the program that choices were made for is known again."""
+    memory: StepMemory | None = None
+    """How it fits a memory budget, where there is one."""
     regions: CompiledRegions | None = None
     """What is compiled of the program; None where all of it runs eagerly."""

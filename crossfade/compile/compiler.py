@@ -41,7 +41,7 @@ from crossfade.ranks.checkpoint import checksum, checksums, random_state
 from crossfade.ranks.compared import cost_of_comparing, numbers_in_groups, tensors_of
 from crossfade.ranks.join_batches import joined
 from crossfade.ranks.members import Members
-from crossfade.report.report import PassVerdict, Report
+from crossfade.report.report import PassVerdict, Report, Table
 from crossfade.report.strict import Judged, Shortfall, shortfalls
 from crossfade.shard.loss_parts import LossParts
 from crossfade.tracebacks import users_level
@@ -50,6 +50,10 @@ log = logging.getLogger("crossfade")
 
 _CAPTURE = ("capture", "accumulate", "shard-data", "compare-ranks", "optimizer", "simplify")
 """The phases that make the plain program, whose time the report tells as that of the capture."""
+
+
+_COMPUTED_AGAIN = ("Computed again, not kept", ("value", "module", "MB", "ms"))
+"""The title and the columns of a report's table."""
 
 
 class StepKey(NamedTuple):
@@ -259,6 +263,7 @@ class StepCompiler:
             step.numbers,
             fitting,
             Origin.of(plain),
+            step.memory(),
             step.regions,
         )
 
@@ -284,10 +289,13 @@ class StepCompiler:
     def _report(self, step: StepCompilation, plain: Program, ran: PhaseRecords) -> Report:
         compared = cost_of_comparing(step.compared or [], step.batch)
         facts = self._facts(step, ran) | copy_kernel(step.made()) | compared | self.job.baked_in.facts()
-        report = Report.of(plain, step.made(), title=type(self.job.model).__name__, facts=facts)
+        made, memory = step.made(), step.memory()
+        report = Report.of(plain, made, title=type(self.job.model).__name__, facts=facts)
+        if memory is not None:
+            report = report.with_table(Table(*_COMPUTED_AGAIN, memory.rows()))
+            report = report.with_timelines(memory=live_by_name(made), alive=alive_at_peak(made))
         if step.timeline is None:
             return report
-        made = step.made()
         return report.with_timelines(predicted=step.timeline, memory=live_by_name(made), alive=alive_at_peak(made))
 
     def _shortfalls(self, step: StepCompilation, plain: Program, report: Report) -> tuple[Shortfall, ...]:
@@ -338,7 +346,9 @@ class StepCompiler:
         limit = options.memory_limit
         limited = {"memory limit": f"{limit:,} bytes; {kept}"} if limit is not None else {}
         whole = {"kept whole": f"{len(place.kept_whole)} parameters"} if place.mode in ("zero2", "zero3") else {}
-        return {**split, **limited, **whole} | {
+        memory = step.memory()
+        fits = memory.lines() if memory is not None else {}
+        return {**split, **limited, **fits, **whole} | {
             "mesh": f"{sizes} over {axes[-1].backend}" if axes and axes[-1] else "one device",
             "data parallel": place.mode,
             "planned for": place.machine.name if place.machine else "no machine in particular",

@@ -43,6 +43,10 @@ class Options:
     loss_is: LossIs = "auto"
     machine: Machine | str | None = None
     memory_limit: int | None = None
+    memory: float | None = None
+    """Bytes that a step may hold; up to 1, a share of what the device has."""
+    recompute: tuple[tuple[str, str], ...] | Literal["auto"] = ()
+    """What is computed again or kept in any case: patterns of modules' names, each with a word."""
     reduce_dtype: tuple[tuple[str, str], ...] = ()
     """The dtype that gradients are sent in along each axis, where it is not their own."""
     passes: tuple[Pass, ...] | None = None
@@ -82,6 +86,8 @@ class Options:
             "loss_is": self.loss_is,
             "machine": self.machine,
             "memory_limit": self.memory_limit,
+            "memory": self.memory,
+            "recompute": self.recompute if self.recompute == "auto" else dict(self.recompute),
             "reduce_dtype": dict(self.reduce_dtype),
             "check_every": self.check_every,
             "dynamic": self.dynamic,

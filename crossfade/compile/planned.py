@@ -27,7 +27,7 @@ from crossfade.shard.tensor.plan import Plan
 
 _CHOOSING = (
     "as-planned",
-    *("exchange-factors", "spell-out", "collective-matmul", "schedule", "communicate", "lower", "finish"),
+    *("exchange-factors", "spell-out", "collective-matmul", "schedule", "communicate", "lower", "fit-memory", "finish"),
 )
 """The phase that does what a plan file says, and those in whose place it runs."""
 _AGAIN = "plan again: compile without plan=, then step.save_plan(...)"

@@ -16,6 +16,7 @@ from crossfade.capture.divide_batch import as_batch
 from crossfade.compile.built import Built
 from crossfade.compile.compiler import StepCompiler
 from crossfade.compile.dynamic import Dynamic
+from crossfade.compile.fit_memory import StepMemory
 from crossfade.compile.habits import already_stepped
 from crossfade.compile.options import Exchange
 from crossfade.compile.phases import PhaseRecords
@@ -96,6 +97,18 @@ class Step:
     def pipeline(self) -> PhaseRecords:
         """The phases that compiled it and the passes that they ran, as they ran; `print` shows the compiler."""
         return self._latest("pipeline").phases
+
+    @property
+    def memory(self) -> StepMemory:
+        """What the program that ran last holds and computes again, where `memory=` or `recompute=` was given."""
+        found = self._latest("memory").memory
+        if found is None:
+            raise CrossfadeError(
+                "the memory of a step without a budget",
+                expected="compile_step(memory=...), which tells what a step holds and what it computes again",
+                remedy="pass a budget, or read step.report: with a machine it shows what is alive when",
+            )
+        return found
 
     @property
     def captures(self) -> int:

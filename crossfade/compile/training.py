@@ -17,6 +17,7 @@ from crossfade.capture.training import LossFunction, check_model
 from crossfade.compile.compiler import StepCompiler
 from crossfade.compile.habits import check_arguments, check_no_gradients, inside_compiled
 from crossfade.compile.job import Job
+from crossfade.compile.memory_budget import Memory, Recompute, check_memory, check_recompute
 from crossfade.compile.options import KeepWhole, Options, names_to_keep_whole
 from crossfade.compile.phases import Phases
 from crossfade.compile.pipeline import DataParallelMode, LossIs, Semantics
@@ -52,7 +53,8 @@ def compile_step(
     semantics: Semantics = "global",
     loss_is: LossIs = "auto",
     machine: Machine | str | None = None,
-    memory: float | None = None,
+    memory: Memory = None,
+    recompute: Recompute = None,
     memory_limit: int | None = None,
     reduce_dtype: ReduceDtype = None,
     passes: Sequence[Pass] | None = None,
@@ -115,7 +117,15 @@ def compile_step(
             order of everything follow from it, and on a CPU which operators are written as their parts
             (`spell-out-slow-operators`: the last bits differ). None plans without, with buckets of fixed sizes; for
             the modes that gather parameters, a preset is taken.
-        memory: with `mesh="auto"`, the bytes that each rank may use; by default what the machine says it has.
+        memory: what a step may hold, everything counted: parameters, optimizer state, buckets, activations. Bytes
+            (`80e9`), text (`"70GB"`, `"64GiB"`), or a share of what the device has (`0.8`). Where a step would hold
+            more, values of the forward are computed again for the backward instead of being kept: those that take the
+            least time for the bytes they free. `step.memory` tells which, and what more memory would save; the error
+            for a budget that is too small names the least one that works. With `mesh="auto"` a plan is found that keeps
+            within it. See docs/memory.md.
+        recompute: with `"auto"`, what the model itself has computed again (`torch.utils.checkpoint`) is kept where
+            there is room, as any other value. A mapping says of modules that what they make is computed again
+            in any case, or kept: `{"blocks.*": "full", "head": "never"}`.
         memory_limit: bytes that may be alive beside inputs, parameters and optimizer state; with a machine only. The
             optimizer's small operators are then called one by one.
         reduce_dtype: send gradients in fewer bytes, for slow links: `torch.bfloat16` and `torch.float16` halve those of
@@ -156,12 +166,6 @@ def compile_step(
     """
     if isinstance(mesh, str):
         raise _not_a_mesh(mesh)
-    if memory is not None:
-        raise MeshError(
-            f'memory={memory!r} without mesh="auto"',
-            expected="a plan that is to be found within it",
-            remedy='pass mesh="auto" too, or memory_limit= for the schedule alone',
-        )
     laid: MeshLike = mesh
     model = inside_compiled(model)
     check_arguments(model, loss_fn, optimizer)
@@ -171,6 +175,12 @@ def compile_step(
             raise CrossfadeError(
                 f"{'passes' if passes is not None else 'phases'}= together with plan=",
                 expected="the passes that the plan file has",
+                remedy="leave one of the two out",
+            )
+        if memory is not None or recompute is not None:
+            raise CrossfadeError(
+                f"{'memory' if memory is not None else 'recompute'}= together with plan=",
+                expected="the values to compute again that the plan file has",
                 remedy="leave one of the two out",
             )
         taken = take(
@@ -195,6 +205,8 @@ def compile_step(
         loss_is=loss_is,
         machine=machine,
         memory_limit=memory_limit,
+        memory=check_memory(memory),
+        recompute=check_recompute(recompute, memory, model),
         reduce_dtype=sent_as(reduce_dtype),
         passes=None if passes is None else tuple(passes),
         phases=phases,

@@ -6,7 +6,6 @@ what the first one decided.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -19,8 +18,11 @@ from crossfade.capture.symbolic_sizes import SymbolicCapture
 from crossfade.communicate.exchange_factors import ExchangeFactors
 from crossfade.compile.agreement import meeting
 from crossfade.compile.captured import Captured
+from crossfade.compile.finishing import finishing
+from crossfade.compile.fit_memory import Fitted, StepMemory, fit, told, usual_machine
 from crossfade.compile.job import Job
 from crossfade.compile.kept_whole import parameters_to_keep_whole
+from crossfade.compile.memory_budget import budget_in_bytes
 from crossfade.compile.overlap import measured_operators, plan_overlap, predicted, predicted_with_regions
 from crossfade.compile.phases import Compilation, Phase, Phases
 from crossfade.compile.pipeline import (
@@ -40,19 +42,17 @@ from crossfade.cost.measure import measure
 from crossfade.cost.timeline import Timeline
 from crossfade.execute.codegen import native
 from crossfade.execute.compile_regions import CompiledRegions, compile_regions, why_eager
-from crossfade.finish.collect_small_operators import CollectSmallOperators
-from crossfade.finish.fuse_adam_updates import FuseAdamUpdates
-from crossfade.finish.group_small_operators import GroupSmallOperators
-from crossfade.finish.pack_in_place import PackInPlace
-from crossfade.finish.update_in_place import UpdateInPlace
 from crossfade.graph.passes import Pass, run_passes
 from crossfade.graph.program import OutputKind, Program
 from crossfade.ranks.alike import RankComparison
 from crossfade.ranks.compared import comparisons
+from crossfade.schedule.recompute_values import RecomputeValues
 from crossfade.shard.add_earlier_gradients import AddEarlierGradients
 from crossfade.shard.compare_ranks import CompareRanks
 from crossfade.shard.count_globally import CountGlobally
 from crossfade.shard.loss_parts import LossParts
+from crossfade.simplify.merge_common_subexpressions import MergeCommonSubexpressions
+from crossfade.simplify.remove_dead_code import RemoveDeadCode
 from crossfade.simplify.spell_out_slow_operators import SpellOutSlowOperators, slow_operators
 
 
@@ -79,6 +79,9 @@ class StepCompilation(Compilation):
     is_scheduled: bool = False
     symbolic: SymbolicCapture | None = None
     """The sizes that are symbols."""
+    fitted: Fitted | None = None
+    """How it was made to fit the memory budget, if there is one."""
+    budget: int | None = None
     regions: CompiledRegions | None = None
     """What is compiled of the program."""
 
@@ -95,6 +98,12 @@ class StepCompilation(Compilation):
         if not self.is_planned or place.machine is None:
             return super().context
         return {**super().context, "machine": place.carriers.planned_for(place.machine)}
+
+    def memory(self) -> StepMemory | None:
+        """How the step fits its memory budget, if it has one."""
+        if self.fitted is None or self.plain is None:
+            return None
+        return told(self.made(), self.plain, self.fitted, self.budget)
 
     def parts(self) -> LossParts:
         """How losses are put together."""
@@ -292,28 +301,61 @@ def lower(step: StepCompilation) -> None:
     step.run(lowering(step.job.place.carriers, step.made().groups, step.job.options.memory_limit))
 
 
+def fit_memory(step: StepCompilation) -> None:
+    """Values computed again for the backward where a step would hold more than the budget, or as rules ask for."""
+    options, device, budget = step.job.options, step.job.place.device, None
+    if options.memory is not None:
+        asked = options.memory
+        budget = _of_first_rank(step, lambda: budget_in_bytes(asked, device), "memory")
+    if options.recompute == "auto":
+        step.run([MergeCommonSubexpressions(held_bytes=2**62), RemoveDeadCode()])
+    rules = () if options.recompute == "auto" else options.recompute
+    costs = step.context.get("machine") or usual_machine(device), dict(step.measured or {})
+
+    def finished(program: Program, lean: bool) -> Program:
+        return run_passes(program, step.edited(_finishing(step, lean)), context=step.context)
+
+    assert step.plain is not None
+    step.fitted, step.budget = fit(step.made(), step.plain, budget, rules, costs, finished), budget
+    if step.fitted.names:
+        step.run([RecomputeValues(step.fitted.names, *costs)])
+
+
 def finish(step: StepCompilation) -> None:
     """Buckets in kept memory, updates in place, several small operators in a call."""
-    limited = step.job.options.memory_limit is not None
-    packing = PackInPlace(math.inf) if limited else PackInPlace()  # within a limit only buckets are kept
-    step.run([packing, UpdateInPlace(), *([] if limited else _fewer_calls(step))])
+    step.run(_finishing(step, step.fitted is not None and step.fitted.lean))
+
+
+def _finishing(step: StepCompilation, lean: bool) -> list[Pass]:
+    device, limited = step.job.place.device, step.job.options.memory_limit is not None
+    fused = device == "cpu" and step.is_planned and not limited
+    return finishing(device, lean=lean or limited, compiled=not _computed_eagerly(step), fused=fused)
 
 
 def compile_computation(step: StepCompilation) -> None:
     """The computation between collectives, compiled by Inductor; equal regions once."""
-    everyone, program = step.job.place.everyone, step.made()
+    program = step.made()
 
     def of_first_rank(decide: Callable[[], Any]) -> Any:
-        if everyone is None:
-            return decide()
-        with meeting(everyone):
-            everyone.agree("regions", "regions", to="choose what is compiled")
-        return everyone.share(decide)
+        return _of_first_rank(step, decide, "regions")
 
     exact, by_plan = step.job.options.execute == "exact", step.job.place.tensor is not None
     step.regions = compile_regions(program, exact=exact, alike=by_plan, shared=of_first_rank)
     program.history += (step.regions.record,)
     step.records.append(step.regions.record)
+
+
+def _of_first_rank(step: StepCompilation, decide: Callable[[], Any], what: str) -> Any:
+    """What one rank decides, on all of them."""
+    everyone = step.job.place.everyone
+    if everyone is None:
+        return decide()
+    with meeting(everyone):
+        everyone.agree(what, what, to=f"choose {_CHOSEN[what]}")
+    return everyone.share(decide)
+
+
+_CHOSEN = {"regions": "what is compiled", "memory": "what to keep in memory"}
 
 
 def predict(step: StepCompilation) -> None:
@@ -325,19 +367,6 @@ def predict(step: StepCompilation) -> None:
         step.timeline = predicted_with_regions(program, step.regions, machine, known)
     else:
         step.timeline = predicted(program, machine, {**known, **measure(program, binding=native)})
-
-
-def _fewer_calls(step: StepCompilation) -> list[Pass]:
-    """Passes that do more in a call. What is done together lives longer, so none of them within a memory limit.
-
-    Updates are fused in planned steps only: their last bits are others than those of torch's default.
-    """
-    if not _computed_eagerly(step):
-        return []  # the compiler sees to it
-    device = step.job.place.device
-    collecting: list[Pass] = [CollectSmallOperators()] if device == "cuda" else []
-    fusing: list[Pass] = [FuseAdamUpdates()] if device == "cpu" and step.is_planned else []
-    return [*fusing, *collecting, GroupSmallOperators()]
 
 
 def _loss_is(step: StepCompilation, parts: LossParts) -> Literal["mean", "sum"]:
@@ -369,6 +398,11 @@ def _none_earlier(step: StepCompilation) -> str:
 
 def _no_plan_file(step: StepCompilation) -> str:
     return "" if step.job.options.plan is not None else "no plan file is given"
+
+
+def _no_budget(step: StepCompilation) -> str:
+    options = step.job.options
+    return _plan_file(step) or ("" if options.memory is not None or options.recompute else "no budget is given")
 
 
 def _plan_file(step: StepCompilation) -> str:
@@ -429,6 +463,7 @@ TRAINING = Phases(
         Phase("schedule", schedule, ("program", "measured"), why_not=_unplanned),
         Phase("communicate", communicate, why_not=_planned),
         Phase("lower", lower, why_not=_plan_file),
+        Phase("fit-memory", fit_memory, ("program", "plain"), ("program",), why_not=_no_budget),
         Phase("finish", finish, why_not=_plan_file),
         Phase("compile-regions", compile_computation, gives=("program", "regions"), why_not=_computed_eagerly),
         Phase("predict", predict, ("program", "measured"), ("timeline",), _unplanned),

@@ -26,11 +26,15 @@ from crossfade.execute.number_operators import takes_numbers
 from crossfade.graph import collectives
 from crossfade.graph.effects import alias_roots, aliased_by, has_hidden_effect, is_random, written_inputs
 from crossfade.graph.lasting import only_looks
+from crossfade.graph.metadata import COMPUTED_AGAIN
 from crossfade.graph.private import OpOverload, schema_of
 from crossfade.graph.program import InputKind, Program
 
 FEWEST = 2
 """Operators that make a region: there is nothing to fuse in one."""
+
+_LONG = 16
+"""Operators that are a region of their own before what is computed again."""
 
 _ALONE = "nothing to fuse: one operator alone"
 _RANDOM = "it draws random numbers, which a compiler would draw differently"
@@ -144,6 +148,8 @@ class _Chooser:
                 self.left[node] = why_not
                 self._cut()
             else:
+                if self._begins_again(node):
+                    self._cut()
                 self._take(node)
         self._cut()
         regions = self.regions
@@ -154,6 +160,15 @@ class _Chooser:
             regions = [region for region in regions if region.end not in ends]
             self._find_borders(regions)
         return Regions(regions, self.left, self.host)
+
+    def _begins_again(self, node: fx.Node) -> bool:
+        """Whether what is computed again begins here: beside what computes the same first, a compiler might do both at
+        once and keep the result; and what is kept for the backward is freed region by region."""
+        first = node.meta.get(COMPUTED_AGAIN)
+        if first is None or not self._run:
+            return False
+        begins = COMPUTED_AGAIN not in self._run[-1].meta
+        return (begins and len(self._run) >= _LONG) or any(other.name == first for other in self._run)
 
     def _take(self, node: fx.Node) -> None:
         """Add an operator to the run, and the elements of what it returns with it."""

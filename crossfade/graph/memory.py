@@ -157,6 +157,10 @@ class Storages:
         inherited = {cell for source in node.all_input_nodes for cell in self._cells.get(source, ())}
         return all(cell in inherited or not self.size[cell] for cell in self._cells.get(node, ()))
 
+    def cells_of(self, node: fx.Node) -> tuple[int, ...]:
+        """The cells that a value keeps as long as its name is known; of a tensor that an operator made, one."""
+        return self._cells.get(node, ())
+
     def _walk(self, node: fx.Node) -> None:
         if node.op in ("placeholder", "get_attr"):
             self._hold(node)

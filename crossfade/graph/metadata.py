@@ -10,6 +10,9 @@ from typing import Any
 import torch
 from torch import fx
 
+COMPUTED_AGAIN = "crossfade_computed_again"
+"""In a node's metadata: the name of the one that computes the same for earlier uses."""
+
 MADE_FOR = "made_for"
 """Metadata key: the user's name for what a node serves, such as the parameter whose gradient it carries."""
 

@@ -44,7 +44,7 @@ class ValueNumbers:
     def number(self, node: fx.Node) -> int:
         """The number of a node's value as the node makes it."""
         pure = node.op == "call_function" and is_pure(node.target)
-        number = self.known.setdefault(self._key(node, pure or _is_function(node)), len(self.references))
+        number = self.known.setdefault(self._key(node, pure or is_function(node)), len(self.references))
         self.references[node] = _Reference, number
         for target in () if pure else written_inputs(node):
             write = next(self.writes)
@@ -69,18 +69,18 @@ class ValueNumbers:
                 key += place, item
         return tuple(key)
 
-    def _key(self, node: fx.Node, is_function: bool) -> Hashable:
+    def _key(self, node: fx.Node, follows: bool) -> Hashable:
         if self.on_all_ranks and node.op == "call_function":
             if (collective := collectives.view(node)) is not None and collective.plain:
                 return self.key_of_call(node)
-            if is_function and _reads_numbers(node):
+            if follows and _reads_numbers(node):
                 return node
         value = node.meta.get("val")
-        if isinstance(value, torch.SymInt) and (node.op == "placeholder" or is_function):
+        if isinstance(value, torch.SymInt) and (node.op == "placeholder" or follows):
             return "size", size_expression(value)
         if node.op == "get_attr":
             return node.op, node.target
-        return self.key_of_call(node) if is_function else node
+        return self.key_of_call(node) if follows else node
 
     def _item(self, value: Any) -> Hashable:
         if isinstance(value, fx.Node):
@@ -142,8 +142,19 @@ def _has_numbers(value: Any) -> bool:
     return isinstance(value, (int, float, complex)) and not isinstance(value, bool)
 
 
-def _is_function(node: fx.Node) -> bool:
-    """Whether a node's value follows from its arguments alone; of what communicates, only that of a wait does."""
+def is_function(node: fx.Node) -> bool:
+    """Whether a node's value follows from its arguments alone; of what communicates, only that of a wait does.
+
+    >>> from crossfade.graph.text import parse
+    >>> program = parse('''
+    ... x: f32[4] = input("x")
+    ... a: f32[4] = aten.exp(x)
+    ... b: f32[4] = aten.bernoulli.p(a, 0.5)
+    ... return output("b", b)
+    ... ''')
+    >>> [is_function(node) for node in program.graph.nodes if node.op == "call_function"]
+    [True, False]
+    """
     if node.op != "call_function":
         return False
     if collectives.is_wait(node):

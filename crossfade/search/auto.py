@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 
 from crossfade.capture.divide_batch import Keywords
 from crossfade.compile.agreement import telling
+from crossfade.compile.memory_budget import budget_in_bytes, check_memory
 from crossfade.compile.options import Exchange
 from crossfade.compile.programs import Ready
 from crossfade.compile.step import Step
@@ -119,6 +120,13 @@ def _check(asked: Mapping[str, Any]) -> None:
                 expected="a mesh, or nothing of what is found with it",
                 remedy=f"leave {name} out, or pass mesh= as crossfade.find_plan suggests",
             )
+    check_memory(asked["memory"])
+    if asked["recompute"] == "auto":
+        raise NotYetError(
+            'recompute="auto" together with mesh="auto"',
+            expected="a step that fits as the model is, or rules for modules",
+            remedy="find the mesh by crossfade.find_plan and pass it with memory= and recompute=",
+        )
     if asked["batch"] != "global":
         raise NotYetError(
             f'batch={asked["batch"]!r} together with mesh="auto"',
@@ -161,7 +169,7 @@ def _machine(given: Machine | str | None, model: nn.Module) -> Machine:
 
 def _search(asked: Mapping[str, Any], batch: tuple[Any, ...], machine: Machine, ranks: int) -> FoundPlan:
     """Find a plan, and leave random numbers as they were: only this rank draws any."""
-    device = next(asked["model"].parameters()).device.type
+    device, budget = next(asked["model"].parameters()).device.type, check_memory(asked["memory"])
     with torch.random.fork_rng(devices=None if device == "cuda" else []):
         return find_plan(
             asked["model"],
@@ -170,7 +178,7 @@ def _search(asked: Mapping[str, Any], batch: tuple[Any, ...], machine: Machine, 
             batch,
             ranks=ranks,
             machine=machine,
-            memory=asked["memory"],
+            memory=None if budget is None else budget_in_bytes(budget, device),
             tensor_parallel=asked["tensor_parallel"],
             accumulate=None if asked["accumulate"] == 1 else (asked["accumulate"],),
             backend=backend_on(device, dist.get_backend()),

@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from crossfade.capture.optimizer import check_optimizer, parameter_names
 from crossfade.capture.training import LossFunction
+from crossfade.compile.memory_budget import Memory, check_memory
 from crossfade.cost.machine import Machine
 from crossfade.cost.presets import preset
 from crossfade.errors import BatchError, CrossfadeError, MemoryLimitError, MeshError
@@ -46,7 +47,7 @@ def find_plan(
     *,
     ranks: int,
     machine: Machine | str = "h100-cluster",
-    memory: float | None = None,
+    memory: Memory = None,
     tensor_parallel: Plan | Mapping[str, object] | None = None,
     accumulate: Sequence[int] | None = None,
     backend: str | None = None,
@@ -66,7 +67,8 @@ def find_plan(
         batch: what all ranks together take in a step, as `step(*batch)` is given it.
         ranks: how many there are.
         machine: a `Machine` or a preset's name.
-        memory: bytes that each rank may use; by default what the machine says it has, if it says so.
+        memory: what each rank may use, as for `compile_step` (`80e9`, `"80GB"`, a share of what the machine has); by
+            default what the machine says it has, if it says so.
         tensor_parallel: the plan by which a model is split; by default the one that its graph suggests.
         accumulate: numbers of micro-batches to try, each of them; by default the fewest with which a step fits.
         backend: what carries collectives; by default nccl for devices that are CUDA's, gloo for CPUs.
@@ -96,15 +98,20 @@ def find_plan(
         return _Search(trials, ranks, limit, accumulate, in_full, tell).found()
 
 
-def _bytes(memory: float | None, machine: Machine) -> int | None:
+def _bytes(memory: Memory, machine: Machine) -> int | None:
     """The memory of a rank, checked."""
-    if memory is None:
+    budget = check_memory(memory)
+    if budget is None:
         return machine.memory
-    if isinstance(memory, bool) or not isinstance(memory, (int, float)) or not 0 < memory < float("inf"):
+    if budget > 1:
+        return int(budget)
+    if machine.memory is None:
         raise MemoryLimitError(
-            f"memory={memory!r}", expected="the bytes that each rank may use", remedy="pass a number, such as 80e9"
+            f"memory={memory!r}, a share of what {machine.name} has, which it does not say",
+            expected="a number of bytes there",
+            remedy='pass one, like "70GB"',
         )
-    return int(memory)
+    return int(budget * machine.memory)
 
 
 def _check(

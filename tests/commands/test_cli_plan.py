@@ -45,7 +45,7 @@ def test_it_prints_json_within_a_memory(model: str) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (("--memory", "eighty"), "memory of 'eighty'"),
+        (("--memory", "eighty"), "memory='eighty'"),
         (("--memory", "1KB"), "fits 1,000 bytes"),
         (("--optimizer", "lion"), "--optimizer lion: expected one of adamw"),
         (("--machine", "h10"), "there is no machine named 'h10'"),

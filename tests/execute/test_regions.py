@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from crossfade.execute.regions import regions_of
+from crossfade.graph.passes import run_passes
 from crossfade.graph.text import parse
+from crossfade.schedule.recompute_values import RecomputeValues
 
 
 def chosen(text: str) -> list[tuple[str, str, str]]:
@@ -129,3 +131,20 @@ def test_a_tensor_of_the_host_that_others_read_keeps_everything_in_place() -> No
         return output("b", b)
     """
     assert regions_of(parse(text)).host == {}
+
+
+def test_what_is_computed_again_is_compiled_apart_from_what_computes_it_first() -> None:
+    program = parse("""
+        x: f32[4] = input("x")
+        a: f32[4] = aten.exp(x)
+        b: f32[4] = aten.neg(a)
+        c: f32[4] = aten.exp(b)
+        d: f32[4] = aten.neg(c)
+        e: f32[4] = aten.mul.Tensor(d, a)
+        return output("e", e)
+    """)
+    together = [" ".join(map(str, region.nodes)) for region in regions_of(program).regions]
+    again = run_passes(program, [RecomputeValues(("a@e",))])
+    apart = [" ".join(map(str, region.nodes)) for region in regions_of(again).regions]
+    assert together == ["a b c d e"]
+    assert apart == ["a b c d", "a_1 e"]

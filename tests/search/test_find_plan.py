@@ -8,7 +8,7 @@ from torch import nn
 
 import crossfade as cf
 from crossfade.cost.presets import preset
-from crossfade.errors import BatchError, MachineError, MemoryLimitError, MeshError
+from crossfade.errors import BatchError, CrossfadeError, MachineError, MemoryLimitError, MeshError
 from tests.forecast.models import Tower, tokens
 
 MESHES = [{"dp": 4}, {"dp": 2, "tp": 2}, {"tp": 4}, {"dp_replicate": 2, "dp_shard": 2}]
@@ -73,9 +73,9 @@ def test_nothing_fits_tells_the_least_memory_that_would(plan: cf.FoundPlan) -> N
 @pytest.mark.parametrize(
     ("options", "kind", "message"),
     [
-        ({"memory": -1}, MemoryLimitError, "memory=-1: expected the bytes"),
-        ({"memory": "80GB"}, MemoryLimitError, "memory='80GB'"),
-        ({"memory": True}, MemoryLimitError, "memory=True"),
+        ({"memory": -1}, CrossfadeError, "memory=-1: expected bytes"),
+        ({"memory": "80 gigs"}, CrossfadeError, "memory='80 gigs'"),
+        ({"memory": True}, CrossfadeError, "memory=True"),
         ({"ranks": 0}, MeshError, "ranks=0"),
         ({"ranks": 5}, BatchError, "8 samples on 5 ranks.*Remedy: pass a batch of 10 samples"),
         ({"machine": "h10"}, MachineError, "no machine named 'h10'"),

@@ -1,0 +1,315 @@
+"""A step within a memory budget: which values are computed again, and what there is to tell of it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from torch import fx
+
+from crossfade.compile.memory_budget import in_words, rule_for
+from crossfade.cost.estimate import estimate
+from crossfade.cost.machine import Machine
+from crossfade.cost.presets import preset
+from crossfade.errors import MemoryLimitError
+from crossfade.graph.memory import Storages, alive_at_peak, memory_curve
+from crossfade.graph.modules import by_module
+from crossfade.graph.passes import run_passes
+from crossfade.graph.program import InputKind, Program
+from crossfade.schedule.choose_recompute import Frontier, frontier
+from crossfade.schedule.kept_values import Choice, KeptValues
+from crossfade.schedule.recompute_values import RecomputeValues
+
+Finish = Callable[[Program, bool], Program]
+"""What makes the program that runs of one, with or without what is faster and holds more memory."""
+
+CostsOf = tuple[Machine, Mapping[str, float]]
+"""What operators take: on a machine, and as far as it was measured."""
+
+Rules = Sequence[tuple[str, str]]
+
+Rows = Sequence[tuple[str, int, float]]
+"""Values that are computed again, as `recompute-values` takes them, each with its bytes and milliseconds."""
+
+_FORWARD = "forward"
+_SHOWN = 5
+
+
+@dataclass(frozen=True)
+class Again:
+    """A value that is computed again: its name, its module, the bytes that are free meanwhile, and what it takes."""
+
+    name: str
+    module: str
+    bytes: int
+    milliseconds: float
+
+    def __str__(self) -> str:
+        return f"{self.name} of {self.module or 'the model'}: {in_words(self.bytes)} for {self.milliseconds:.3f} ms"
+
+
+@dataclass(frozen=True)
+class StepMemory:
+    """What a step holds, and what that costs; all bytes with parameters, state and whatever else is given to it.
+
+    `before` and `after` are live bytes during each node of the program without and with what was chosen; `held` is what
+    inputs take of it, by kind; `at_peak` what is alive beside them at the peak, by module. `again` are the values that
+    are computed again, `ladder` the budgets at which a step takes less time, with that, in seconds above the least.
+
+    >>> ladder = (700, 1e-3), (900, 0.0)
+    >>> memory = StepMemory(1000, (400, 900), (700,), {"parameter": 400}, (("forward up", 300),), (), ladder, 1e-3)
+    >>> memory.peak_before, memory.peak
+    (900, 700)
+    >>> print(memory)
+    peak 700 B of 1.00 kB, 900 B without a budget: 400 B of parameter, 300 B made by the step
+    alive at the peak: forward up 300 B
+    computed again: nothing
+    more memory: with 200 B more: 1.000 ms less; with 200 B more nothing is computed again
+    """
+
+    budget: int | None
+    before: tuple[int, ...] = field(repr=False)
+    after: tuple[int, ...] = field(repr=False)
+    held: dict[str, int]
+    at_peak: tuple[tuple[str, int], ...]
+    again: tuple[Again, ...]
+    ladder: tuple[tuple[int, float], ...]
+    seconds: float = 0.0
+    """What computing again takes."""
+
+    @property
+    def peak(self) -> int:
+        """The most bytes at any time."""
+        return max(self.after, default=0)
+
+    @property
+    def peak_before(self) -> int:
+        """The most bytes at any time, were nothing computed again."""
+        return max(self.before, default=0)
+
+    @property
+    def next(self) -> tuple[int, float] | None:
+        """By how many bytes a budget would have to be larger for a faster step, and the seconds that it saves."""
+        better = [(size, seconds) for size, seconds in self.ladder if seconds < self.seconds and size > self.peak]
+        if not better:
+            return None
+        size, seconds = min(better)
+        return size - self.peak, self.seconds - seconds
+
+    def lines(self) -> dict[str, str]:
+        """What a report tells, by what it is about."""
+        kinds = ", ".join(f"{in_words(size)} of {kind}" for kind, size in self.held.items() if size)
+        made = self.peak - sum(self.held.values())
+        of = "" if self.budget is None else f" of {in_words(self.budget)}"
+        sums = f"{kinds}, {in_words(made)} made by the step" if kinds else f"{in_words(made)} made by the step"
+        modules = ", ".join(f"{module or 'elsewhere'} {in_words(size)}" for module, size in self.at_peak[:_SHOWN])
+        freed = sum(each.bytes for each in self.again)
+        count = f"{len(self.again)} values, {in_words(freed)}, for {1e3 * self.seconds:.3f} ms a step"
+        found = {
+            "memory": f"peak {in_words(self.peak)}{of}, {in_words(self.peak_before)} without a budget: {sums}",
+            "alive at the peak": modules or "nothing",
+            "computed again": count if self.again else "nothing",
+        }
+        most = max((size for size, _ in self.ladder), default=0)
+        if (following := self.next) is not None:
+            more, saved = following
+            last = f"; with {in_words(most - self.peak)} more nothing is computed again"
+            found["more memory"] = f"with {in_words(more)} more: {1e3 * saved:.3f} ms less{last}"
+        return found
+
+    def rows(self) -> list[tuple[str, str, float, float]]:
+        """Each value that is computed again: its name, its module, megabytes, milliseconds; the largest first."""
+        found = sorted(self.again, key=lambda each: (-each.bytes, each.name))
+        return [(each.name, each.module, each.bytes / 1e6, each.milliseconds) for each in found]
+
+    def __str__(self) -> str:
+        return "\n".join(f"{about}: {text}" if about != "memory" else text for about, text in self.lines().items())
+
+
+@dataclass(frozen=True)
+class Fitted:
+    """What to compute again, by name, and whether the rest of the compiler is to spare memory; with what is to tell."""
+
+    again: Rows
+    lean: bool
+    ladder: tuple[tuple[int, float], ...]
+    before: tuple[int, ...]
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The values to compute again, as `recompute-values` takes them."""
+        return tuple(spelled for spelled, _, _ in self.again)
+
+
+def usual_machine(device: str) -> Machine:
+    """By whose figures time is weighed against memory where no machine is given.
+
+    >>> usual_machine("cpu").name
+    'loopback-gloo'
+    """
+    return preset("h200-nvlink-node" if device == "cuda" else "loopback-gloo")
+
+
+def fit(program: Program, plain: Program, budget: int | None, rules: Rules, costs: CostsOf, finish: Finish) -> Fitted:
+    """The fastest choice within a budget; what rules ask for is computed again in any case.
+
+    Without a budget only what rules ask for. Raises `MemoryLimitError` if nothing fits.
+    """
+    known = by_module(plain)
+    places = by_module(program, known)
+    forward = {name for name, place in known.items() if place.startswith(_FORWARD)}
+    values = KeptValues(program, estimate(program, *costs), fixed=_kept(program, places, rules), forward=forward)
+    always = _always(values, places, rules)
+    natural = finish(program, False)
+    before = live_bytes(natural)
+    if not always and (budget is None or max(before) <= budget):
+        return Fitted((), False, ((max(before), 0.0),), before)
+    if budget is None:
+        return Fitted(_rows(values, values.choose(always)), False, (), before)
+    found = frontier(values, always)
+    sizes = _Sizes(values, found, costs, finish)
+    at = sizes.first_within(budget)
+    if at is None:
+        raise _too_small(budget, sizes.program(len(found.choices) - 1), min(sizes.known.values()), known)
+    held = max(before) - memory_curve(natural).peak
+    ladder = [(choice.peak + held, choice.seconds) for choice in found.choices]
+    ladder += [(max(before), 0.0)] if not always else []
+    return Fitted(_rows(values, found.choices[at]), True, tuple(ladder), before)
+
+
+class _Sizes:
+    """What choices really take, once all passes have run; found out for as few as possible."""
+
+    def __init__(self, values: KeptValues, found: Frontier, costs: CostsOf, finish: Finish) -> None:
+        self.values, self.found, self.costs, self.finish = values, found, costs, finish
+        self.known: dict[int, int] = {}
+
+    def program(self, at: int) -> Program:
+        """The program of a choice as it will run."""
+        names = _names(self.values, self.found.choices[at])
+        return self.finish(run_passes(self.values.program, [RecomputeValues(names, *self.costs)]), True)
+
+    def of(self, at: int) -> int:
+        """The bytes of a choice, inputs included."""
+        if at not in self.known:
+            self.known[at] = max(live_bytes(self.program(at)))
+        return self.known[at]
+
+    def first_within(self, budget: int) -> int | None:
+        """The fastest choice within a budget: choices become leaner one by one."""
+        low, high = 0, len(self.found.choices) - 1
+        if self.of(high) > budget:
+            fitting = [at for at in range(high) if self.found.choices[at].peak <= self.found.least.peak * 1.05]
+            return next((at for at in fitting if self.of(at) <= budget), None)
+        while low < high:
+            middle = (low + high) // 2
+            low, high = (low, middle) if self.of(middle) <= budget else (middle + 1, high)
+        return low
+
+
+def _names(values: KeptValues, choice: Choice) -> tuple[str, ...]:
+    return tuple(sorted(values.spelled(cell) for cell in choice.cells))
+
+
+def _rows(values: KeptValues, choice: Choice) -> Rows:
+    """The values that a choice computes again, each operator counted once."""
+    ran, rows = {index for _, index in choice.copies}, []
+    for cell in sorted(choice.cells):
+        made = ran.intersection(values.makers(cell))
+        ran -= made
+        rows.append((values.spelled(cell), values.size[cell], 1e3 * sum(values.seconds[index] for index in made)))
+    return tuple(sorted(rows))
+
+
+def live_bytes(program: Program) -> tuple[int, ...]:
+    """Bytes during each node, inputs and constants included."""
+    curve = memory_curve(program)
+    return tuple(size + curve.held for size in curve.during)
+
+
+def _kept(program: Program, places: Mapping[str, str], rules: Rules) -> Collection[fx.Node]:
+    """What is not to be computed again."""
+    return {
+        node
+        for node in program.graph.nodes
+        if node.name in places and rule_for(places[node.name].partition(" ")[2], rules)[0] == "never"
+    }
+
+
+def _always(values: KeptValues, places: Mapping[str, str], rules: Rules) -> list[int]:
+    """Cells to compute again in any case: what the forward of a named module makes, but what goes out of it."""
+    if not any(word == "full" for _, word in rules):
+        return []
+    inside: dict[int, str] = {}
+    forward: set[int] = set()
+    for index, node in enumerate(values.nodes):
+        phase, _, module = places.get(node.name, "").partition(" ")
+        if phase == _FORWARD:
+            forward.add(index)
+            word, path = rule_for(module, rules)
+            if word == "full":
+                inside[index] = path
+    found = []
+    for cell, eligible in enumerate(values.eligible):
+        own = values.makers(cell)
+        paths = {inside.get(index, "") for index in own}
+        users = {user for index in values.in_cell[cell] for user in values.users[index]} - set(own)
+        leaves = any(user in forward and inside.get(user, "") not in paths for user in users)
+        if eligible and own and "" not in paths and not leaves:
+            found.append(cell)
+    return found
+
+
+def _too_small(budget: int, leanest: Program, least: int, known: Mapping[str, str]) -> MemoryLimitError:
+    """Why nothing fits: what fills the leanest program there is."""
+    held = held_by_kind(leanest)
+    biggest = [f"{in_words(size)} of {kind}" for kind, size in held.items() if size]
+    at_peak = peak_by_module(leanest, by_module(leanest, known))
+    modules = [f"{in_words(size)} in {module or 'values of no module'}" for module, size in at_peak]
+    error = MemoryLimitError(
+        f"a step needs {least:,} bytes ({in_words(least)}) even with everything computed again that may be: "
+        f"{', '.join(biggest)}; beside these at the peak {', '.join(modules[:_SHOWN])}",
+        expected=f"at most memory={budget:,}",
+        remedy=f"pass at least memory={least}, shard more (zero3), or use a smaller batch or accumulate=",
+    )
+    error.least = least
+    return error
+
+
+def told(program: Program, plain: Program, fitted: Fitted, budget: int | None) -> StepMemory:
+    """What is to be told of a step, of the program that runs; `plain` knows modules as they were captured."""
+    places = by_module(program, by_module(plain))
+    rows = ((spelled.partition("@")[0], size, taken) for spelled, size, taken in fitted.again)
+    again = tuple(Again(name, places.get(name, ""), size, taken) for name, size, taken in rows)
+    seconds = sum(each.milliseconds for each in again) / 1e3
+    at_peak = peak_by_module(program, places)
+    return StepMemory(
+        budget, fitted.before, live_bytes(program), held_by_kind(program), at_peak, again, fitted.ladder, seconds
+    )
+
+
+def held_by_kind(program: Program) -> dict[str, int]:
+    """The bytes of a program's inputs and constants, by what they are, the largest first."""
+    by_kind = Counter[str]()
+    for item, node in program.named_inputs():
+        by_kind[_WORDS.get(item.kind, str(item.kind))] += Storages([node]).held
+    by_kind["constants"] += memory_curve(program).held - sum(by_kind.values())
+    return dict(by_kind.most_common())
+
+
+_WORDS = {
+    InputKind.PARAMETER: "parameters",
+    InputKind.BUFFER: "buffers",
+    InputKind.OPTIMIZER_STATE: "optimizer state",
+    InputKind.INPUT: "batch",
+    InputKind.WORKSPACE: "buckets",
+}
+
+
+def peak_by_module(program: Program, places: Mapping[str, str]) -> tuple[tuple[str, int], ...]:
+    """What is alive beside inputs when most is, by module, the largest first."""
+    sizes = Counter[str]()
+    for name, size in alive_at_peak(program):
+        sizes[places.get(name, "")] += size
+    return tuple(sizes.most_common())
