@@ -123,7 +123,7 @@ def _check(asked: Mapping[str, Any]) -> None:
     check_memory(asked["memory"])
     if asked["recompute"] == "auto":
         raise NotYetError(
-            'recompute="auto" together with mesh="auto"',
+            "recompute='auto' together with mesh=\"auto\"",
             expected="a step that fits as the model is, or rules for modules",
             remedy="find the mesh by crossfade.find_plan and pass it with memory= and recompute=",
         )
