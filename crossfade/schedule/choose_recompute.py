@@ -19,8 +19,8 @@ _FINEST = 16
 """The last steps down are this much smaller."""
 _FAR_BELOW = (0.9, 0.7, 0.4)
 """Shares of a peak to aim for where no lower one is found nearby."""
-_SMALL = 20
-"""Values so many times smaller than the peak's share of each node are not worth computing again by themselves."""
+_SMALL = 10_000
+"""Values that are a smaller share of the peak are not worth computing again by themselves."""
 _ROUNDS = 60
 """At most so many times choices are added for one limit."""
 _CHAIN = 64
@@ -112,7 +112,7 @@ class _Candidate:
 class _Search:
     def __init__(self, values: KeptValues, begin: Choice) -> None:
         self.values, self.always = values, begin.cells
-        smallest = begin.peak / (_SMALL * len(values.nodes))
+        smallest = begin.peak / _SMALL
         self.reads = [values.reads(cell) if ok else [] for cell, ok in enumerate(values.eligible)]
         self.seconds = [sum(values.seconds[index] for index in values.makers(cell)) for cell in range(len(values.size))]
         self.worth = [
