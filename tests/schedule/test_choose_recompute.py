@@ -108,4 +108,4 @@ def test_it_is_fast_on_large_programs():
     start = time.process_time()
     found = frontier(values)
     assert time.process_time() - start < 30
-    assert found.least.peak < 0.5 * found.choices[0].peak
+    assert found.least.peak < 0.6 * found.choices[0].peak
