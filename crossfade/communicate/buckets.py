@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal, get_args
 
 import torch
@@ -143,7 +143,8 @@ class BucketPass(Pass):
             verdicts = apply_buckets(program, plan, self, units)
         packed = sum(len(bucket.members) for bucket in plan.buckets)
         counts = {"buckets": len(plan.buckets), "bucketed": packed, "left": len(plan.left)}
-        return PassResult(bool(plan.buckets), counts, (*plan.left, *verdicts))
+        alone = None if self.saturates and self.machine is not None else replace(self, machine=None)
+        return PassResult(bool(plan.buckets), counts, (*plan.left, *verdicts), decided=alone)
 
     def mixes_dtypes(self) -> bool:
         """Whether members of one bucket may differ in dtype."""

@@ -34,6 +34,7 @@ Rows = Sequence[tuple[str, int, float]]
 
 _FORWARD = "forward"
 _SHOWN = 5
+_SOME_MORE = " and a tenth more (the order, and so the least, follows measured times)"
 
 
 @dataclass(frozen=True)
@@ -171,7 +172,8 @@ def fit(program: Program, plain: Program, budget: int | None, rules: Rules, cost
     sizes = _Sizes(values, found, costs, finish)
     at = sizes.first_within(budget)
     if at is None:
-        raise _too_small(budget, sizes.program(len(found.choices) - 1), min(sizes.known.values()), known)
+        leanest = sizes.program(len(found.choices) - 1)
+        raise _too_small(budget, leanest, min(sizes.known.values()), known, is_measured=bool(costs[1]))
     held = max(before) - memory_curve(natural).peak
     ladder = [(choice.peak + held, choice.seconds) for choice in found.choices]
     ladder += [(max(before), 0.0)] if not always else []
@@ -261,8 +263,13 @@ def _always(values: KeptValues, places: Mapping[str, str], rules: Rules) -> list
     return found
 
 
-def _too_small(budget: int, leanest: Program, least: int, known: Mapping[str, str]) -> MemoryLimitError:
-    """Why nothing fits: what fills the leanest program there is."""
+def _too_small(
+    budget: int, leanest: Program, least: int, known: Mapping[str, str], *, is_measured: bool
+) -> MemoryLimitError:
+    """Why nothing fits: what fills the leanest program there is.
+
+    Where costs were measured, the next compilation may plan another order, which holds more or less.
+    """
     held = held_by_kind(leanest)
     biggest = [f"{in_words(size)} of {kind}" for kind, size in held.items() if size]
     at_peak = peak_by_module(leanest, by_module(leanest, known))
@@ -271,7 +278,8 @@ def _too_small(budget: int, leanest: Program, least: int, known: Mapping[str, st
         f"a step needs {least:,} bytes ({in_words(least)}) even with everything computed again that may be: "
         f"{', '.join(biggest)}; beside these at the peak {', '.join(modules[:_SHOWN])}",
         expected=f"at most memory={budget:,}",
-        remedy=f"pass at least memory={least}, shard more (zero3), or use a smaller batch or accumulate=",
+        remedy=f"pass at least memory={least}{_SOME_MORE if is_measured else ''}, shard more (zero3), or use a smaller "
+        "batch or accumulate=",
     )
     error.least = least
     return error
