@@ -52,6 +52,7 @@ _CAPTURE = ("capture", "accumulate", "shard-data", "compare-ranks", "optimizer",
 """The phases that make the plain program, whose time the report tells as that of the capture."""
 
 
+_COUNTED_BY_NODES = "counted node by node; what a region is given lives until it ends, so leave some room"
 _COMPUTED_AGAIN = ("Computed again, not kept", ("value", "module", "MB", "ms"))
 """The title and the columns of a report's table."""
 
@@ -348,6 +349,8 @@ class StepCompiler:
         whole = {"kept whole": f"{len(place.kept_whole)} parameters"} if place.mode in ("zero2", "zero3") else {}
         memory = step.memory()
         fits = memory.lines() if memory is not None else {}
+        if memory is not None and step.regions is not None:
+            fits["memory of compiled regions"] = _COUNTED_BY_NODES
         return {**split, **limited, **fits, **whole} | {
             "mesh": f"{sizes} over {axes[-1].backend}" if axes and axes[-1] else "one device",
             "data parallel": place.mode,

@@ -16,6 +16,7 @@ from crossfade.compile.fit_memory import live_bytes
 from crossfade.compile.step import Step
 from crossfade.compile.training import compile_step
 from crossfade.errors import CrossfadeError, MemoryLimitError
+from crossfade.execute.inductor import Inductor
 from tests.live_bytes import LiveBytes
 
 WIDTH = 16
@@ -123,6 +124,15 @@ def test_a_step_within_a_budget_trains_the_same(make: Callable[[], nn.Module], s
     assert peak(step) <= budget
     assert step.memory.peak == peak(step)
     assert step.memory.again
+
+
+@pytest.mark.skipif(bool(Inductor.missing("cpu")), reason="no C++ compiler")
+def test_a_compiled_step_within_a_budget_computes_again_and_says_how_it_counts():
+    _, expected = plainly(Blocks)
+    step, found = trained(Blocks, memory=least(Blocks), execute="compiled")
+    assert step.memory.again
+    torch.testing.assert_close(found[:3], expected[:3], rtol=1e-4, atol=0.0)  # the losses
+    assert "a region" in step.report.facts["memory of compiled regions"]
 
 
 def test_the_least_budget_that_is_told_works_and_one_byte_less_does_not():
