@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from crossfade import Ranks
+from tests.browser import Browser
 
 os.environ["CROSSFADE_CACHE"] = "off"  # tests compile what they test; those of the cache have folders of their own
 
@@ -30,6 +31,14 @@ def ranks() -> Iterator[Callable[[int], Ranks]]:
     yield get
     for pool in pools.values():
         pool.close()
+
+
+@pytest.fixture(scope="session")
+def browser() -> Iterator[Browser]:
+    """A Chromium for the tests of pages; they are skipped where there is none."""
+    opened = Browser()
+    yield opened
+    opened.close()
 
 
 # fmt: off

@@ -143,8 +143,8 @@ class BucketPass(Pass):
             verdicts = apply_buckets(program, plan, self, units)
         packed = sum(len(bucket.members) for bucket in plan.buckets)
         counts = {"buckets": len(plan.buckets), "bucketed": packed, "left": len(plan.left)}
-        alone = None if self.saturates and self.machine is not None else replace(self, machine=None)
-        return PassResult(bool(plan.buckets), counts, (*plan.left, *verdicts), decided=alone)
+        decided = None if self.saturates and self.machine is not None else replace(self, machine=None)
+        return PassResult(bool(plan.buckets), counts, (*plan.left, *verdicts), decided=decided)
 
     def mixes_dtypes(self) -> bool:
         """Whether members of one bucket may differ in dtype."""

@@ -11,7 +11,6 @@ from crossfade.communicate.lower_reduce_scatters import PIECE_MB
 from crossfade.cost.machine import Machine
 from crossfade.graph.collectives import Kind
 
-_ON_STREAMS = ("emulated",)
 _EMULATED = "emulated"
 _SLOWS_MUCH = 0.2
 """By which share travelling must slow computation down before pieces are made for the processor rather than the link:
@@ -45,7 +44,7 @@ class Carriers:
     @property
     def recorded(self) -> tuple[str, ...]:
         """The axes whose collectives a CUDA graph can hold: those that a stream carries, not threads of the host."""
-        return tuple(axis for backend in _ON_STREAMS for axis in self._on(backend))
+        return self._on(_EMULATED)
 
     def _on(self, wanted: str) -> tuple[str, ...]:
         return tuple(axis for axis, backend in self.backends.items() if backend == wanted)

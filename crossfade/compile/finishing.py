@@ -18,9 +18,9 @@ def finishing(device: str, *, lean: bool, compiled: bool, fused: bool) -> list[P
     In `compiled` steps the compiler sees to that. `fused` updates of Adam have other last bits than those of torch's
     default, and hold less.
 
-    >>> [one.spelling for one in finishing("cpu", lean=False, compiled=False, fused=True)]
+    >>> [each.spelling for each in finishing("cpu", lean=False, compiled=False, fused=True)]
     ['pack-in-place', 'update-in-place', 'fuse-adam-updates', 'group-small-operators']
-    >>> [one.spelling for one in finishing("cpu", lean=True, compiled=False, fused=False)]
+    >>> [each.spelling for each in finishing("cpu", lean=True, compiled=False, fused=False)]
     ['pack-in-place(alone_kb=1e999)', 'update-in-place']
     """
     packing = PackInPlace(math.inf) if lean else PackInPlace()  # within a limit only buckets are kept

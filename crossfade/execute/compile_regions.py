@@ -19,6 +19,7 @@ from crossfade.execute.inductor import CompiledRegion, Inductor
 from crossfade.execute.outline import Staged, outlined, with_calls
 from crossfade.execute.regions import Region, Regions, device_of, regions_of
 from crossfade.graph import collectives
+from crossfade.graph.collectives import Kind
 from crossfade.graph.effects import written_inputs
 from crossfade.graph.history import Outcome, PassRecord, Verdict
 from crossfade.graph.passes import Numerics
@@ -114,7 +115,7 @@ def _after_reductions(program: Program, regions: Sequence[Region]) -> set[Region
     after: set[fx.Node] = set()
     for node in program.graph.nodes:
         found = collectives.view(node)
-        if (found is not None and found.kind == "all_reduce") or not after.isdisjoint(node.all_input_nodes):
+        if (found is not None and found.kind is Kind.ALL_REDUCE) or not after.isdisjoint(node.all_input_nodes):
             after.add(node)
     return {region for region in regions if not after.isdisjoint(region.nodes)}
 

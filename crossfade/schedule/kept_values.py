@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import itertools
 from bisect import bisect_right
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 from torch import Tensor, fx
@@ -107,11 +108,7 @@ class KeptValues:
         for index, node in enumerate(self.nodes):
             for cell in storages.touches[node]:
                 uses[cell].append(index)
-        for cell in reversed(range(count)):
-            for kept in storages.then[cell]:
-                if uses[cell]:
-                    uses[kept].append(uses[cell][-1])
-        for cell in reversed(range(count)):  # what is kept by what is kept
+        for cell in reversed(range(count)):  # a cell keeps only earlier ones
             for kept in storages.then[cell]:
                 if uses[cell]:
                     uses[kept].append(max(uses[cell]))
@@ -306,7 +303,14 @@ class KeptValues:
         curve = torch.zeros(count, dtype=torch.int64).scatter_reduce_(0, owner, live, "amax")
         return curve, int(live.max()) if len(live) else 0, ends
 
-    def _add_copies(self, chosen, copies, rank, shifted, moved) -> None:  # type: ignore[no-untyped-def]
+    def _add_copies(
+        self,
+        chosen: frozenset[int],
+        copies: Sequence[tuple[int, int]],
+        rank: Mapping[tuple[int, int], int],
+        shifted: Sequence[int],
+        moved: Callable[[int, int, int, bool], None],
+    ) -> None:
         """The memory of what is computed again."""
         start: dict[int, int] = {}
         end: dict[int, tuple[int, bool]] = {}
@@ -333,19 +337,16 @@ class KeptValues:
                 last, early = max((last, early), (shifted[use], self._is_overwritten(cell)))
             moved(cell, begin, last, early)
 
-    @property
+    @cached_property
     def _natural(self) -> tuple[Tensor, tuple[Tensor, Tensor]]:
         """Bytes that begin at each position, and that end after it, or at it because it overwrites them."""
-        if not hasattr(self, "_steps"):
-            begun, after, at = (torch.zeros(len(self.nodes), dtype=torch.int64) for _ in range(3))
-            for cell, size in enumerate(self.size):
-                if size and self.first[cell] != NONE:
-                    begun[self.first[cell]] += size
-                    (at if self._is_overwritten(cell) else after)[self.last[cell]] += size
-            output = len(self.nodes) - 1
-            after[output] = 0
-            self._steps = begun, (after, at)
-        return self._steps
+        begun, after, at = (torch.zeros(len(self.nodes), dtype=torch.int64) for _ in range(3))
+        for cell, size in enumerate(self.size):
+            if size and self.first[cell] != NONE:
+                begun[self.first[cell]] += size
+                (at if self._is_overwritten(cell) else after)[self.last[cell]] += size
+        after[-1] = 0  # what is returned stays
+        return begun, (after, at)
 
     def _is_overwritten(self, cell: int) -> bool:
         return self._is_overwritten_at(cell, self.last[cell])

@@ -14,6 +14,7 @@ from crossfade.capture.accumulate import accumulate
 from crossfade.capture.optimizer import trace_optimizer
 from crossfade.communicate.exchange_factors import ExchangeFactors
 from crossfade.compile.carriers import Carriers
+from crossfade.compile.finishing import finishing
 from crossfade.compile.kept_whole import parameters_to_keep_whole
 from crossfade.compile.overlap import plan_overlap
 from crossfade.compile.pipeline import (
@@ -26,11 +27,6 @@ from crossfade.compile.pipeline import (
 )
 from crossfade.cost.machine import Machine
 from crossfade.errors import CrossfadeError
-from crossfade.finish.fuse_adam_updates import FuseAdamUpdates
-from crossfade.finish.group_small_operators import GroupSmallOperators
-from crossfade.finish.pack_in_place import PackInPlace
-from crossfade.finish.update_in_place import UpdateInPlace
-from crossfade.graph.passes import Pass
 from crossfade.graph.passes import run_passes as run_checked_passes
 from crossfade.graph.program import InputKind, Program
 from crossfade.search.candidates import TENSOR_AXIS, Candidate
@@ -157,9 +153,7 @@ class Building:
         ).program
 
     def _finished(self, program: Program) -> Program:
-        limit = self.candidate.memory_limit
-        passes: list[Pass] = lowering(self.carriers, program.groups, limit)
-        passes += [PackInPlace(float("inf")) if limit is not None else PackInPlace(), UpdateInPlace()]
-        if limit is None and self.machine.device == "cpu":
-            passes += [FuseAdamUpdates(), GroupSmallOperators()]
-        return run_passes(program, passes, context=self.context)
+        limit, device = self.candidate.memory_limit, self.machine.device
+        lean, compiled = limit is not None, device == "cuda"
+        last = finishing(device, lean=lean, compiled=compiled, fused=not (lean or compiled))
+        return run_passes(program, [*lowering(self.carriers, program.groups, limit), *last], context=self.context)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -17,13 +16,6 @@ from tests.forecast.models import tokens, tower
 
 HOSTILE = "</script><img src=x onerror=\"document.title='broken'\">"
 TIP = "document.getElementById('tip').textContent"
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
-    opened = Browser()
-    yield opened
-    opened.close()
 
 
 @pytest.fixture(scope="module")

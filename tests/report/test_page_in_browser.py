@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,13 +19,6 @@ from tests.several import best_of_several
 
 VIEW = "[+document.getElementById('lanes').dataset.from, +document.getElementById('lanes').dataset.to]"
 FOUND = "document.getElementById('found').textContent"
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
-    opened = Browser()
-    yield opened
-    opened.close()
 
 
 @pytest.fixture(scope="module")
