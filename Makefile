@@ -6,6 +6,9 @@ VENV := .venv$(if $(filter-out 2.13.0,$(TORCH)),-$(TORCH))
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
+# Every rank is a process: without bytecode each compiles our sources for itself.
+export PYTHONDONTWRITEBYTECODE :=
+
 .PHONY: help demo test lint docs bench fuzz fuzz-files soak models clean
 .DEFAULT_GOAL := help
 

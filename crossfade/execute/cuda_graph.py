@@ -22,9 +22,9 @@ import torch
 from torch import Tensor, fx
 
 from crossfade.execute.codegen import compile_program
-from crossfade.execute.outline import Staged
+from crossfade.execute.outline import WRITES, Staged
 from crossfade.graph import collectives
-from crossfade.graph.effects import alias_roots
+from crossfade.graph.effects import alias_roots, written_inputs
 from crossfade.graph.lasting import LASTING
 from crossfade.graph.private import OpOverload
 from crossfade.graph.program import Input, InputKind, Output, OutputKind, Program
@@ -180,11 +180,12 @@ class _Recorder:
 
     def _record(self, stretch: list[fx.Node]) -> None:
         inner, given, returned = _apart(self.program, stretch)
+        written = {self.roots[source] for node in stretch for source in _written_by(node)}
         stays = [
             self.roots[node] in self.stays or node in self.stays or node.op == "get_attr" or not _is_tensor(node)
             for node in given
         ]
-        target = Replay(inner, stays)
+        target = Replay(inner, stays, written=[self.roots[node] in written for node in given])
         call = self.graph.create_node(
             "call_function", target, tuple(self.known[node] for node in given), {}, name="replay"
         )
@@ -200,6 +201,11 @@ class _Recorder:
             return value
         found = self.known[value]
         return self.graph.call_function(torch.ops.aten.clone.default, (found,)) if value in self.recorded else found
+
+
+def _written_by(node: fx.Node) -> Sequence[fx.Node]:
+    """The arguments whose memory a node writes; a call of a region says so itself."""
+    return node.meta[WRITES] if WRITES in node.meta else written_inputs(node)
 
 
 def _is_tensor(node: fx.Node) -> bool:
@@ -223,13 +229,17 @@ def _apart(program: Program, stretch: list[fx.Node]) -> tuple[Program, list[fx.N
 
 
 class Replay:
-    """Runs a program eagerly at first, then as a CUDA graph; `stays` says which inputs have an address that lasts, or
-    are whole numbers: when one is another, it is recorded again."""
+    """Runs a program eagerly at first, then as a CUDA graph.
+
+    `stays` says which inputs have an address that lasts, or are whole numbers: when one is another, it is recorded
+    again. Those of the others that it has `written` are copied back.
+    """
 
     __name__ = "replay"
 
-    def __init__(self, program: Program, stays: Sequence[bool]) -> None:
+    def __init__(self, program: Program, stays: Sequence[bool], written: Sequence[bool] = ()) -> None:
         self.program, self.stays = program, tuple(stays)
+        self.copied_back = [index for index, writes in enumerate(written) if writes and not stays[index]]
         self.function = compile_program(program).function
         tensors = [_is_tensor(node) for node in program.placeholders]
         self._staying = [index for index, stay in enumerate(stays) if stay and tensors[index]]
@@ -256,6 +266,8 @@ class Replay:
         for index in self._moving:
             self._inputs[index].copy_(inputs[index])
         self._graph.replay()
+        for index in self.copied_back:
+            inputs[index].copy_(self._inputs[index])
         return self._outputs
 
     def _places(self, inputs: Sequence[Any]) -> list[int]:

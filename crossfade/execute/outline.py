@@ -11,10 +11,14 @@ import torch
 from torch import fx
 
 from crossfade.execute.regions import Region, Regions, base_of, is_constant, is_view, looks
+from crossfade.graph.effects import written_inputs
 from crossfade.graph.program import Input, InputKind, Output, OutputKind, Program
 
 _ALIGNED = 2
 """Numbers in 16 bytes, at whose multiples compiled kernels expect their inputs."""
+
+WRITES = "crossfade_writes"
+"""Of a call: the arguments whose memory it writes, which no schema tells."""
 
 Call = Callable[..., Sequence[Any]]
 """What runs instead of a region: takes its inputs, in order, and returns its outputs. With `takes_staged` it takes the
@@ -204,6 +208,7 @@ class _Caller:
             given.append(own)
         call = self.graph.create_node("call_function", self.calls[region], tuple(given), {}, name="region")
         call.meta["val"] = [node.meta.get("val") for node in region.outputs]
+        call.meta[WRITES] = [self._find(node) for node in _written_by(region)]
         for index, node in enumerate(region.outputs):
             element = self.graph.create_node("call_function", operator.getitem, (call, index), {}, name=node.name)
             element.meta = dict(node.meta)
@@ -221,6 +226,13 @@ class Staged:
     def __call__(self, *numbers: float) -> torch.Tensor:
         """The numbers, in double precision."""
         return torch.tensor(numbers, dtype=torch.float64).to(self.device, non_blocking=True)
+
+
+def _written_by(region: Region) -> list[fx.Node]:
+    """The inputs of a region that it writes."""
+    given = set(region.inputs)
+    bases = (base_of(source, stop=given.__contains__) for node in region.nodes for source in written_inputs(node))
+    return [base for base in dict.fromkeys(bases) if base in given]
 
 
 def tensors_of(region: Region) -> list[fx.Node]:

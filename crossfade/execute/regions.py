@@ -46,6 +46,9 @@ _SIZES = "its sizes are symbols"
 _ELSEWHERE = "it works on numbers of the host and of the device"
 _NAMED_TWICE = "it writes memory that it is given under two names"
 
+_KNOWN = ("aten", "prims")
+"""The namespaces of operators that the compiler knows."""
+
 _OWNED = (InputKind.PARAMETER, InputKind.BUFFER, InputKind.OPTIMIZER_STATE)
 
 
@@ -199,7 +202,7 @@ class _Chooser:
     def _why_not(self, node: fx.Node) -> str:
         """Why an operator stays eager; empty if it may be compiled."""
         target = node.target
-        if not isinstance(target, OpOverload) or schema_of(target).name.partition("::")[0] not in ("aten", "prims"):
+        if not isinstance(target, OpOverload) or _namespace(target) not in _KNOWN:
             return _FOREIGN
         if is_random(node):
             return _RANDOM
@@ -217,10 +220,13 @@ class _Chooser:
         return "" if all(self._may_write(source) for source in written_inputs(node)) else _WRITES
 
     def _may_write(self, source: fx.Node) -> bool:
-        """Whether an argument is memory that this run has made, or the whole of something that lasts."""
+        """Whether an argument is memory that this run has made, or the whole of what lasts or an operator has made."""
         root, base = self.roots[source], base_of(source, stop=is_view)
-        known = base is root or (looks(base) and not is_view(base))
-        return root in self._made or (known and self.kinds.get(root) in _OWNED)
+        if root in self._made:
+            return True
+        if self.kinds.get(root) in _OWNED:
+            return base is root or (looks(base) and not is_view(base))
+        return base is root and _is_computed(root)
 
     def _find_borders(self, regions: list[Region]) -> None:
         """What each region is given, and what others need of it."""
@@ -321,6 +327,16 @@ def _host_nodes(program: Program) -> dict[fx.Node, None]:
 def _stays_on_host(node: fx.Node) -> bool:
     value = node.meta.get("val")
     return not is_random(node) and (_is_single(value) or not _tensors(value))
+
+
+def _is_computed(root: fx.Node) -> bool:
+    """Whether memory was made by an ATen operator: not by a collective, whose siblings a backend may write again."""
+    maker = root.args[0] if root.target is operator.getitem else root
+    return isinstance(maker, fx.Node) and isinstance(maker.target, OpOverload) and _namespace(maker.target) in _KNOWN
+
+
+def _namespace(target: OpOverload) -> str:
+    return schema_of(target).name.partition("::")[0]
 
 
 def is_constant(node: fx.Node) -> bool:

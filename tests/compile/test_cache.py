@@ -29,6 +29,10 @@ from tests.compile.cached_steps import adamw as two_groups
 ROOT = Path(__file__).parent.parent.parent
 SAME = ("losses", "weights", "captures", "program", "facts", "verdicts", "timeline", "passes", "pipeline", "outputs")
 
+ALL = [pytest.param(list(cases), marks=pytest.mark.models) for cases in (CASES, ON_RANKS)]
+ONCE = [list(CASES)[::4], ["planned@2", "zero3@2", "counting@2", "gradients@2", "plan@2"], *ALL]
+"""Cases that two processes meet: compiled by the first, taken by the second."""
+
 
 @pytest.fixture
 def kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
@@ -54,7 +58,7 @@ def process(where: Path, *command: str, variables: dict[str, str] | None = None)
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("names", [list(CASES), list(ON_RANKS)], ids=["one-device", "ranks"])
+@pytest.mark.parametrize("names", ONCE, ids=["one-device", "ranks", "all-on-one-device", "all-on-ranks"])
 def test_L6_what_is_taken_does_and_says_what_was_compiled(names: list[str], tmp_path: Path) -> None:
     compiled, taken = (process(tmp_path, "-m", "tests.compile.cached_steps", *names) for _ in range(2))
     assert [name for name in names if compiled[name]["hit"]] == []

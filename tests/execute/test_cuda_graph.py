@@ -107,3 +107,20 @@ def test_whole_numbers_are_computed_around_a_graph() -> None:
         return output("b", b)
     """)
     assert replays(program) == [(["x", "begin"], ["a", "b"], (False, True))]
+
+
+def test_what_is_written_reaches_memory_that_does_not_stay() -> None:
+    """A graph writes the copy that it was recorded with: what came from outside is given its new value."""
+    program = on_cuda("""
+        x: f32[4] = input("x")
+        n: i64[u0, 1] = aten.nonzero(x)
+        a: f32[4] = aten.neg(x)
+        sent: f32[4] = c10d.all_reduce(x, "avg", "dp")
+        b: f32[4] = aten.exp_(a)
+        c: f32[4] = aten.neg(b)
+        came: f32[4] = c10d.wait_tensor(sent)
+        return output("a", a), output("c", c), output("came", came)
+    """)
+    (node,) = (node for node in with_replays(program).graph.nodes if isinstance(node.target, Replay))
+    assert [source.name for source in node.args] == ["a"]
+    assert node.target.copied_back == [0]

@@ -148,3 +148,25 @@ def test_what_is_computed_again_is_compiled_apart_from_what_computes_it_first() 
     apart = [" ".join(map(str, region.nodes)) for region in regions_of(again).regions]
     assert together == ["a b c d e"]
     assert apart == ["a b c d", "a_1 e"]
+
+
+def test_what_an_earlier_region_made_is_written_where_it_is() -> None:
+    """A weight decayed before its gradient has come: the update in its memory is compiled, and cuts nothing."""
+    text = """
+        p: f32[4] = parameter("p")
+        rate: float = scalar("rate")
+        g: f32[4] = input("g")
+        a: f32[4] = aten.mul.Tensor(p, rate)
+        b: f32[4] = aten.neg(g)
+        s: f32[4] = c10d.all_reduce(b, "sum", "dp")
+        w: f32[4] = c10d.wait_tensor(s)
+        c: f32[4] = aten.sqrt(w)
+        u: f32[4] = aten.addcdiv_(a, w, c, value=rate)
+        other: f32[4] = aten.exp_(w)
+        d: f32[4] = aten.neg(u)
+        v: f32[4] = aten.add_.Tensor(d, 1.0)
+        return output("v", v)
+    """
+    earlier = [("b", "g", "b"), ("a", "p rate", "a")]
+    assert chosen(text) == [*earlier, ("c", "w", "c"), ("u", "a w c rate", ""), ("d v", "a", "d")]
+    assert list(left(text)) == ["other"]

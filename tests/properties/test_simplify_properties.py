@@ -30,7 +30,7 @@ from tests.properties.simplify_programs import sample
 
 PARTS, PROGRAMS = 4, 25
 """How many times seeds are drawn, so that processes can share the work, and how many programs one seed holds."""
-ALL = 100_000 if settings.default.max_examples > 1000 else 2_000
+ALL = 100_000 if settings.default.max_examples > 1000 else 1_000
 """How many programs there are by the profile `fuzz`, and by default."""
 ALONE, TOGETHER = 3, 6
 """How many passes each program meets alone, and how many in any order, where it does not meet the pipeline."""

@@ -50,7 +50,7 @@ def trained(machine: str, memory: float | None) -> dict[str, Any]:
     return {"losses": losses, "values": values, "options": options, "table": str(step.found), "steps": step.steps}
 
 
-@pytest.mark.parametrize(("count", "memory"), [(2, None), (4, None), (4, 1.6e5)])
+@pytest.mark.parametrize(("count", "memory"), [(2, None), pytest.param(4, None, marks=pytest.mark.models), (4, 1.6e5)])
 def test_it_trains_as_one_device_does(ranks: Callable[[int], Ranks], count: int, memory: float | None) -> None:
     told = ranks(count).run(trained, "ethernet-1gbit", memory)
     losses, values = alone()
