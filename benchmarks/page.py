@@ -187,14 +187,18 @@ def _gpu_step(name: str, figures: Figures) -> str:
             contender,
             _ms(found["seconds"]),
             _ms(found["steady_s"]),
+            _ms(found["predicted_s"]) if "predicted_s" in found else "",
             f"{found['first_s']:.0f} s",
             f"{found['peak_gib']:.1f}" if "peak_gib" in found else "",
             f"{found['launches']:.0f}",
         ]
         for contender, found in figures["contenders"].items()
     ]
+    size, emulated, world = size.partition("-emulated-")
+    ranks, _, machine = world.partition("-")
     title = f"`{size}`, {figures['layers']} layers"
-    columns = ["contender", "ms a step", "back to back", "first step", "peak GiB", "launches"]
+    title += f", as rank 0 of {ranks} on an emulated {machine} (torch.compile exchanges nothing)" if emulated else ""
+    columns = ["contender", "ms a step", "back to back", "predicted", "first step", "peak GiB", "launches"]
     return _origin(title, figures["command"], figures) + _table(columns, rows)
 
 
