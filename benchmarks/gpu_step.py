@@ -3,10 +3,11 @@
     TORCHINDUCTOR_FORCE_DISABLE_CACHES=1 python -m benchmarks.gpu_step --size gpt [--steps 20] [--save]
     ... --ranks 8 --machine h200-nvlink-node    # as rank 0 of an emulated world, against torch's DDP and FSDP2
 
-`gpt` has 404 million parameters in bf16. Contenders take turns, step by step; medians. The first step is from the call
-that compiles to its end; peak memory is what torch takes from the device for one step after the third, with the model,
-the optimizer's state and the pools of CUDA graphs (whose replays allocate nothing that could be counted otherwise), of
-our first contender only: all share one pool. The host waits for the device after each step; "back to back" is the mean of steps in a row, without.
+`gpt` has 404 million parameters in bf16. Contenders take turns, step by step; medians. The first step is from the
+call that compiles to its end; peak memory is what torch takes from the device for one step after the third, with the
+model, the optimizer's state and the pools of CUDA graphs (whose replays allocate nothing that could be counted
+otherwise), of our first contender only: all share one pool. The host waits for the device after each step; "back to
+back" is the mean of steps in a row, without.
 """
 
 from __future__ import annotations
