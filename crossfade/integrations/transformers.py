@@ -9,10 +9,13 @@ trainer.gradients.report.show()
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable, Mapping
+import weakref
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+import torch
 import transformers
 from torch import Tensor, nn
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
@@ -20,13 +23,15 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from crossfade.compile.gradients import Gradients, compile_gradients
 from crossfade.errors import CrossfadeError
 from crossfade.integrations.accelerate import check_kind, prepared_without_wrapping
+from crossfade.integrations.pad_alike import padded_alike
 
 
 class Trainer(transformers.Trainer):  # type: ignore[misc]
     """`transformers.Trainer` on Crossfade instead of DDP.
 
-    Accumulation, clipping, schedulers, precision, evaluation, checkpoints and resuming are as the arguments say. The
-    model is not wrapped.
+    Accumulation, clipping, schedulers, precision, evaluation, checkpoints and resuming are as the arguments say, and a
+    subclass may have a `compute_loss` of its own. The model is not wrapped. Batches that a collator has padded to other
+    lengths on other ranks are padded to the longest.
 
     Args:
         crossfade: options of `crossfade.compile_gradients`, such as `{"machine": "calibrate"}`.
@@ -37,6 +42,11 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         super().__init__(*args, **kwargs)
         self._options = {"batch": "local", **(crossfade or {})}
         self._compiled: Gradients | None = None
+        self._trained: nn.Module | None = None
+        self._exchanged = False
+        self._plainly: Callable[..., Any] = self.compute_loss
+        setattr(self, "compute_loss", self._loss_of)  # noqa: B010  whoever calls it, and whatever a subclass has there
+        self.add_callback(_ExchangeCheck(self))
         check_kind(self.accelerator)
         _check_arguments(self.args, self._options)
 
@@ -47,26 +57,48 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
             raise CrossfadeError("nothing trained yet", remedy="call trainer.train() first")
         return self._compiled
 
-    def compute_loss(
-        self,
-        model: nn.Module,
-        inputs: dict[str, Any],
-        return_outputs: bool = False,
-        num_items_in_batch: Tensor | int | None = None,
-    ) -> Any:
+    def _loss_of(self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
         """In training the loss of all ranks' batches, compiled; in evaluation as the Trainer computes it."""
-        if return_outputs or not model.training:
-            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
-        if self._compiled is None or self._compiled.model is not model:
-            self._compiled = self._compile(model)
-        return self._compiled(*self._arguments(inputs, num_items_in_batch))
+        if not model.training or not torch.is_grad_enabled():
+            return self._plainly(model, inputs, *args, **kwargs)
+        given = dict(zip(("return_outputs", "num_items_in_batch"), args, strict=False)) | kwargs
+        if given.get("return_outputs"):
+            raise CrossfadeError(
+                "compute_loss(..., return_outputs=True) in training",
+                expected="a call for the loss alone: outputs stay inside the compiled step",
+                remedy="compute what you need of the outputs in a compute_loss of your own",
+            )
+        if self._compiled is None or self._trained is not model:
+            self._compiled, self._trained = self._compile(model), model
+        self._exchanged = True
+        if self.accelerator.num_processes > 1:
+            inputs = padded_alike(inputs, self._pad, left=getattr(self.processing_class, "padding_side", "") == "left")
+        return self._compiled(*self._arguments(inputs, given.get("num_items_in_batch")))
 
     def _compile(self, model: nn.Module) -> Gradients:
         ranks = self.accelerator.num_processes
-        loss_fn = _called_by_trainer(self._own_loss(model)) if self._has_own_loss else _picked
-        gradients = compile_gradients(model, loss_fn, {"dp": ranks} if ranks > 1 else None, **self._options)
+        mesh = {"dp": ranks} if ranks > 1 else None
+        if self._is_overridden:
+            gradients = compile_gradients(_OwnLoss(model, self), None, mesh, **self._options)
+        else:
+            loss_fn = _called_by_trainer(self._own_loss(model)) if self._has_own_loss else _picked
+            gradients = compile_gradients(model, loss_fn, mesh, **self._options)
         gradients.exchange_when(lambda: self.accelerator.sync_gradients)
         return gradients
+
+    @property
+    def _is_overridden(self) -> bool:
+        """Whether a subclass computes the loss in a way of its own."""
+        return type(self).compute_loss is not transformers.Trainer.compute_loss
+
+    @property
+    def _pad(self) -> int:
+        """The token that batches are padded with."""
+        known = (
+            getattr(source, "pad_token_id", None)
+            for source in (self.processing_class, getattr(self.model, "config", None))
+        )
+        return next((token for token in known if isinstance(token, int)), 0)
 
     @property
     def _has_own_loss(self) -> bool:
@@ -83,6 +115,8 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
     def _arguments(self, inputs: dict[str, Any], items: Tensor | int | None) -> tuple[Any, ...]:
         """A batch as the compiled function takes it."""
         inputs = dict(inputs)
+        if self._is_overridden:
+            return inputs, items
         own = (inputs.pop("labels", None), items) if self._has_own_loss else ()
         if self.model_accepts_loss_kwargs and items is not None:
             inputs["num_items_in_batch"] = items
@@ -93,6 +127,49 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
             wrapped: nn.Module = super()._wrap_model(model, training, dataloader)
             return wrapped
         return prepared_without_wrapping(self.accelerator, model)
+
+
+class _OwnLoss(nn.Module):
+    """A model whose output is the loss that a Trainer's own `compute_loss` computes with it."""
+
+    def __init__(self, model: nn.Module, trainer: Trainer) -> None:
+        super().__init__()
+        self.model, self._compute, self._arguments = model, trainer._plainly, trainer.args
+
+    def forward(self, inputs: dict[str, Any], items: Tensor | int | None) -> Tensor:
+        """The loss of one rank's batch."""
+        with _not_scaled(self._arguments):
+            loss: Tensor = self._compute(self.model, dict(inputs), num_items_in_batch=items)
+            return loss
+
+
+@contextlib.contextmanager
+def _not_scaled(arguments: Any) -> Iterator[None]:
+    """Let the library leave out its factor for DDP, which averages what should be summed."""
+    scaled = arguments.average_tokens_across_devices
+    arguments.average_tokens_across_devices = False
+    try:
+        yield
+    finally:
+        arguments.average_tokens_across_devices = scaled
+
+
+class _ExchangeCheck(transformers.TrainerCallback):  # type: ignore[misc]
+    """Refuses steps whose gradients nobody has exchanged: ranks would train models of their own."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        self._trainer = weakref.ref(trainer)
+
+    def on_pre_optimizer_step(self, *_: Any, **__: Any) -> None:
+        """Called by the Trainer when gradients are there."""
+        trainer = self._trainer()
+        if trainer is not None and not trainer._exchanged and trainer.accelerator.num_processes > 1:
+            raise CrossfadeError(
+                "gradients of a loss that did not come from compute_loss: ranks have not exchanged them",
+                remedy="compute the loss in compute_loss, and call self.compute_loss from a training_step of your own",
+            )
+        if trainer is not None:
+            trainer._exchanged = False
 
 
 def _picked(output: Any) -> Tensor:
