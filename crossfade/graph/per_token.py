@@ -8,6 +8,7 @@ arguments change; or why the call needs all tokens.
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,8 +17,9 @@ import torch
 from torch import Tensor, fx
 
 from crossfade.graph.effects import is_pure
-from crossfade.graph.operators import arguments
+from crossfade.graph.operators import argument_names, arguments
 from crossfade.graph.private import schema_of
+from crossfade.graph.program import Program
 
 _aten = torch.ops.aten
 
@@ -68,6 +70,36 @@ def split(node: fx.Node, places: Places, ranks: int) -> Split | str:
         return SIZES
     rule = _RULES.get(node.target) or (_pointwise if is_pointwise(node.target) else None)
     return rule(node, places, ranks) if rule is not None else UNKNOWN
+
+
+def work_on_part(program: Program, node: fx.Node, how: Split) -> None:
+    """Give a call, whose arguments are parts by now, its other sizes, and describe again what it makes."""
+    names = argument_names(node.target)
+    for name, value in how.sizes.items():
+        if names.index(name) < len(node.args):
+            node.update_arg(names.index(name), value)
+        else:
+            node.update_kwarg(name, value)
+    describe_again(program, node)
+
+
+def describe_again(program: Program, node: fx.Node) -> None:
+    """Describe what a call makes of its arguments as they are described now; also the elements of several results."""
+    args, kwargs = fx.map_arg((node.args, node.kwargs), lambda source: source.meta["val"])
+    with program.fake_mode, torch.no_grad():
+        _describe(node, node.target(*args, **kwargs))  # type: ignore[operator]
+    for element in elements(node):
+        _describe(element, node.meta["val"][element.args[1]])
+
+
+def elements(node: fx.Node) -> list[fx.Node]:
+    """The nodes that take one of several results each."""
+    return [user for user in node.users if user.target is operator.getitem]
+
+
+def _describe(node: fx.Node, value: Any) -> None:
+    node.meta["val"] = value
+    node.meta.pop("tensor_meta", None)  # torch's tracer says there what was
 
 
 def is_pointwise(target: Any) -> bool:
