@@ -14,7 +14,7 @@ from crossfade.graph.exchange_rows import row_routes
 from crossfade.graph.passes import Numerics, Pass, PassResult, Verdict
 from crossfade.graph.per_token import Split, describe_again, elements, work_on_part
 from crossfade.graph.program import Program, tensor_bytes
-from crossfade.graph.splice import after, splice
+from crossfade.graph.splice import after, erase_if_dead, splice
 from crossfade.graph.strides import laid_out
 from crossfade.shard.expert_regions import ExpertRegion, Experts, GroupedProduct, find_experts, seen_through
 from crossfade.shard.gather_parameters import part_of
@@ -115,6 +115,7 @@ class _Rewriting:
         self.leaving = {node: self._users_outside(node) for node in self.made}
         self.routes: dict[fx.Node, _Route] = {}
         self.moved: dict[tuple[fx.Node, fx.Node, int], fx.Node] = {}
+        self.replaced: list[fx.Node] = []
 
     def carry_out(self) -> None:
         """Go through the program once."""
@@ -128,6 +129,8 @@ class _Rewriting:
                 self._compute(node, region.inside[node], region)
             if self.leaving.get(node):
                 self._bring_back(node)
+        for view in self.replaced:
+            erase_if_dead(view)
 
     def _users_outside(self, value: fx.Node) -> list[fx.Node]:
         """Those that are given a row's value where the row came from."""
@@ -204,6 +207,7 @@ class _Rewriting:
         copied.meta = dict(view.meta)
         copied.replace_input_with(view.all_input_nodes[0], here)
         describe_again(self.program, copied)
+        self.replaced.append(view)
         return copied
 
     def _bring_back(self, value: fx.Node) -> None:

@@ -9,22 +9,23 @@ from torch import Tensor, nn
 
 from tests.models import zoo
 
-WIDTH, HIDDEN, EXPERTS, CHOSEN = 16, 32, 4, 2
+WIDTH, HIDDEN, CHOSEN = 16, 32, 2
 
 
 class Routed(nn.Module):
     """A layer of routed experts by torch's grouped matmul, whose kernel takes bfloat16; all else is float32."""
 
-    def __init__(self) -> None:
+    def __init__(self, experts: int) -> None:
         super().__init__()
-        self.router = nn.Linear(WIDTH, EXPERTS)
-        self.up = nn.Parameter(torch.randn(EXPERTS, WIDTH, HIDDEN) / 4)
-        self.down = nn.Parameter(torch.randn(EXPERTS, HIDDEN, WIDTH) / 4)
+        self.experts = experts
+        self.router = nn.Linear(WIDTH, experts)
+        self.up = nn.Parameter(torch.randn(experts, WIDTH, HIDDEN) / 4)
+        self.down = nn.Parameter(torch.randn(experts, HIDDEN, WIDTH) / 4)
 
     def forward(self, x: Tensor) -> Tensor:
         weights, chosen = self.router(x).softmax(-1).topk(CHOSEN)
         groups, order = chosen.flatten().sort(stable=True)
-        counts = torch.histc(groups.float(), EXPERTS, 0, EXPERTS - 1)
+        counts = torch.histc(groups.float(), self.experts, 0, self.experts - 1)
         ends = counts.cumsum(0, dtype=torch.int32)
         hidden = nn.functional.grouped_mm(x[order // CHOSEN].bfloat16(), self.up.bfloat16(), offs=ends)
         made = nn.functional.grouped_mm(hidden.relu(), self.down.bfloat16(), offs=ends)
@@ -35,19 +36,19 @@ class Routed(nn.Module):
 class TwoLayers(nn.Module):
     """Two layers of routed experts."""
 
-    def __init__(self) -> None:
+    def __init__(self, experts: int) -> None:
         super().__init__()
-        self.first, self.second = Routed(), Routed()
+        self.first, self.second = Routed(experts), Routed(experts)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.second(self.first(x))
 
 
-def routed(seed: int = 0) -> tuple[nn.Module, list[tuple[Tensor, Tensor]]]:
+def routed(seed: int = 0, experts: int = 4) -> tuple[nn.Module, list[tuple[Tensor, Tensor]]]:
     """Two layers, the same at every call, and three batches."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = TwoLayers()
+        model = TwoLayers(experts)
         return model, [(torch.randn(16, WIDTH), torch.randn(16, WIDTH)) for _ in range(3)]
 
 
