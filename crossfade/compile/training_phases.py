@@ -38,9 +38,9 @@ from crossfade.compile.pipeline import (
 )
 from crossfade.compile.planned import run_as_planned
 from crossfade.compile.reduce_dtype import compression
+from crossfade.compile.spread_experts import keep_own_experts, spreading
 from crossfade.cost.measure import measure
 from crossfade.cost.timeline import Timeline
-from crossfade.errors import ModelError
 from crossfade.execute.codegen import native
 from crossfade.execute.compile_regions import CompiledRegions, compile_regions, why_eager
 from crossfade.graph.passes import Pass, run_passes
@@ -51,9 +51,7 @@ from crossfade.schedule.recompute_values import RecomputeValues
 from crossfade.shard.add_earlier_gradients import AddEarlierGradients
 from crossfade.shard.compare_ranks import CompareRanks
 from crossfade.shard.count_globally import CountGlobally
-from crossfade.shard.expert_regions import USE_GROUPED, find_experts
 from crossfade.shard.loss_parts import LossParts
-from crossfade.shard.split_experts import SplitExperts
 from crossfade.simplify.merge_common_subexpressions import MergeCommonSubexpressions
 from crossfade.simplify.remove_dead_code import RemoveDeadCode
 from crossfade.simplify.spell_out_slow_operators import SpellOutSlowOperators, slow_operators
@@ -184,7 +182,7 @@ def shard_data(step: StepCompilation) -> None:
     )
     by_rows = place.can_gather and place.machine is not None
     loss_is = _loss_is(step, parts)
-    experts = _own_experts(step)
+    experts = keep_own_experts(step.made(), step.job.model, place)
     exchange = gradient_exchange(
         place.mode,
         axes,
@@ -194,25 +192,7 @@ def shard_data(step: StepCompilation) -> None:
         gradients=options.exchange != "later",
         experts=experts,
     )
-    spread: list[Pass] = [SplitExperts(axes.split.name, axes.split.size)] if experts else []
-    step.run([*gathered_once, *batch, *spread, *exchange, *compression(place.reduce_dtypes)])
-
-
-def _own_experts(step: StepCompilation) -> tuple[str, ...]:
-    """The parameters of which this rank keeps its own experts from now on; none where these are not spread."""
-    place = step.job.place
-    if place.experts is None:
-        return ()
-    found = find_experts(step.made(), place.experts.size)
-    if not found.parameters:
-        raise ModelError(
-            f"a {type(step.job.model).__name__} in which no experts are found, on a mesh with an axis "
-            f"{place.experts.name}",
-            expected="matmuls of groups of rows, each with a matrix of its own: torch's or transformers' grouped_mm",
-            remedy=f"{USE_GROUPED}, or call the axis dp",
-        )
-    place.split_experts(found.parameters)
-    return found.parameters
+    step.run([*gathered_once, *batch, *spreading(experts, place), *exchange, *compression(place.reduce_dtypes)])
 
 
 def compare_ranks(step: StepCompilation) -> None:

@@ -29,8 +29,6 @@ _SAME = {_aten.detach.default, _aten.alias.default}
 _FORWARD, _BACKWARD = "transformers::grouped_mm_fallback", "transformers::grouped_mm_fallback_backward"
 _OF_ROWS, _OF_GROUPS = "rows", "groups"
 
-USE_GROUPED = 'compute experts by grouped_mm (transformers: experts_implementation="grouped_mm", its default)'
-
 
 @dataclass(frozen=True)
 class GroupedProduct:
