@@ -13,7 +13,7 @@ from crossfade.graph import collectives
 from crossfade.graph.exchange_rows import row_routes
 from crossfade.graph.passes import Numerics, Pass, PassResult, Verdict
 from crossfade.graph.per_token import Split, describe_again, elements, work_on_part
-from crossfade.graph.program import Program, tensor_bytes
+from crossfade.graph.program import Program
 from crossfade.graph.splice import after, erase_if_dead, splice
 from crossfade.graph.strides import laid_out
 from crossfade.shard.expert_regions import ExpertRegion, Experts, GroupedProduct, find_experts, seen_through
@@ -108,8 +108,9 @@ class _Rewriting:
         self.products: dict[fx.Node, GroupedProduct] = {}
         self.made: dict[fx.Node, ExpertRegion] = {}
         for region in experts.regions:
-            self.products |= {product.node: product for product in region.products}
-            self.region_of |= dict.fromkeys([*self.products.keys() - self.region_of.keys(), *region.inside], region)
+            own = {product.node: product for product in region.products}
+            self.products |= own
+            self.region_of |= dict.fromkeys([*own, *region.inside], region)
             self.made |= dict.fromkeys(region.places, region)
         self.strides = {node: node.meta["val"].stride() for node in self.made}
         self.leaving = {node: self._users_outside(node) for node in self.made}
@@ -229,9 +230,9 @@ class _Rewriting:
 
     def _account(self, wait: fx.Node, reason: str) -> None:
         start = collectives.started_by(wait)
-        assert start is not None
-        size = tensor_bytes(start.args[0].meta["val"])  # type: ignore[union-attr]
-        self.verdicts.append(Verdict.inserted(start, reason, made_for=None, bytes=size))
+        exchange = collectives.view(start) if start is not None else None
+        assert exchange is not None
+        self.verdicts.append(Verdict.inserted(exchange.node, reason, made_for=None, bytes=exchange.bytes))
 
 
 def _routes(ends: Tensor, rows: int, ranks: int, group: str) -> tuple[Tensor, ...]:

@@ -98,7 +98,8 @@ def test_spread_experts_equal_one_device(
     ranks: Any, name: str, mesh: dict[str, int], optimizer: str, options: dict[str, Any]
 ) -> None:
     for trained in ranks(math.prod(mesh.values())).run(train, name, mesh, optimizer, options):
-        rounded = name == "routed" and "dp" in mesh  # gradients of parts of the batch, each rounded to bfloat16
+        in_parts = "dp" in mesh or "accumulate" in options
+        rounded = name == "routed" and in_parts  # gradients of parts of the batch, each rounded to bfloat16
         assert trained["losses"] == pytest.approx(trained["expected"], rel=2e-4 if rounded else 1e-5)
         assert trained["worst"] < (1e-3 if rounded else 1e-6 if optimizer == "sgd" else 1e-5)
         assert trained["split"] == (2 if name == "deepseek_v3" else 4)  # whose first layer has no experts
@@ -144,6 +145,26 @@ def test_checkpoints_load_elsewhere(ranks: Any, tmp_path: Path) -> None:
             assert losses == pytest.approx(found["expected"][1:], rel=1e-4)
         assert found["is whole"]
         assert found["parts"] == ["first.down", "first.up", "second.down", "second.up"]
+
+
+def gradients() -> tuple[list[float], list[float]]:
+    """How far gradients that are handed over are from one device's, and how large those are."""
+    (model, ((x, y), *_)), (alone, _) = routed(), routed()
+    compiled = cf.compile_gradients(model, nn.functional.mse_loss, {"ep": 2}, timeout=60)
+    compiled(x, y).backward()
+    nn.functional.mse_loss(alone(x), y).backward()
+    found = {name: p.grad.full_tensor() if isinstance(p, DTensor) else p.grad for name, p in model.named_parameters()}
+    expected = {name: parameter.grad for name, parameter in alone.named_parameters()}
+    return [float((found[name] - grad).abs().max()) for name, grad in expected.items()], [
+        float(grad.abs().max()) for grad in expected.values()
+    ]
+
+
+@pytest.mark.ranks
+def test_gradients_are_handed_over(ranks: Any) -> None:
+    for apart, sizes in ranks(2).run(gradients):
+        assert len(sizes) == 8
+        assert all(distance < 1e-5 * size for distance, size in zip(apart, sizes, strict=True))
 
 
 def refused() -> list[str]:
