@@ -276,6 +276,16 @@ def _of_one_dim(node: fx.Node, places: Places, ranks: int) -> Split | str:
     return Split((kept,) * len(value) if isinstance(value, (tuple, list)) else kept, dict(places))
 
 
+def _slice_backward(node: fx.Node, places: Places, ranks: int) -> Split | str:
+    """The gradient of what a slice was taken of, where that is another dim than the one in parts."""
+    how = _of_one_dim(node, places, ranks)
+    if isinstance(how, str) or not isinstance(how.place, int):
+        return how
+    sizes = list(node.meta["val"].shape)
+    sizes[how.place] //= ranks
+    return Split(how.place, how.cut, {"input_sizes": sizes})
+
+
 def _cat(node: fx.Node, places: Places, ranks: int) -> Split | str:
     if len(found := set(places.values())) > 1:
         return DIFFERENT_DIMS
@@ -305,6 +315,7 @@ _RULES: dict[Any, Rule] = {
     _aten.expand.default: _expand,
     **dict.fromkeys((_aten.slice.Tensor, _aten.select.int, _aten.unbind.int), _of_one_dim),
     **dict.fromkeys((_aten.split.Tensor, _aten.split_with_sizes.default), _of_one_dim),
+    _aten.slice_backward.default: _slice_backward,
     _aten.cat.default: _cat,
     **dict.fromkeys((*_SUMS, _aten.mean.dim, _aten.amax.default, _aten.amin.default), _reduction),
     **dict.fromkeys((_aten.var.correction, _aten.var_mean.correction, _aten.logsumexp.default), _reduction),

@@ -134,10 +134,14 @@ class _Rewriting:
             erase_if_dead(view)
 
     def _users_outside(self, value: fx.Node) -> list[fx.Node]:
-        """Those that are given a row's value where the row came from."""
+        """Those that are given a row's value where the row came from; what is of no use itself goes."""
         region = self.made[value]
-        own = {*region.inside, *(product.node for product in region.products)}
-        return [user for user in value.users if user not in own and user not in elements(value)]
+        own = {*region.inside, *(product.node for product in region.products), *elements(value)}
+        outside = [user for user in value.users if user not in own]
+        unused = [user for user in outside if not user.users and user.op != "output" and not user.is_impure()]
+        for user in unused:
+            self.program.graph.erase_node(user)
+        return [user for user in outside if user not in unused]
 
     def _cut(self, node: fx.Node, how: Split | None) -> None:
         if node.op == "placeholder":

@@ -89,6 +89,11 @@ def test_rows_that_are_used_twice_travel_once() -> None:
     assert program.history[-1].counts["split"] == 2
 
 
+def test_what_nothing_uses_brings_no_rows_back() -> None:
+    text = FORWARD.replace("shifted: bf16", "unused: bf16[6, 16] = aten.exp(mul)\nshifted: bf16", 1)
+    assert split(text) == split(FORWARD)
+
+
 def test_every_ends_is_a_region_of_its_own() -> None:
     text = """
     w: bf16[4, 8, 8] = parameter("w")
