@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import re
 
 import pytest
@@ -80,6 +81,33 @@ def test_what_is_between_products_is_computed_where_experts_are() -> None:
     shown = [line for line in found if re.match(r"(exchange_rows|return|\w+: .*(bf16).*)", line)]
     hidden = ("index_select", "wait_tensor", "gate", "other")
     assert [line for line in shown if not line.startswith(hidden)] == SPLIT.strip().splitlines()
+
+
+FALLBACK = """
+w: f32[4, 8, 16] = parameter("w")
+x: f32[6, 8] = input("x")
+ends: i32[4] = input("ends")
+y: f32[6, 16] = transformers.grouped_mm_fallback(x, w, ends)
+grad: f32[6, 16] = aten.silu_backward(y, y)
+both: (f32[6, 8], f32[4, 8, 16]) = transformers.grouped_mm_fallback_backward(x, w, ends, grad)
+of_x: f32[6, 8] = both[0]
+of_w: f32[4, 8, 16] = both[1]
+return output("y", of_x), gradient("w", of_w)
+"""
+
+
+def test_the_librarys_kernel_for_other_dtypes_is_known() -> None:
+    importlib.import_module("transformers.integrations.moe")  # registers it
+    found = split(FALLBACK)
+    for line in (
+        "y: f32[12, 16] = transformers.grouped_mm_fallback(index_select, w, getitem_4)",
+        "grad: f32[12, 16] = aten.silu_backward(y, y)",
+        "both: (f32[12, 8], f32[2, 8, 16]) = "
+        "transformers.grouped_mm_fallback_backward(index_select, w, getitem_4, grad)",
+        "index_select_1: f32[12, 8] = aten.index_select(of_x, 0, getitem_3)",
+        "of_w: f32[2, 8, 16] = both[1]",
+    ):
+        assert line in found
 
 
 def test_rows_that_are_used_twice_travel_once() -> None:
