@@ -82,7 +82,7 @@ def _case(name: str, mesh: dict[str, int], optimizer: str = "sgd", *, ci: bool =
         _case("mixtral", {"ep": 2}),
         _case("routed", {"dp": 2, "ep": 2}, machine="ethernet-1gbit", ci=True),
         _case("routed", {"dp": 2, "ep": 2}, loss_is="mean", semantics="per-rank"),
-        _case("routed", {"ep": 2}, "adamw", accumulate=2),
+        _case("routed", {"ep": 2}, accumulate=2),
         _case("routed", {"ep": 2}, machine="ethernet-1gbit"),
         _case("routed", {"ep": 2}, recompute={"first": "full"}),
         _case("mixtral", {"ep": 4}),
