@@ -62,7 +62,7 @@ def test_all_passes_are_seen():
 @pytest.mark.parametrize("one", [p for p in PASSES if p.name not in WITHOUT_EXAMPLE], ids=lambda one: one.name)
 def test_example_is_what_the_pass_does(one: type[Pass]):
     before, after = example(one)
-    groups = {"tp" if '"tp"' in before else "dp": 2}
+    groups = {next((axis for axis in ("tp", "ep") if f'"{axis}"' in before + after), "dp"): 2}
     program = parse(before, groups=groups)
     assert render(program) == before
     for node in program.graph.nodes:

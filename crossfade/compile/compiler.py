@@ -342,6 +342,8 @@ class StepCompiler:
         axes += [place.tensor.axis] if place.tensor else []
         sizes = " x ".join(f"{axis.name}={axis.size}" for axis in axes if axis is not None)
         split = {"split by the plan": place.tensor.said()} if place.tensor else {}
+        if place.experts is not None and place.shards is not None:
+            split["experts"] = f"{len(place.shards.names)} parameters over {place.experts.name}={place.experts.size}"
         spared = "no gather in pieces, no small operators grouped: both need more"
         kept = spared if place.everyone is not None else "not kept: on one device nothing is scheduled"
         limit = options.memory_limit

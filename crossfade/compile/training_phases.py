@@ -38,6 +38,7 @@ from crossfade.compile.pipeline import (
 )
 from crossfade.compile.planned import run_as_planned
 from crossfade.compile.reduce_dtype import compression
+from crossfade.compile.spread_experts import keep_own_experts, spreading
 from crossfade.cost.measure import measure
 from crossfade.cost.timeline import Timeline
 from crossfade.execute.codegen import native
@@ -181,10 +182,17 @@ def shard_data(step: StepCompilation) -> None:
     )
     by_rows = place.can_gather and place.machine is not None
     loss_is = _loss_is(step, parts)
+    experts = keep_own_experts(step.made(), step.job.model, place)
     exchange = gradient_exchange(
-        place.mode, axes, loss_is, place.kept_whole, gathers_rows=by_rows, gradients=options.exchange != "later"
+        place.mode,
+        axes,
+        loss_is,
+        place.kept_whole,
+        gathers_rows=by_rows,
+        gradients=options.exchange != "later",
+        experts=experts,
     )
-    step.run([*gathered_once, *batch, *exchange, *compression(place.reduce_dtypes)])
+    step.run([*gathered_once, *batch, *spreading(experts, place), *exchange, *compression(place.reduce_dtypes)])
 
 
 def compare_ranks(step: StepCompilation) -> None:
