@@ -46,7 +46,7 @@ class Prepared:
     alike: Mapping[fx.Node, fx.Node]
     """For each operator that computes, the first one like it."""
     kernels: tuple[Kernel, ...] = ()
-    """What a compiler makes of elementwise operators, where it does."""
+    """What a compiler makes of elementwise operators, where it does: inside of each layer, where there are layers."""
     is_float8: bool = False
     """Whether products of weights are computed in float8."""
 
@@ -59,8 +59,12 @@ class Prepared:
         for node in program.graph.nodes:
             if computes(node):
                 alike[node] = first.setdefault(keys.of(node), node)
-        kernels = tuple(fused_kernels(program, Estimator(program, _ANY, {}, keys).is_view, keys)) if compiled else ()
-        return cls(program, dict(mesh), keys, alike, kernels, float8)
+        kernels: list[Kernel] = []
+        if compiled:
+            has_layers = any(layer_of(node) is not None for node in program.graph.nodes)
+            is_view = Estimator(program, _ANY, {}, keys).is_view
+            kernels = fused_kernels(program, is_view, keys, lambda node: not has_layers or layer_of(node) is not None)
+        return cls(program, dict(mesh), keys, alike, tuple(kernels), float8)
 
     def costs(self, machine: Machine) -> Costs:
         """The seconds of every node on a machine, whose fabrics are laid over the mesh."""
@@ -106,6 +110,11 @@ class Prepared:
                 arrivals[value[0]] = lanes.carry(travel, index)
                 pending.add(value[0])
         return max([lanes.now, *(arrivals[each] for each in pending)])
+
+    @cached_property
+    def unwritten(self) -> frozenset[fx.Node]:
+        """What only lives inside of compiled kernels."""
+        return frozenset(node for kernel in self.kernels for node in kernel.unwritten)
 
     @cached_property
     def _by_key(self) -> dict[str, fx.Node]:
