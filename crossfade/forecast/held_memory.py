@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import fx
@@ -146,7 +148,7 @@ def _kept_longer(program: Program, position: Mapping[fx.Node, int], kept: Kept) 
     Selective checkpointing in eager mode: what it chose until its layer's backward begins.
     """
     begins: dict[int, int] = {}
-    cuts: list[tuple[fx.Node, fx.Node]] = []
+    cuts: list[tuple[fx.Node, Any]] = []
     for node in program.graph.nodes:
         place = layer_of(node) if node.op == "call_function" else None
         if place is not None and place[1] == BACKWARD:
@@ -157,12 +159,12 @@ def _kept_longer(program: Program, position: Mapping[fx.Node, int], kept: Kept) 
         for node in program.graph.nodes:
             if KEPT in node.meta and (place := layer_of(node)) is not None:
                 yield node, begins.get(place[0], -1)
-    for (cut, gather), following in zip(cuts, [*cuts[1:], None], strict=True):
+    for (cut, gather), (following, _) in itertools.pairwise([*cuts, (program.output_node, None)]):
         number, phase = gather.meta[GATHERED]
         if number is None:
-            yield cut, len(position) - 1
-        if following is not None and phase == FORWARD:
-            yield gather, position[following[0]]
+            yield cut, position[program.output_node]
+        if phase == FORWARD:
+            yield gather, position[following]
 
 
 def _cuts(node: fx.Node) -> fx.Node | None:
