@@ -1,4 +1,4 @@
-"""Steps that are really run, beside what `crossfade.simulate` forecasts for them on a machine calibrated in the same run.
+"""Steps that are really run, beside what `crossfade.simulate` forecasts on a machine calibrated in the same run.
 
     python -m benchmarks.forecast_steps                        # two gloo ranks on loopback, one core each
     python -m benchmarks.forecast_steps --network 1gbit        # two hosts in network namespaces, as root

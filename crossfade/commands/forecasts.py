@@ -34,6 +34,7 @@ class Asked:
     spread: float = 0.0
     over: str = ""
     scaling: str = "weak"
+    expandable: bool = False
 
 
 @dataclass(frozen=True)
@@ -91,7 +92,8 @@ def answer(asked: Asked) -> Answered:
     machines = [machine_of(name) for name in asked.machines or (DEFAULT_MACHINE,)]
     mesh = mesh_of(asked.mesh)
     settings = [
-        (Setting(mesh, way_named(way), asked.recompute, asked.float8, asked.compiled, asked.accumulate, asked.spread),
+        (Setting(mesh, way_named(way), asked.recompute, asked.float8, asked.compiled, asked.accumulate, asked.spread,
+                 asked.expandable),
          machine)
         for way in asked.ways or ("fsdp",)
         for machine in machines

@@ -1,4 +1,4 @@
-"""What a caching allocator takes from a device: memory is kept for each stream, rounded, split and put together again."""
+"""What a caching allocator takes from a device: memory of each stream, rounded, split and put together again."""
 
 from __future__ import annotations
 

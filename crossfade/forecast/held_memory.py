@@ -11,7 +11,6 @@ import torch
 from torch import fx
 
 from crossfade.cost.allocator import MIB, Block, CachingAllocator
-from crossfade.cost.fusion import Kernel
 from crossfade.forecast.recompute_layers import KEPT
 from crossfade.forecast.repeat import BACKWARD, FORWARD, layer_of
 from crossfade.forecast.shard_layers import GATHERED
@@ -42,8 +41,8 @@ class Kept:
     """What lasts beyond a program: bytes by parameter, of it and of the optimizer's state; gradients kept beside.
 
     `buckets` lie beside gradients as long as training goes (those of torch's DDP). `streams` is the group
-    whose gathers and scatters have streams, and so memory, of their own, as FSDP's have. `eager` keeps what selective checkpointing has
-    chosen even where nothing reads it.
+    whose gathers and scatters have streams, and so memory, of their own, as FSDP's have. `eager` keeps what selective
+    checkpointing has chosen even where nothing reads it.
     """
 
     parameters: Sequence[int]
@@ -52,6 +51,8 @@ class Kept:
     streams: str = ""
     eager: bool = True
     micro_batches: int = 1
+    own: bool = False
+    """Whether Crossfade runs it, whose programs free each value after its last use."""
     unwritten: Collection[fx.Node] = field(default_factory=frozenset)
     """What only lives inside of compiled kernels."""
 
@@ -155,6 +156,8 @@ def _kept_longer(program: Program, position: Mapping[fx.Node, int], kept: Kept) 
             begins.setdefault(place[0], position[node])
         if (gather := _cuts(node)) is not None:
             cuts.append((node, gather))
+    if not kept.own:
+        yield from _of_split_losses(program, position)
     if kept.eager:
         for node in program.graph.nodes:
             if KEPT in node.meta and (place := layer_of(node)) is not None:
@@ -165,6 +168,15 @@ def _kept_longer(program: Program, position: Mapping[fx.Node, int], kept: Kept) 
             yield cut, position[program.output_node]
         if phase == FORWARD:
             yield gather, position[following]
+
+
+def _of_split_losses(program: Program, position: Mapping[fx.Node, int]) -> Iterator[tuple[fx.Node, int]]:
+    """What torch's `loss_parallel` keeps of split logits: its backward is one function, and holds all until its end."""
+    for ones in program.graph.find_nodes(op="call_function", target=torch.ops.aten.scatter_add.default):
+        for total in ones.users:
+            for share in total.all_input_nodes:
+                if share is not ones and total.target is torch.ops.aten.add.Tensor:
+                    yield from ((source, position[total]) for source in share.all_input_nodes)
 
 
 def _cuts(node: fx.Node) -> fx.Node | None:

@@ -68,6 +68,7 @@ def simulate(
     accumulate: int = 1,
     plan: Any = None,
     spread: float = 0.0,
+    expandable: bool = False,
     name: str = "",
 ) -> Forecast:
     """Forecast a training step of a model on a mesh of a machine, without a device, ranks or weights.
@@ -76,7 +77,8 @@ def simulate(
     axes `dp` and `tp`, the last one inside nodes. `way` is how data-parallel ranks run it: `ddp`, `fsdp`, `fsdp-kept`,
     `megatron`, `megatron-bucketed`, or `crossfade`, planned by simulation. `recompute` is `none`, `full` or
     `selective`; `float8` computes products of weights in it; `compiled` fuses elementwise operators as Inductor does.
-    `spread` is the standard deviation of a device's speed: all ranks wait for the slowest.
+    `spread` is the standard deviation of a device's speed: all ranks wait for the slowest. `expandable` counts memory
+    as torch's allocator takes it with `expandable_segments:True`.
 
         >>> model = nn.Sequential(*(nn.Linear(1024, 1024, device="meta") for _ in range(8)))
         >>> batch = torch.empty(4096, 1024, device="meta"), torch.empty(4096, 1024, device="meta")
@@ -85,7 +87,7 @@ def simulate(
         (16, True)
     """
     known = preset(machine) if isinstance(machine, str) else machine
-    setting = Setting(dict(mesh), way_named(way), recompute, float8, compiled, accumulate, spread)
+    setting = Setting(dict(mesh), way_named(way), recompute, float8, compiled, accumulate, spread, expandable)
     return Forecaster(model, batch, loss_fn, plan, name or type(model).__name__).forecast(setting, known)
 
 
@@ -233,7 +235,7 @@ def _kept(last: Prepared, plain: Program, setting: Setting, data: int) -> tuple[
     found = held_memory(last.program, Kept(
         sizes, states, gradients if setting.way.buckets and data > 1 else 0,
         DATA_AXIS if setting.way.split and data > 1 else "", not setting.compiled, setting.accumulate,
-        last.unwritten,
+        setting.way.planned, last.unwritten,
     ), expandable=setting.expandable)  # fmt: skip
     beside = found.alive - sum(sizes) - sum(states)
     memory = Memory(sum(sizes), sum(states), beside, found.reserved - found.alive)
