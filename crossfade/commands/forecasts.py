@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from crossfade.commands.whatif import machine_of
-from crossfade.errors import MeshError
+from crossfade.errors import CrossfadeError, MeshError
 from crossfade.forecast.forecast import Forecast
 from crossfade.forecast.page import write_page
 from crossfade.forecast.simulate import Forecaster, Setting
@@ -47,6 +47,13 @@ class Answered:
 
     def write(self, html: Path | None, csv: Path | None) -> list[str]:
         """Write what was asked for; a line about each file."""
+        try:
+            return self._written(html, csv)
+        except OSError as error:
+            raise CrossfadeError(f"{error.filename}, which cannot be written ({error.strerror})",
+                              remedy="give a place that can") from error  # fmt: skip
+
+    def _written(self, html: Path | None, csv: Path | None) -> list[str]:
         written = []
         if html is not None:
             written.append(f"HTML report: {write_page(html, self.forecasts, self.points, self.over)}")

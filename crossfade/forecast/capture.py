@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import logging
 import types
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -27,6 +28,8 @@ from crossfade.shard.tensor.parts import Parts
 from crossfade.shard.tensor.plan import Plan
 
 TENSOR_AXIS = "tp"
+
+log = logging.getLogger("crossfade")
 
 
 @dataclass(frozen=True)
@@ -104,8 +107,13 @@ def _captured(
 
 @contextlib.contextmanager
 def _named_errors(model: nn.Module) -> Iterator[None]:
-    """Whatever a model's code raises when it meets this batch, as an error of ours with its first line."""
+    """Whatever a model's code raises when it meets this batch, as an error of ours with its first line.
+
+    Torch logs a traceback of what fails on tensors without memory: the error says it.
+    """
+    fakes = logging.getLogger("torch._subclasses.fake_tensor")
     try:
+        fakes.disabled = True
         yield
     except CrossfadeError:
         raise
@@ -116,6 +124,8 @@ def _named_errors(model: nn.Module) -> Iterator[None]:
             expected="a model and a loss function that run on this batch",
             remedy="run both once on a batch of these shapes, and correct what that shows",
         ) from error
+    finally:
+        fakes.disabled = False
 
 
 def _on_meta(model: nn.Module) -> nn.Module:
@@ -175,6 +185,8 @@ def _split(
             remedy="pass plan={...}, or a mesh without tp",
         )
     resolved = chosen.resolve(exported, ranks)
+    for note in resolved.notes:
+        log.warning("%s", note)
     local = localize(exported, resolved, ranks, TENSOR_AXIS, Request())
     first = {id(tensor): name for name, tensor in [*model.named_parameters(), *model.named_buffers()]}
     every = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]

@@ -19,7 +19,7 @@ from crossfade.cost.products import is_attention, shape_of
 from crossfade.cost.stragglers import largest_of
 from crossfade.cost.timeline import Costs, Timeline
 from crossfade.cost.timeline import simulate as run_timeline
-from crossfade.errors import BatchError, MeshError
+from crossfade.errors import BatchError, MachineError, MeshError
 from crossfade.forecast.capture import TENSOR_AXIS, Captured, capture_model
 from crossfade.forecast.forecast import Forecast, Help, Memory
 from crossfade.forecast.held_memory import Kept, held_memory
@@ -144,6 +144,8 @@ def check(setting: Setting, machine: Machine) -> None:
         raise BatchError(
             f"accumulate={setting.accumulate}", expected="at least 1", remedy="pass a number of at least 1"
         )
+    if not 0 <= setting.spread < math.inf:
+        raise MachineError(f"spread={setting.spread}", expected="a share of at least 0", remedy="pass 0.02, say")
     tensor = setting.mesh.get(TENSOR_AXIS, 1)
     if machine.network is not None and list(setting.mesh)[-1] != TENSOR_AXIS and tensor > 1:
         raise MeshError("tp is not the last axis of the mesh", expected="ranks of tp side by side in a node",
