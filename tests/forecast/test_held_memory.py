@@ -8,8 +8,10 @@ from torch import nn
 
 import crossfade as cf
 from crossfade.cost.allocator import MIB
+from crossfade.forecast.capture import capture_model
 from crossfade.forecast.held_memory import WORKSPACES, Kept, held_memory
 from crossfade.graph.text import parse
+from tests.forecast.models import Tower, tokens
 
 WIDE = 4 * MIB
 STEP = f"""
@@ -72,3 +74,12 @@ def test_selective_checkpointing_keeps_in_eager_mode_what_nothing_reads() -> Non
         for compiled in (False, True)
     )  # fmt: skip
     assert eager - compiled >= (layers - 1) * rows * width * 4  # `down` is every second product: its result is kept
+
+
+def test_torchs_split_loss_holds_one_more_copy_of_the_logits() -> None:
+    samples, length, words, ranks = 64, 64, 4096, 2
+    with torch.device("meta"):
+        model = Tower(3, 16, words)
+    program = capture_model(model, tokens(samples, length), ranks=ranks).program
+    ours, theirs = (held_memory(program, Kept([], [], own=own)).alive for own in (True, False))
+    assert theirs - ours == pytest.approx(samples * length * words // ranks * 4, rel=0.01)
