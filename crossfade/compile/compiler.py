@@ -55,6 +55,8 @@ _CAPTURE = ("capture", "accumulate", "shard-data", "compare-ranks", "optimizer",
 _COUNTED_BY_NODES = "counted node by node; what a region is given lives until it ends, so leave some room"
 _COMPUTED_AGAIN = ("Computed again, not kept", ("value", "module", "MB", "ms"))
 """The title and the columns of a report's table."""
+_MOVED = ("Moved to the host", ("value", "module", "MB", "ms exposed"))
+"""Likewise."""
 
 
 class StepKey(NamedTuple):
@@ -294,6 +296,7 @@ class StepCompiler:
         report = Report.of(plain, made, title=type(self.job.model).__name__, facts=facts)
         if memory is not None:
             report = report.with_table(Table(*_COMPUTED_AGAIN, memory.rows()))
+            report = report.with_table(Table(*_MOVED, memory.moves())) if memory.moved else report
             report = report.with_timelines(memory=live_by_name(made), alive=alive_at_peak(made))
         if step.timeline is None:
             return report

@@ -46,7 +46,6 @@ from crossfade.graph.passes import Pass, run_passes
 from crossfade.graph.program import OutputKind, Program
 from crossfade.ranks.alike import RankComparison
 from crossfade.ranks.compared import comparisons
-from crossfade.schedule.recompute_values import RecomputeValues
 from crossfade.shard.add_earlier_gradients import AddEarlierGradients
 from crossfade.shard.compare_ranks import CompareRanks
 from crossfade.shard.count_globally import CountGlobally
@@ -302,7 +301,8 @@ def lower(step: StepCompilation) -> None:
 
 
 def fit_memory(step: StepCompilation) -> None:
-    """Values computed again for the backward where a step would hold more than the budget, or as rules ask for."""
+    """Values computed again for the backward, or moved to the host until then, where a step would hold more than the
+    budget, or as rules ask for."""
     options, device, budget = step.job.options, step.job.place.device, None
     if options.memory is not None:
         asked = options.memory
@@ -316,9 +316,9 @@ def fit_memory(step: StepCompilation) -> None:
         return run_passes(program, step.edited(_finishing(step, lean)), context=step.context)
 
     assert step.plain is not None
-    step.fitted, step.budget = fit(step.made(), step.plain, budget, rules, costs, finished), budget
-    if step.fitted.names:
-        step.run([RecomputeValues(step.fitted.names, *costs)])
+    step.budget = budget
+    step.fitted = fit(step.made(), step.plain, budget, rules, costs, finished, options.offload)
+    step.run(step.fitted.passes(costs))
 
 
 def finish(step: StepCompilation) -> None:
@@ -402,7 +402,8 @@ def _no_plan_file(step: StepCompilation) -> str:
 
 def _no_budget(step: StepCompilation) -> str:
     options = step.job.options
-    return _plan_file(step) or ("" if options.memory is not None or options.recompute else "no budget is given")
+    asked = options.memory is not None or options.recompute or options.offload
+    return _plan_file(step) or ("" if asked else "no budget is given")
 
 
 def _plan_file(step: StepCompilation) -> str:

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from crossfade.graph import collectives
+from crossfade.graph import collectives, offload
 from crossfade.graph.collectives import Kind
 from crossfade.graph.effects import alias_roots, is_pure
 from crossfade.graph.operators import remembered
@@ -203,6 +203,8 @@ class Storages:
         if not isinstance(value, torch.Tensor):
             return ()
         shared = self._shared_cells(node, inputs)
+        if node.target is offload.TO_HOST:
+            return (self._cell(0),)  # on the host, whose memory is not counted
         if shared is None or not _is_known(node.target):  # what an unknown op returns may be either: both are kept
             return (self._cell(_storage_bytes(value)), *(shared or ()))
         return shared
