@@ -14,6 +14,7 @@ from crossfade.cost.estimate import estimate
 from crossfade.cost.machine import Machine
 from crossfade.cost.presets import preset
 from crossfade.errors import MemoryLimitError
+from crossfade.execute.region_memory import alive_at_peak_in_regions, live_in_regions
 from crossfade.graph import offload
 from crossfade.graph.memory import Storages, alive_at_peak, memory_curve
 from crossfade.graph.modules import by_module
@@ -42,10 +43,37 @@ bytes and milliseconds."""
 
 _FORWARD = "forward"
 _BUSY = "the link is busy meanwhile"
+_NEARBY = 8
+"""Choices that are tried beside the leanest one, where that does not fit."""
 _LEAST = 10_000
 """What is a smaller share of the natural peak does not move for itself."""
 _SHOWN = 5
 _SOME_MORE = " and a tenth more (the order, and so the least, follows measured times)"
+
+
+@dataclass(frozen=True)
+class Accounting:
+    """How memory is counted: the bytes beside inputs during each node, and what is alive when these are most."""
+
+    during: Callable[[Program], tuple[int, ...]]
+    alive: Callable[[Program], list[tuple[str, int]]]
+
+    def live(self, program: Program) -> tuple[int, ...]:
+        """Bytes during each node, inputs and constants included."""
+        held = Storages(program.graph.nodes).held
+        return tuple(size + held for size in self.during(program))
+
+    def peak_by_module(self, program: Program, places: Mapping[str, str]) -> tuple[tuple[str, int], ...]:
+        """What is alive beside inputs when most is, by module, the largest first."""
+        sizes = Counter[str]()
+        for name, size in self.alive(program):
+            sizes[places.get(name, "")] += size
+        return tuple(sizes.most_common())
+
+
+BY_NODES = Accounting(lambda program: memory_curve(program).during, alive_at_peak)
+IN_REGIONS = Accounting(live_in_regions, alive_at_peak_in_regions)
+"""Of steps that run node by node, and of compiled ones."""
 
 
 @dataclass(frozen=True)
@@ -211,6 +239,7 @@ def fit(
     costs: CostsOf,
     finish: Finish,
     moving: Offloading = (),
+    accounting: Accounting = BY_NODES,
 ) -> Fitted:
     """The fastest choice within a budget; what rules ask for is computed again, or moved, in any case.
 
@@ -230,19 +259,19 @@ def fit(
         always += moved
     said = tuple(left.most_common())
     natural = finish(program, False)
-    before = live_bytes(natural)
+    before = accounting.live(natural)
     if not always and (budget is None or max(before) <= budget):
         return Fitted((), False, ((max(before), 0.0),), before, (), said)
     if budget is None:
         choice = values.choose(always)
         return Fitted(_rows(values, choice), False, (), before, _moves(values, choice), said)
     found = frontier(values, always)
-    sizes = _Sizes(values, found, costs, finish)
+    sizes = _Sizes(values, found, costs, finish, accounting)
     at = sizes.first_within(budget)
     if at is None:
         leanest = sizes.program(len(found.choices) - 1)
-        raise _too_small(budget, leanest, min(sizes.known.values()), known, is_measured=bool(costs[1]))
-    held = max(before) - memory_curve(natural).peak
+        raise _too_small(budget, leanest, min(sizes.known.values()), known, accounting, is_measured=bool(costs[1]))
+    held = max(before) - memory_curve(natural).peak  # and what regions hold longer
     ladder = [(choice.peak + held, choice.seconds) for choice in found.choices]
     ladder += [(max(before), 0.0)] if not always else []
     choice = found.choices[at]
@@ -280,8 +309,10 @@ def _moved(
 class _Sizes:
     """What choices really take, once all passes have run; found out for as few as possible."""
 
-    def __init__(self, values: KeptValues, found: Frontier, costs: CostsOf, finish: Finish) -> None:
-        self.values, self.found, self.costs, self.finish = values, found, costs, finish
+    def __init__(
+        self, values: KeptValues, found: Frontier, costs: CostsOf, finish: Finish, accounting: Accounting
+    ) -> None:
+        self.values, self.found, self.costs, self.finish, self.accounting = values, found, costs, finish, accounting
         self.known: dict[int, int] = {}
 
     def program(self, at: int) -> Program:
@@ -293,15 +324,18 @@ class _Sizes:
     def of(self, at: int) -> int:
         """The bytes of a choice, inputs included."""
         if at not in self.known:
-            self.known[at] = max(live_bytes(self.program(at)))
+            self.known[at] = max(self.accounting.live(self.program(at)))
         return self.known[at]
 
     def first_within(self, budget: int) -> int | None:
         """The fastest choice within a budget: choices become leaner one by one."""
         low, high = 0, len(self.found.choices) - 1
         if self.of(high) > budget:
-            fitting = [at for at in range(high) if self.found.choices[at].peak <= self.found.least.peak * 1.05]
-            return next((at for at in fitting if self.of(at) <= budget), None)
+            # passes and regions hold a little more or less than what choices are made by: another may be leaner
+            reach = self.found.least.peak * (1.05 if self.accounting is BY_NODES else 1.25)
+            fitting = [at for at in range(high) if self.found.choices[at].peak <= reach]
+            spread = fitting[:: max(1, len(fitting) // _NEARBY)]
+            return next((at for at in spread if self.of(at) <= budget), None)
         while low < high:
             middle = (low + high) // 2
             low, high = (low, middle) if self.of(middle) <= budget else (middle + 1, high)
@@ -336,9 +370,8 @@ def _moves(values: KeptValues, choice: Choice) -> Rows:
 
 
 def live_bytes(program: Program) -> tuple[int, ...]:
-    """Bytes during each node, inputs and constants included."""
-    curve = memory_curve(program)
-    return tuple(size + curve.held for size in curve.during)
+    """Bytes during each node of a program that runs node by node, inputs and constants included."""
+    return BY_NODES.live(program)
 
 
 def _kept(program: Program, places: Mapping[str, str], rules: Rules) -> Collection[fx.Node]:
@@ -380,7 +413,13 @@ def _inside(values: KeptValues, places: Mapping[str, str], rules: Rules) -> list
 
 
 def _too_small(
-    budget: int, leanest: Program, least: int, known: Mapping[str, str], *, is_measured: bool
+    budget: int,
+    leanest: Program,
+    least: int,
+    known: Mapping[str, str],
+    accounting: Accounting,
+    *,
+    is_measured: bool,
 ) -> MemoryLimitError:
     """Why nothing fits: what fills the leanest program there is.
 
@@ -388,7 +427,7 @@ def _too_small(
     """
     held = held_by_kind(leanest)
     biggest = [f"{in_words(size)} of {kind}" for kind, size in held.items() if size]
-    at_peak = peak_by_module(leanest, by_module(leanest, known))
+    at_peak = accounting.peak_by_module(leanest, by_module(leanest, known))
     modules = [f"{in_words(size)} in {module or 'values of no module'}" for module, size in at_peak]
     error = MemoryLimitError(
         f"a step needs {least:,} bytes ({in_words(least)}) even with everything computed again that may be: "
@@ -401,7 +440,9 @@ def _too_small(
     return error
 
 
-def told(program: Program, plain: Program, fitted: Fitted, budget: int | None) -> StepMemory:
+def told(
+    program: Program, plain: Program, fitted: Fitted, budget: int | None, accounting: Accounting = BY_NODES
+) -> StepMemory:
     """What is to be told of a step, of the program that runs; `plain` knows modules as they were captured."""
     places = by_module(program, by_module(plain))
     rows = ((spelled.partition("@")[0], size, taken) for spelled, size, taken in fitted.again)
@@ -409,8 +450,8 @@ def told(program: Program, plain: Program, fitted: Fitted, budget: int | None) -
     rows = ((spelled.partition("@")[0], size, waited) for spelled, size, waited in fitted.moves)
     moved = tuple(Moved(name, places.get(name, ""), size, waited) for name, size, waited in rows)
     seconds = sum(each.milliseconds for each in (*again, *moved)) / 1e3
-    at_peak = peak_by_module(program, places)
-    after, held, on_host = live_bytes(program), held_by_kind(program), offload.most_on_host(program.graph)
+    at_peak = accounting.peak_by_module(program, places)
+    after, held, on_host = accounting.live(program), held_by_kind(program), offload.most_on_host(program.graph)
     return StepMemory(
         budget, fitted.before, after, held, at_peak, again, fitted.ladder, seconds, moved, on_host, fitted.left
     )
@@ -432,11 +473,3 @@ _WORDS = {
     InputKind.INPUT: "batch",
     InputKind.WORKSPACE: "buckets",
 }
-
-
-def peak_by_module(program: Program, places: Mapping[str, str]) -> tuple[tuple[str, int], ...]:
-    """What is alive beside inputs when most is, by module, the largest first."""
-    sizes = Counter[str]()
-    for name, size in alive_at_peak(program):
-        sizes[places.get(name, "")] += size
-    return tuple(sizes.most_common())

@@ -19,7 +19,16 @@ from crossfade.communicate.exchange_factors import ExchangeFactors
 from crossfade.compile.agreement import meeting
 from crossfade.compile.captured import Captured
 from crossfade.compile.finishing import finishing
-from crossfade.compile.fit_memory import Fitted, StepMemory, fit, told, usual_machine
+from crossfade.compile.fit_memory import (
+    BY_NODES,
+    IN_REGIONS,
+    Accounting,
+    Fitted,
+    StepMemory,
+    fit,
+    told,
+    usual_machine,
+)
 from crossfade.compile.job import Job
 from crossfade.compile.kept_whole import parameters_to_keep_whole
 from crossfade.compile.memory_budget import budget_in_bytes
@@ -102,7 +111,12 @@ class StepCompilation(Compilation):
         """How the step fits its memory budget, if it has one."""
         if self.fitted is None or self.plain is None:
             return None
-        return told(self.made(), self.plain, self.fitted, self.budget)
+        return told(self.made(), self.plain, self.fitted, self.budget, self.accounting)
+
+    @property
+    def accounting(self) -> Accounting:
+        """How the memory of the step is counted."""
+        return BY_NODES if _computed_eagerly(self) else IN_REGIONS
 
     def parts(self) -> LossParts:
         """How losses are put together."""
@@ -317,7 +331,7 @@ def fit_memory(step: StepCompilation) -> None:
 
     assert step.plain is not None
     step.budget = budget
-    step.fitted = fit(step.made(), step.plain, budget, rules, costs, finished, options.offload)
+    step.fitted = fit(step.made(), step.plain, budget, rules, costs, finished, options.offload, step.accounting)
     step.run(step.fitted.passes(costs))
 
 

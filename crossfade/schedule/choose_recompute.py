@@ -130,6 +130,7 @@ class _Search:
             for cell, why_not in enumerate(values.why_stays)
             if not why_not and values.size[cell] >= smallest and cell not in begun and cell not in begin.cells
         ]
+        self.pairs = _PAIRS if values.host is None else 3 * _PAIRS
         self.every = [*self.worth, *(values.move(cell, at_once=how) for cell in self.may_move for how in self._hows())]
 
     def _hows(self) -> tuple[bool, ...]:
@@ -151,7 +152,7 @@ class _Search:
             choice = self._added(int(begin.peak * share), begin)
             if choice.peak < begin.peak:
                 return self._left_out(choice, choice.peak)
-        if len(self.every) > _PAIRS:
+        if len(self.every) > self.pairs:
             return None
         for count in (1, 2):
             for picked in itertools.combinations(self.every, count):
@@ -174,6 +175,7 @@ class _Search:
             while True:
                 tried = self.values.choose(choice.picked.union(*[candidate.picked for candidate in taken]))
                 after = int((tried.curve - limit).clamp(min=0).sum())
+                banned.update(c.picked for c in taken if c.stay is not None and not c.picked <= tried.picked)
                 if after < before:
                     choice = tried
                     break
@@ -247,7 +249,7 @@ class _Search:
             if cell in choice.cells or moved.get(cell) or hot[end - 1] == hot[start]:
                 continue
             for at_once in self._hows():
-                if at_once or cell not in moved:
+                if not (at_once and link.apart and values.eligible[cell]) and (at_once or cell not in moved):
                     number, stay = values.move(cell, at_once=at_once), values.stay_of(cell, end, at_once)
                     seconds, hidden = standing_still(stay, ends, link), None if at_once else stay
                     found.append(_Candidate(frozenset([number]), seconds, values.size[cell], start, end, hidden))
@@ -299,7 +301,7 @@ class _Search:
             if (tries := tries - 1) < 0:
                 return choice
             choice = self._better(choice, values.choose(choice.picked - {number}), limit)
-        if len(self.every) > _PAIRS:
+        if len(self.every) > self.pairs:
             return choice
         for out in self._most_first(choice):
             for other in self.every:

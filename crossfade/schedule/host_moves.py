@@ -8,6 +8,7 @@ that moves at once instead is waited for where its early uses end, and comes bac
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -57,15 +58,18 @@ def timetable(stays: Iterable[Stay], ends: Tensor, link: HostLink) -> list[Move]
     stays = list(stays)
     if not link.apart:
         return [Move(s.cell, s.early_end, s.late - 1, 2 * link.seconds(s.size)) for s in stays]
-    gone = _leaving(stays, ends, link)
-    back = _returning(stays, ends, link)
-    start = 2 * link.latency
-    found = []
-    for stay in stays:
-        (left, stood), (begins, stands) = gone[stay.cell], back[stay.cell]
-        if left < begins:
-            found.append(Move(stay.cell, left, begins, start + stood + stands))
-    return found
+    times, start = ends.tolist(), 2 * link.latency
+    while True:
+        gone, back = _leaving(stays, times, link), _returning(stays, times, link)
+        found = []
+        for stay in stays:
+            (left, stood), (begins, stands) = gone[stay.cell], back[stay.cell]
+            if left < begins:
+                found.append(Move(stay.cell, left, begins, start + stood + stands))
+        if len(found) == len(stays):
+            return found
+        there = {move.cell for move in found}  # what is left out leaves the link to the others
+        stays = [stay for stay in stays if stay.cell in there]
 
 
 def standing_still(stay: Stay, ends: Sequence[float], link: HostLink) -> float:
@@ -82,34 +86,26 @@ def standing_still(stay: Stay, ends: Sequence[float], link: HostLink) -> float:
     return 2 * link.latency + max(0.0, ends[stay.made] + seconds - ends[stay.early_end]) + seconds
 
 
-def _leaving(stays: Sequence[Stay], ends: Tensor, link: HostLink) -> dict[int, tuple[int, float]]:
+def _leaving(stays: Sequence[Stay], times: Sequence[float], link: HostLink) -> dict[int, tuple[int, float]]:
     """After which position each has left, and for how long that is waited for."""
-    free, arrivals, found = 0.0, [], {}
-    times = ends.tolist()
-    ordered = sorted(stays, key=lambda stay: (stay.made, stay.cell))
-    for stay in ordered:
+    free, found = 0.0, {}
+    for stay in sorted(stays, key=lambda stay: (stay.made, stay.cell)):
         arrival = max(times[stay.made], free) + link.seconds(stay.size)
         stood = max(0.0, arrival - times[stay.early_end]) if stay.at_once else 0.0
         free = arrival - stood
-        arrivals.append(free)
-        found[stay.cell] = stay.early_end, stood
-    places = torch.searchsorted(ends, torch.tensor(arrivals, dtype=ends.dtype)).tolist()
-    for stay, place in zip(ordered, places, strict=True):
-        if not stay.at_once:
-            found[stay.cell] = max(stay.early_end, place), 0.0
+        place = stay.early_end if stay.at_once else bisect_left(times, free, lo=stay.early_end)
+        found[stay.cell] = place, stood
     return found
 
 
-def _returning(stays: Sequence[Stay], ends: Tensor, link: HostLink) -> dict[int, tuple[int, float]]:
+def _returning(stays: Sequence[Stay], times: Sequence[float], link: HostLink) -> dict[int, tuple[int, float]]:
     """After which position each begins to come back, and for how long that is waited for."""
     found = {stay.cell: (stay.late - 1, link.seconds(stay.size)) for stay in stays if stay.at_once}
-    ordered = sorted((stay for stay in stays if not stay.at_once), key=lambda stay: (-stay.late, stay.cell))
-    begin, begins = float("inf"), []
-    for stay in ordered:
-        begin = min(begin, float(ends[stay.late - 1])) - link.seconds(stay.size)
-        begins.append(begin)
-    places = torch.searchsorted(ends, torch.tensor(begins, dtype=ends.dtype), right=True).tolist()
-    return found | {stay.cell: (place - 1, 0.0) for stay, place in zip(ordered, places, strict=True)}
+    begin = float("inf")
+    for stay in sorted((stay for stay in stays if not stay.at_once), key=lambda stay: (-stay.late, stay.cell)):
+        begin = min(begin, times[stay.late - 1]) - link.seconds(stay.size)
+        found[stay.cell] = bisect_right(times, begin, hi=stay.late) - 1, 0.0
+    return found
 
 
 class Room:

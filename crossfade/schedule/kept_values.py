@@ -277,6 +277,9 @@ class KeptValues:
         at, read_at = self._copies(chosen)
         copies = sorted((place, index) for index, place in at.items())
         moves = self._moves(picked, copies)
+        if picked != chosen:  # what would be on its way all the time is kept instead
+            at_once = {cell for cell, now in self.moved(picked).items() if now}
+            picked = chosen.union(self.move(move.cell, at_once=move.cell in at_once) for move in moves)
         curve, peak, ends = self._curve(chosen, copies, read_at, moves)
         seconds = sum(self.seconds[index] for _, index in copies) + sum(move.exposed for move in moves)
         return Choice(picked, chosen, tuple(copies), seconds, peak, curve, ends, moves)
