@@ -20,7 +20,7 @@ from crossfade.graph.memory import Storages, alive_at_peak, memory_curve
 from crossfade.graph.modules import by_module
 from crossfade.graph.passes import Pass, run_passes
 from crossfade.graph.program import InputKind, Program
-from crossfade.schedule.choose_recompute import Frontier, frontier
+from crossfade.schedule.choose_recompute import SMALL_MOVE, Frontier, frontier
 from crossfade.schedule.host_moves import Room
 from crossfade.schedule.kept_values import NONE, NOT_KEPT, Choice, KeptValues
 from crossfade.schedule.offload_values import OffloadValues
@@ -45,8 +45,6 @@ _FORWARD = "forward"
 _BUSY = "the link is busy meanwhile"
 _NEARBY = 8
 """Choices that are tried beside the leanest one, where that does not fit."""
-_LEAST = 10_000
-"""What is a smaller share of the natural peak does not move for itself."""
 _SHOWN = 5
 _SOME_MORE = " and a tenth more (the order, and so the least, follows measured times)"
 
@@ -290,7 +288,7 @@ def _moved(
     room, everything = Room(values.ends(()), link), moving == "all"
     asked = set(_inside(values, places, () if isinstance(moving, str) else moving))
     wanted = [c for c in range(len(values.size)) if c not in again and (everything or c in asked)]
-    wanted = [c for c in wanted if values.late_start[c] != NONE and values.size[c] * _LEAST >= natural.peak]
+    wanted = [c for c in wanted if values.late_start[c] != NONE and values.size[c] * SMALL_MOVE >= natural.peak]
     found, left = list[int](), Counter[str]()
     for cell in sorted(wanted, key=lambda cell: (-values.size[cell], cell)):
         if why_not := values.why_stays[cell]:

@@ -23,6 +23,8 @@ _FAR_BELOW = (0.9, 0.7, 0.4)
 """Shares of a peak to aim for where no lower one is found nearby."""
 _SMALL = 10_000
 """Values that are a smaller share of the peak are not worth computing again by themselves."""
+SMALL_MOVE = 2_000
+"""Values that are a smaller share of the peak are not worth moving: each takes two launches and two waits."""
 _ROUNDS = 60
 """At most so many times choices are added for one limit."""
 _CHAIN = 64
@@ -128,9 +130,11 @@ class _Search:
         self.may_move = [
             cell
             for cell, why_not in enumerate(values.why_stays)
-            if not why_not and values.size[cell] >= smallest and cell not in begun and cell not in begin.cells
+            if not why_not
+            and values.size[cell] >= begin.peak / SMALL_MOVE
+            and cell not in begun
+            and cell not in begin.cells
         ]
-        self.pairs = _PAIRS if values.host is None else 3 * _PAIRS
         self.every = [*self.worth, *(values.move(cell, at_once=how) for cell in self.may_move for how in self._hows())]
 
     def _hows(self) -> tuple[bool, ...]:
@@ -152,7 +156,7 @@ class _Search:
             choice = self._added(int(begin.peak * share), begin)
             if choice.peak < begin.peak:
                 return self._left_out(choice, choice.peak)
-        if len(self.every) > self.pairs:
+        if len(self.every) > _PAIRS:
             return None
         for count in (1, 2):
             for picked in itertools.combinations(self.every, count):
@@ -301,7 +305,7 @@ class _Search:
             if (tries := tries - 1) < 0:
                 return choice
             choice = self._better(choice, values.choose(choice.picked - {number}), limit)
-        if len(self.every) > self.pairs:
+        if len(self.every) > _PAIRS:
             return choice
         for out in self._most_first(choice):
             for other in self.every:
