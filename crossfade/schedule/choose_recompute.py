@@ -78,7 +78,15 @@ def frontier(values: KeptValues, always: Iterable[int] = ()) -> Frontier:
     [(64, 0), (48, 1.0)]
     """
     begin = values.choose(always)
-    search, found = _Search(values, begin), [begin]
+    found = _ladder(values, _Search(values, begin, moving=False), begin)
+    if values.host is not None:  # what moves may stand in the way of what would be better computed again
+        found += _ladder(values, _Search(values, begin, moving=True), begin)
+    return Frontier(_undominated(found))
+
+
+def _ladder(values: KeptValues, search: _Search, begin: Choice) -> list[Choice]:
+    """Choices for lower and lower limits, until none is found."""
+    found = [begin]
     rungs = next(rungs for most, rungs in _RUNGS if len(values.nodes) <= most)
     step = max(1, found[0].peak // rungs)
     finest = max(1, step // _FINEST)
@@ -90,7 +98,7 @@ def frontier(values: KeptValues, always: Iterable[int] = ()) -> Frontier:
             continue
         reached = reached or search.far_below(found[-1])
         if reached is None:
-            return Frontier(_undominated(found))
+            return found
         found.append(reached)
 
 
@@ -116,7 +124,7 @@ class _Candidate:
 
 
 class _Search:
-    def __init__(self, values: KeptValues, begin: Choice) -> None:
+    def __init__(self, values: KeptValues, begin: Choice, *, moving: bool) -> None:
         self.values, self.always = values, begin.picked
         smallest = begin.peak / _SMALL
         self.reads = [values.reads(cell) if ok else [] for cell, ok in enumerate(values.eligible)]
@@ -130,7 +138,8 @@ class _Search:
         self.may_move = [
             cell
             for cell, why_not in enumerate(values.why_stays)
-            if not why_not
+            if moving
+            and not why_not
             and values.size[cell] >= begin.peak / SMALL_MOVE
             and cell not in begun
             and cell not in begin.cells
@@ -245,7 +254,7 @@ class _Search:
     def _movers(self, choice: Choice, hot: Sequence[int]) -> list[_Candidate]:
         """Each value that could move to the host from where too much is alive, with what that takes by itself."""
         values, link, found = self.values, self.values.host, list[_Candidate]()
-        if link is None:
+        if link is None or not self.may_move:
             return found
         moved, ends = values.moved(choice.picked), values.ends(choice.copies).tolist()
         for cell in self.may_move:

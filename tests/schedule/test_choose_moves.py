@@ -73,10 +73,10 @@ def test_a_link_only_helps_and_more_memory_is_never_slower(link: HostLink):
         without = frontier(with_link(10, seed, None))
         seconds = [choice.seconds for choice in found.choices]
         assert seconds == sorted(seconds)
-        assert found.least.peak <= 1.02 * without.least.peak
-        limit = (found.choices[0].peak + found.least.peak) // 2
-        both = [each.within(limit) for each in (found, without)]
-        assert both[0] is not None and (both[1] is None or both[0].seconds <= both[1].seconds)
+        for choice in without.choices:
+            with_it = found.within(choice.peak)
+            assert with_it is not None
+            assert with_it.seconds <= choice.seconds
         assert any(choice.moves for choice in found.choices)
 
 
