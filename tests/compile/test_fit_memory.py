@@ -140,16 +140,17 @@ def test_a_compiled_step_within_a_budget_computes_again_and_says_how_it_counts()
     assert "until it ends" in step.report.facts["memory of compiled regions"]
 
 
+def run_eagerly(calls: Any, parts: Any, shared: Any) -> dict[Any, EagerRegion]:
+    """Instead of what pays when it is compiled: none of it."""
+    return {region: EagerRegion(part) for region, part in parts.items()}
+
+
 @pytest.mark.parametrize("share", [1.0, 0.8])
 def test_what_a_step_in_regions_holds_is_predicted(monkeypatch: pytest.MonkeyPatch, share: float):
     """Each region runs operator by operator, so that they are seen, with the borders of a compiled one."""
     monkeypatch.setattr(Inductor, "missing", staticmethod(lambda device: ""))
     monkeypatch.setattr(Inductor, "compile", lambda self, region, alike=False: None)
-    monkeypatch.setattr(
-        compile_regions,
-        "_those_that_pay",
-        lambda calls, parts, shared: {each: EagerRegion(part) for each, part in parts.items()},
-    )
+    monkeypatch.setattr(compile_regions, "_those_that_pay", run_eagerly)
     natural = max(IN_REGIONS.live(plainly(Blocks)[0].program))
     step, most = measured(memory=int(share * natural), execute="compiled")
     made = step.memory.peak - sum(step.memory.held.values())
@@ -201,7 +202,7 @@ class Running(LiveBytes):
         self.most = max(self.most, self.live)
 
 
-def measured(**options: Any) -> tuple[Step, int]:
+def measured(counting: type[Running] = Running, **options: Any) -> tuple[Step, int]:
     """A step, and the most bytes that one run of it makes and holds."""
     torch.manual_seed(0)
     model = Blocks()
@@ -210,7 +211,7 @@ def measured(**options: Any) -> tuple[Step, int]:
     batch = torch.randn(512, WIDTH), torch.randn(512, WIDTH)
     step(*batch)
     state = [value for entries in optimizer.state.values() for value in entries.values()]
-    with Running([*batch, *model.parameters(), *state]) as running:
+    with counting([*batch, *model.parameters(), *state]) as running:
         step(*batch)
     return step, running.most
 

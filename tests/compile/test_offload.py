@@ -11,22 +11,27 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from crossfade.compile.fit_memory import live_bytes
+from crossfade.compile import training_phases
+from crossfade.compile.fit_memory import IN_REGIONS, live_bytes
 from crossfade.compile.training import compile_step
+from crossfade.cost.machine_parts import HostLink
 from crossfade.cost.presets import preset
 from crossfade.errors import CrossfadeError, MachineError
+from crossfade.execute import compile_regions
+from crossfade.execute.inductor import Inductor
 from crossfade.graph import offload
+from crossfade.graph.passes import Outcome
 from tests.compile.test_fit_memory import (
-    WIDTH,
     Autocast,
     Blocks,
     Normalised,
     Running,
     equal,
     least,
-    mean_square,
+    measured,
     peak,
     plainly,
+    run_eagerly,
     trained,
 )
 
@@ -105,18 +110,37 @@ class OnDevice(Running):
 def test_what_runs_holds_what_was_predicted(share: float):
     natural = peak(plainly(Blocks)[0])
     given: dict[str, Any] = {"offload": True} if share == 1.0 else {"offload": "auto", "memory": int(share * natural)}
-    torch.manual_seed(0)
-    model = Blocks()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    step = compile_step(model, mean_square, optimizer, **given)
-    batch = torch.randn(512, WIDTH), torch.randn(512, WIDTH)
-    step(*batch)
-    state = [value for entries in optimizer.state.values() for value in entries.values()]
-    with OnDevice([*batch, *model.parameters(), *state]) as running:
-        step(*batch)
-    made = step.memory.peak - sum(step.memory.held.values())
-    assert running.most == pytest.approx(made, rel=0.03)
+    step, most = measured(OnDevice, **given)
+    assert most == pytest.approx(step.memory.peak - sum(step.memory.held.values()), rel=0.03)
     assert step.memory.moved
+
+
+def test_beside_computation_a_link_hides_what_it_can_carry(monkeypatch: pytest.MonkeyPatch):
+    """With a link of its own for copies: what moves is hidden, the rest left; a wider link moves more."""
+    left, peaks = [], []
+    for bandwidth in (2e9, 2e10):
+        machine = replace(preset("loopback-gloo"), host=HostLink(0.0, bandwidth))
+        monkeypatch.setattr(training_phases, "usual_machine", lambda device, machine=machine: machine)
+        step, found = trained(Blocks, offload=True)
+        assert equal(found, plainly(Blocks)[1])
+        record = next(record for record in step.report.records if record.name == "offload-values")
+        assert {verdict.outcome for verdict in record.verdicts} == {Outcome.HIDDEN}
+        assert "hidden" in step.report.facts["moved to the host"]
+        left.append(dict(step.memory.left)["the link is busy meanwhile"])
+        peaks.append(step.memory.peak)
+    assert left[0] > left[1]
+    assert peak(plainly(Blocks)[0]) > peaks[0] > peaks[1]
+
+
+def test_regions_and_copies_run_together(monkeypatch: pytest.MonkeyPatch):
+    """Each region runs operator by operator, which keeps every bit, with the borders of a compiled one."""
+    monkeypatch.setattr(Inductor, "missing", staticmethod(lambda device: ""))
+    monkeypatch.setattr(Inductor, "compile", lambda self, region, alike=False: None)
+    monkeypatch.setattr(compile_regions, "_those_that_pay", run_eagerly)
+    step, found = trained(Blocks, offload={"blocks.0": "full"}, execute="compiled")
+    assert equal(found, plainly(Blocks)[1])
+    assert step.memory.moved
+    assert step.memory.peak == max(IN_REGIONS.live(step.program))
 
 
 def test_within_a_budget_that_computing_again_cannot_keep_values_move():
