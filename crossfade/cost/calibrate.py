@@ -111,10 +111,10 @@ def rows(machine: Machine) -> list[tuple[str, str, str, str]]:
         slower = f"computation {fabric.slows_compute:.0%} slower meanwhile"
         lines.append(("launch", axis, _microseconds(fabric.launch), slower))
     lines += [("matrix product", dtype, "", _rate(rate, "FLOP/s")) for dtype, rate in machine.flops.items()]
-    lines.append(("memory", machine.device, "", _rate(machine.memory_bandwidth, "B/s")))
     if machine.host is not None:
         rate = _rate(machine.host.bandwidth, "B/s")
         lines.append(("copy to the host", machine.device, _microseconds(machine.host.latency), rate))
+    lines.append(("memory", machine.device, "", _rate(machine.memory_bandwidth, "B/s")))
     lines.append(("operator", machine.device, _microseconds(machine.overhead), ""))
     return lines
 
