@@ -16,6 +16,7 @@ from crossfade.cost.presets import preset
 from crossfade.errors import MemoryLimitError
 from crossfade.execute.region_memory import alive_at_peak_in_regions, live_in_regions
 from crossfade.graph import offload
+from crossfade.graph.lasting import LASTING
 from crossfade.graph.memory import Storages, alive_at_peak, memory_curve
 from crossfade.graph.modules import by_module
 from crossfade.graph.passes import Pass, run_passes
@@ -51,15 +52,30 @@ _SOME_MORE = " and a tenth more (the order, and so the least, follows measured t
 
 @dataclass(frozen=True)
 class Accounting:
-    """How memory is counted: the bytes beside inputs during each node, and what is alive when these are most."""
+    """How memory is counted: the bytes beside inputs during each node, and what is alive when these are most.
+
+    With `replayed` CUDA graphs keep copies of what comes in at each step; not of a program that offloads.
+    """
 
     during: Callable[[Program], tuple[int, ...]]
     alive: Callable[[Program], list[tuple[str, int]]]
+    replayed: bool = False
 
     def live(self, program: Program) -> tuple[int, ...]:
         """Bytes during each node, inputs and constants included."""
-        held = Storages(program.graph.nodes).held
+        held = Storages(program.graph.nodes).held + self.copied(program)
         return tuple(size + held for size in self.during(program))
+
+    def copied(self, program: Program) -> int:
+        """The bytes of the copies that CUDA graphs keep."""
+        if not self.replayed or offload.has(program.graph):
+            return 0
+        return sum(Storages([node]).held for item, node in program.named_inputs() if item.kind not in LASTING)
+
+    def held(self, program: Program) -> dict[str, int]:
+        """The bytes of inputs, constants and copies of these, by what they are, the largest first."""
+        copied = {"copies for CUDA graphs": self.copied(program)} if self.copied(program) else {}
+        return dict(Counter({**held_by_kind(program), **copied}).most_common())
 
     def peak_by_module(self, program: Program, places: Mapping[str, str]) -> tuple[tuple[str, int], ...]:
         """What is alive beside inputs when most is, by module, the largest first."""
@@ -71,7 +87,8 @@ class Accounting:
 
 BY_NODES = Accounting(lambda program: memory_curve(program).during, alive_at_peak)
 IN_REGIONS = Accounting(live_in_regions, alive_at_peak_in_regions)
-"""Of steps that run node by node, and of compiled ones."""
+IN_GRAPHS = Accounting(live_in_regions, alive_at_peak_in_regions, replayed=True)
+"""Of steps that run node by node, of compiled ones, and of those that CUDA graphs replay."""
 
 
 @dataclass(frozen=True)
@@ -423,7 +440,7 @@ def _too_small(
 
     Where costs were measured, the next compilation may plan another order, which holds more or less.
     """
-    held = held_by_kind(leanest)
+    held = accounting.held(leanest)
     biggest = [f"{in_words(size)} of {kind}" for kind, size in held.items() if size]
     at_peak = accounting.peak_by_module(leanest, by_module(leanest, known))
     modules = [f"{in_words(size)} in {module or 'values of no module'}" for module, size in at_peak]
@@ -449,7 +466,7 @@ def told(
     moved = tuple(Moved(name, places.get(name, ""), size, waited) for name, size, waited in rows)
     seconds = sum(each.milliseconds for each in (*again, *moved)) / 1e3
     at_peak = accounting.peak_by_module(program, places)
-    after, held, on_host = accounting.live(program), held_by_kind(program), offload.most_on_host(program.graph)
+    after, held, on_host = accounting.live(program), accounting.held(program), offload.most_on_host(program.graph)
     return StepMemory(
         budget, fitted.before, after, held, at_peak, again, fitted.ladder, seconds, moved, on_host, fitted.left
     )

@@ -21,6 +21,7 @@ from crossfade.compile.captured import Captured
 from crossfade.compile.finishing import finishing
 from crossfade.compile.fit_memory import (
     BY_NODES,
+    IN_GRAPHS,
     IN_REGIONS,
     Accounting,
     Fitted,
@@ -116,7 +117,9 @@ class StepCompilation(Compilation):
     @property
     def accounting(self) -> Accounting:
         """How the memory of the step is counted."""
-        return BY_NODES if _computed_eagerly(self) else IN_REGIONS
+        if _computed_eagerly(self):
+            return BY_NODES
+        return IN_GRAPHS if self.job.place.device == "cuda" else IN_REGIONS
 
     def parts(self) -> LossParts:
         """How losses are put together."""

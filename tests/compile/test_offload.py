@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from crossfade.compile import training_phases
-from crossfade.compile.fit_memory import IN_REGIONS, live_bytes
+from crossfade.compile.fit_memory import IN_GRAPHS, IN_REGIONS, live_bytes
 from crossfade.compile.training import compile_step
 from crossfade.cost.machine_parts import HostLink
 from crossfade.cost.presets import preset
@@ -22,6 +22,7 @@ from crossfade.execute.inductor import Inductor
 from crossfade.graph import offload
 from crossfade.graph.passes import Outcome
 from tests.compile.test_fit_memory import (
+    WIDTH,
     Autocast,
     Blocks,
     Normalised,
@@ -189,6 +190,15 @@ def test_it_is_told_what_moves_and_how_long_that_is_waited_for():
 def test_what_makes_no_sense_is_refused(options: dict[str, Any], error: type[Exception], message: str):
     with pytest.raises(error, match=message):
         trained(Blocks, steps=1, **options)
+
+
+def test_cuda_graphs_keep_copies_of_the_batch_unless_values_move():
+    plain, _ = plainly(Blocks)
+    moves, _ = trained(Blocks, steps=1, offload={"blocks.0": "full"})
+    batch = 2 * 512 * WIDTH * 4
+    assert max(IN_GRAPHS.live(plain.program)) == max(IN_REGIONS.live(plain.program)) + batch
+    assert IN_GRAPHS.held(plain.program)["copies for CUDA graphs"] == batch
+    assert IN_GRAPHS.live(moves.program) == IN_REGIONS.live(moves.program)
 
 
 def test_a_machine_that_says_nothing_of_the_host_is_refused():
