@@ -221,20 +221,21 @@ class Fitted:
     ladder: tuple[tuple[int, float], ...]
     before: tuple[int, ...]
     moves: Rows = ()
-    left: tuple[tuple[str, int], ...] = ()
+    left: tuple[str, ...] = ()
+    """What was asked to move and stays, as `value: reason`."""
 
     def passes(self, costs: CostsOf) -> list[Pass]:
         """What carries it out."""
-        return _passes(_spelled(self.again), _spelled(self.moves), costs)
+        return _passes(_spelled(self.again), _spelled(self.moves), costs, self.left)
 
 
 def _spelled(rows: Rows) -> tuple[str, ...]:
     return tuple(spelled for spelled, _, _ in rows)
 
 
-def _passes(again: tuple[str, ...], moves: tuple[str, ...], costs: CostsOf) -> list[Pass]:
+def _passes(again: tuple[str, ...], moves: tuple[str, ...], costs: CostsOf, left: tuple[str, ...] = ()) -> list[Pass]:
     passes: list[Pass] = [RecomputeValues(again, *costs)] if again else []
-    return [*passes, OffloadValues(moves, *costs)] if moves else passes
+    return [*passes, OffloadValues(moves, left, *costs)] if moves or left else passes
 
 
 def usual_machine(device: str) -> Machine:
@@ -268,11 +269,10 @@ def fit(
     seconds = estimate(program, *costs)
     fixed = _kept(program, places, rules)
     values = KeptValues(program, seconds, fixed=fixed, forward=forward, host=link, stay=stay)
-    always, left = _always(values, places, rules), Counter[str]()
+    always, said = _always(values, places, rules), tuple[str, ...]()
     if moving and moving != "auto":
-        moved, left = _moved(values, places, moving, set(always))
+        moved, said = _moved(values, places, moving, set(always))
         always += moved
-    said = tuple(left.most_common())
     natural = finish(program, False)
     before = accounting.live(natural)
     if not always and (budget is None or max(before) <= budget):
@@ -295,7 +295,7 @@ def fit(
 
 def _moved(
     values: KeptValues, places: Mapping[str, str], moving: Offloading, again: Container[int]
-) -> tuple[list[int], Counter[str]]:
+) -> tuple[list[int], tuple[str, ...]]:
     """What moves to the host in any case, and why the rest of what was asked for stays.
 
     What rules name moves, under computation if the link has room for it; of everything, only what then is hidden.
@@ -306,19 +306,19 @@ def _moved(
     asked = set(_inside(values, places, () if isinstance(moving, str) else moving))
     wanted = [c for c in range(len(values.size)) if c not in again and (everything or c in asked)]
     wanted = [c for c in wanted if values.late_start[c] != NONE and values.size[c] * SMALL_MOVE >= natural.peak]
-    found, left = list[int](), Counter[str]()
+    found, left = list[int](), list[str]()
     for cell in sorted(wanted, key=lambda cell: (-values.size[cell], cell)):
         if why_not := values.why_stays[cell]:
             if why_not != NOT_KEPT:
-                left[why_not] += 1
+                left.append(f"{values.name_of(cell)}: {why_not}")
         elif not link.apart or room.taken_by(values.stay_of(cell, values.late_start[cell], False)) is None:
             if everything and link.apart:
-                left[_BUSY] += 1
+                left.append(f"{values.name_of(cell)}: {_BUSY}")
             else:
                 found.append(values.move(cell, at_once=True))
         else:
             found.append(values.move(cell))
-    return found, left
+    return found, tuple(left)
 
 
 class _Sizes:
@@ -466,10 +466,9 @@ def told(
     moved = tuple(Moved(name, places.get(name, ""), size, waited) for name, size, waited in rows)
     seconds = sum(each.milliseconds for each in (*again, *moved)) / 1e3
     at_peak = accounting.peak_by_module(program, places)
+    left = tuple(Counter(entry.partition(": ")[2] for entry in fitted.left).most_common())
     after, held, on_host = accounting.live(program), accounting.held(program), offload.most_on_host(program.graph)
-    return StepMemory(
-        budget, fitted.before, after, held, at_peak, again, fitted.ladder, seconds, moved, on_host, fitted.left
-    )
+    return StepMemory(budget, fitted.before, after, held, at_peak, again, fitted.ladder, seconds, moved, on_host, left)
 
 
 def held_by_kind(program: Program) -> dict[str, int]:

@@ -28,7 +28,7 @@ class OffloadValues(Pass):
 
     Each is named as `value@left@back`: on its way from where it is made, gone after the node `left`, on its way back
     from after the node `back`, and waited for right before the first use that follows. Views of it are made again.
-    Here `moves` is `("exp@neg@sum_1",)`.
+    Here `moves` is `("exp@neg@sum_1",)`. What was asked to move and stays is in `left`, as `value: reason`.
 
     Not run by default: a step that offloads (`compile_step(offload=...)`) runs it with what is chosen for that.
 
@@ -61,6 +61,7 @@ class OffloadValues(Pass):
     numerics = Numerics.BITWISE
 
     moves: tuple[str, ...] = ()
+    left: tuple[str, ...] = ()
     machine: Machine | None = from_context()
     measured: Mapping[str, float] | None = from_context()
 
@@ -77,7 +78,10 @@ class OffloadValues(Pass):
         done = move_values(program, [(known[value], known[left], known[back]) for value, left, back in moves])
         size = sum(copy.bytes for copy in done if copy.way == "to_host")
         counts = {"values": len(moves), "bytes": size}
-        return PassResult(bool(done), counts, tuple(self._verdicts(program, done)), OffloadValues(self.moves))
+        stay = [(known.get(value), reason) for value, _, reason in (entry.partition(": ") for entry in self.left)]
+        left = [Verdict.of(node, Outcome.LEFT, reason) for node, reason in stay if node is not None]
+        verdicts = (*self._verdicts(program, done), *left)
+        return PassResult(bool(done), counts, verdicts, OffloadValues(self.moves, self.left))
 
     def _verdicts(self, program: Program, done: list[offload.Copy]) -> list[Verdict]:
         """For each value whether its copies are hidden, by a simulated run."""
