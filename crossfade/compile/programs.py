@@ -21,6 +21,7 @@ from crossfade.compile.step_inputs import StepInputs
 from crossfade.execute.bound import Bound
 from crossfade.execute.cuda_graph import said_of_replays
 from crossfade.execute.executable import Executable
+from crossfade.graph import offload
 from crossfade.graph.private import tree_map_only
 from crossfade.graph.program import InputKind
 from crossfade.ranks.one_at_a_time import CAPTURING
@@ -146,11 +147,18 @@ class Programs:
         log.info(
             "captured %s in %.1f s: %s", type(self.inputs.model).__name__, time.perf_counter() - start, built.report
         )
-        replay = self.place.device == "cuda" and compiler.job.options.execute != "eager"
+        moves = offload.has(built.program.graph)  # what a recording holds is not freed while it is on the host
+        replay = self.place.device == "cuda" and compiler.job.options.execute != "eager" and not moves
         recorded = [axis for axis in self.place.carriers.recorded if axis in self.place.groups] if replay else []
         executable = Executable(built.program, self.place.groups, built.regions, replay=replay, recorded=recorded)
         if replay:
             facts = {**built.report.facts, "CUDA graphs": said_of_replays(executable.program, executable.recorded)}
+            built = replace(built, report=replace(built.report, facts=facts))
+        elif moves:
+            facts = {
+                **built.report.facts,
+                "CUDA graphs": "none: what a recording holds would not be freed by offloading",
+            }
             built = replace(built, report=replace(built.report, facts=facts))
         keys = [(name, self.inputs.model.get_parameter(name), entries) for name, entries in built.state_keys.items()]
         names = [item.name for item in built.program.inputs if item.kind is InputKind.INPUT]
