@@ -25,7 +25,7 @@ from torch import Tensor
 
 from crossfade.emulated.values import Write
 from crossfade.errors import RankFailedError
-from crossfade.graph.private import device_sleep
+from crossfade.graph.private import device_sleep, untraced
 
 _SPIN = 1.5e-4
 """Seconds before an appointment at which sleeping gives way to looking at the clock: sleepers wake about this late."""
@@ -64,6 +64,7 @@ class Wire:
             return self.lanes[index]
 
 
+@untraced
 class HostTravel(dist.Work):
     """A collective on CPU tensors under way: it arrives when it is due and its values are written."""
 
@@ -141,6 +142,7 @@ class HostTravel(dist.Work):
         )
 
 
+@untraced
 class DeviceTravel(dist.Work):
     """A collective on CUDA tensors under way: an event on a stream of the wire.
 
@@ -213,6 +215,7 @@ class DeviceTravel(dist.Work):
         return future
 
 
+@untraced
 class Together(dist.Work):
     """Several collectives, waited for as one."""
 

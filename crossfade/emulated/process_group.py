@@ -34,7 +34,7 @@ from crossfade.emulated.values import Write
 from crossfade.errors import MachineError, NotYetError
 from crossfade.graph import collectives
 from crossfade.graph.collectives import Kind
-from crossfade.graph.private import group_named, register_work, serve_in_python, work_of_future
+from crossfade.graph.private import group_named, register_work, serve_in_python, untraced, work_of_future
 
 NAME = "emulated"
 """What `torch.distributed` calls this backend."""
@@ -120,6 +120,7 @@ def register() -> None:
         dist.Backend.register_backend(NAME, _create, extended_api=True, devices=list(_DEVICES))
 
 
+@untraced
 class EmulatedGroup(dist.ProcessGroup):
     """A process group whose other ranks do not exist; torch makes it for the backend `emulated`."""
 

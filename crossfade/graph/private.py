@@ -12,6 +12,7 @@ import functools
 import inspect
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from types import FunctionType
 from typing import Any, NamedTuple
 
 import torch
@@ -368,6 +369,20 @@ def work_of_future(future: Any) -> Any:
     from torch._C import _distributed_c10d
 
     return _distributed_c10d._create_work_from_future(future)  # type: ignore[attr-defined]
+
+
+def untraced(kind: type) -> type:
+    """A class whose methods, and what these call, `torch.compile` runs as they are. Known on 2.11, 2.13.
+
+    torch's own decorator imports Dynamo where it is written, or at the first call; and it is of no use where C++ calls
+    back into Python.
+    """
+    from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
+
+    for value in vars(kind).values():
+        if isinstance(value, FunctionType):
+            set_code_exec_strategy(value.__code__, _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP))
+    return kind
 
 
 def serve_in_python(group: torch.distributed.ProcessGroup, devices: tuple[str, ...]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import time
 from collections.abc import Callable, Iterator
@@ -349,6 +350,22 @@ def ddp(ranks: int, rank: int) -> tuple[list[Tensor], list[Tensor]]:
         return gradients(wrapped), gradients(network(ranks))
 
 
+def compiled_ddp(ranks: int, rank: int) -> tuple[list[Tensor], list[Tensor]]:
+    """Buffers are broadcast by C++, which calls the group back inside of what is compiled."""
+    found = []
+    for in_a_world in (True, False):
+        with emulated.world(machine(1e-3), ranks, rank) if in_a_world else contextlib.nullcontext():
+            torch.manual_seed(0)
+            model: nn.Module = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8))
+            wrapped = nn.parallel.DistributedDataParallel(model) if in_a_world else model
+            compiled = torch.compile(nn.Sequential(wrapped, nn.Flatten()), backend="aot_eager")
+            for rows in (4, 6, 6):  # of symbolic sizes from the second on
+                compiled(sample(rows, 8)).square().mean().backward()
+            found.append([parameter.grad for parameter in model.parameters()])
+            torch.compiler.reset()
+    return found[0], found[1]
+
+
 def fsdp(ranks: int, rank: int) -> tuple[list[Tensor], list[Tensor]]:
     from torch.distributed.fsdp import fully_shard
 
@@ -399,7 +416,9 @@ def inductor(ranks: int, rank: int) -> tuple[list[Tensor], list[Tensor]]:
 
 @worlds
 @pytest.mark.parametrize(
-    "code", [ddp, fsdp, tensor_parallel, distributed_tensor, inductor], ids=lambda function: function.__name__
+    "code",
+    [ddp, compiled_ddp, fsdp, tensor_parallel, distributed_tensor, inductor],
+    ids=lambda function: function.__name__,
 )
 def test_code_for_process_groups_runs_unchanged(alone: Alone, code: Any, ranks: int, rank: int) -> None:
     found, expected = alone(code, ranks, rank)
