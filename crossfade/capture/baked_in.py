@@ -80,6 +80,10 @@ class BakedIn:
         """Where something was found when all was read last, if it was."""
         return self._reading.path_of(value) if self._reading is not None else ""
 
+    def generators(self) -> dict[str, Any]:
+        """Random generators of Python's and numpy's that were found when all was read last, by path."""
+        return self._reading.generators if self._reading is not None else {}
+
     def facts(self) -> dict[str, str]:
         """For the report: how all of it is watched, and which change led to the last capture."""
         return {"guards": self.watched()} | ({"captured again": self.reason} if self.reason else {})

@@ -16,7 +16,9 @@ from crossfade.capture.elementwise import Shapes, check_elementwise
 from crossfade.capture.numbers import Learned
 from crossfade.capture.optimizer import parameter_names
 from crossfade.capture.optimizer_state import has_state
+from crossfade.capture.python_draws import capture_without_draws, or_switched_off
 from crossfade.capture.symbolic_sizes import SymbolicCapture
+from crossfade.capture.tracing import is_about_data
 from crossfade.capture.training import LossFunction, capture_forward_backward, resized
 from crossfade.compile.options import Options
 from crossfade.compile.place import Place
@@ -148,10 +150,11 @@ class Job:
     ) -> Program:
         """One capture; another one where the model fixes sizes that were to be symbols."""
         tensor = self.place.tensor
-        while True:
+
+        def capture() -> Program:
             forward = tensor.forward(resized(batch, size, layout)) if tensor is not None else None
             self.place.begin_rows(self.options.keep_whole)
-            program = capture_forward_backward(
+            return capture_forward_backward(
                 self.model,
                 self.loss_fn,
                 batch,
@@ -164,6 +167,14 @@ class Job:
                 lines=symbolic.lines if symbolic is not None else None,
                 with_sources=with_sources,
             )
+
+        while True:
+            try:
+                program = capture_without_draws(capture, self.model, self.baked_in.generators())
+            except CaptureError as error:
+                if not is_about_data(error) or not (remedy := or_switched_off(self.model, "layerdrop")):
+                    raise
+                raise CaptureError(error.found, expected=error.expected, remedy=error.remedy + remedy) from error
             known = known_sizes(program.fake_mode) if symbolic is not None else {}
             fixed = {name: number for name, number in known.items() if symbolic and name in symbolic.sizes.hints}
             if symbolic is None or not fixed:
