@@ -135,7 +135,7 @@ class _Generator:
 def _own_of_libraries() -> list[_Generator]:
     return [
         _Generator("Python's random generator", random.random.__self__),  # type: ignore[attr-defined]
-        _Generator("numpy's random generator", np.random.rand.__self__),
+        _Generator("numpy's random generator", np.random.rand.__self__),  # type: ignore[attr-defined]
     ]
 
 
@@ -163,7 +163,7 @@ def _noting_lines(generators: list[_Generator]) -> Iterator[list[str]]:
 
     def note(frame: types.FrameType, event: str, _: Any) -> Any:
         nonlocal last
-        if lines or event == "call" and not _is_users(frame.f_code.co_filename):
+        if lines or (event == "call" and not _is_users(frame.f_code.co_filename)):
             return None
         if [_comparable(generator.state()) for generator in generators] != before:
             lines.append(last)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import types
 from collections import Counter, deque
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from sys import intern
 from typing import Any
@@ -71,6 +71,7 @@ class Reading:
         """Kinds of objects that are seen to change only when they are replaced, and how many there are."""
         self.generators: dict[str, Any] = {}
         """Random generators of Python's and numpy's, by path."""
+        self.iterators: dict[str, Iterator[Any]] = {}
         self._serials = serials
         models = _outermost(models)
         own = {id(module): module for model in models for module in model.modules()}
@@ -97,6 +98,12 @@ class Reading:
     def path_of(self, value: Any) -> str:
         """Where something was found; empty if it was not."""
         return self._met[id(value)][0] if id(value) in self._met else ""
+
+    def is_told_of(self, path: str) -> bool:
+        """Whether something stands in a plain attribute of a module, which `as_it_was` looks after."""
+        owner, _, name = path.rpartition(".")
+        modules = {place: value for place, value in self._met.values() if isinstance(value, nn.Module)}
+        return owner in modules and name in vars(modules[owner])
 
     def _walk(self) -> None:
         while self._todo:
@@ -156,6 +163,8 @@ class Reading:
         """Something that is not looked into."""
         if is_generator(value):
             self.generators[path] = value
+        elif isinstance(value, Iterator):
+            self.iterators[path] = value
         self._set(path, ObjectToken(_words(value), (self._serials.of(value),)))
         if not isinstance(value, types.ModuleType | types.FunctionType | types.BuiltinFunctionType | type):
             self.if_replaced[type(value).__qualname__] += 1

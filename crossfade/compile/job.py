@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import logging
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,17 +18,21 @@ from crossfade.capture.numbers import Learned
 from crossfade.capture.optimizer import parameter_names
 from crossfade.capture.optimizer_state import has_state
 from crossfade.capture.python_draws import capture_without_draws, or_switched_off
+from crossfade.capture.side_effects import as_it_was
 from crossfade.capture.symbolic_sizes import SymbolicCapture
 from crossfade.capture.tracing import is_about_data
 from crossfade.capture.training import LossFunction, capture_forward_backward, resized
+from crossfade.compile.captured import Captured
 from crossfade.compile.options import Options
 from crossfade.compile.place import Place
-from crossfade.errors import CaptureError
+from crossfade.errors import CaptureError, CrossfadeError
 from crossfade.graph.private import known_sizes
 from crossfade.graph.program import Program, rows_per_rank
 from crossfade.shard.batch_dims import mark_batch_dims, needs_batch_dims
 from crossfade.shard.loss_parts import LossParts, find_loss_parts
 from crossfade.shard.symbolic_parts import find_symbolic_parts
+
+log = logging.getLogger("crossfade")
 
 
 @dataclass(frozen=True)
@@ -129,6 +134,22 @@ class Job:
         several = layout.accumulate > 1
         return program, find_loss_parts(program, larger, times, trained, micro_batches=several)
 
+    def _warn_of(self, changed: Mapping[str, str], program: Program, capture: Callable[[], Program]) -> None:
+        """Warn of what code changes beside computing, if it computes something else from how that is now."""
+        mark = Captured.of((program, LossParts(None)), self.model, None).mark()
+        try:
+            with as_it_was([self.model, self.loss_fn], told=False):
+                again = Captured.of((capture(), LossParts(None)), self.model, None)
+        except CrossfadeError:  # it met what only the first capture can read
+            again = None
+        if again is not None and mark.is_of(again):
+            return
+        for path, how in changed.items():
+            log.warning(
+                "%s %s by the forward or the loss, which run only when a step is captured: every step computes with "
+                "what it was then. Keep it in a buffer of the model, or pass it with the batch, as a tensor", path, how
+            )  # fmt: skip
+
     def _larger(
         self, batch: tuple[Any, ...], layout: BatchLayout, trained: Sequence[str], times: int, symbolic: SymbolicCapture
     ) -> Program | None:
@@ -166,11 +187,16 @@ class Job:
                 sizes=symbolic.sizes if symbolic is not None else None,
                 lines=symbolic.lines if symbolic is not None else None,
                 with_sources=with_sources,
+                name_of=self.baked_in.path_of,
             )
 
         while True:
             try:
-                program = capture_without_draws(capture, self.model, self.baked_in.generators())
+                with as_it_was([self.model, self.loss_fn]):
+                    changed = self.baked_in.watching_code()
+                    program = capture_without_draws(capture, self.model, self.baked_in.generators())
+                    if found := self.baked_in.untold(changed()):
+                        self._warn_of(found, program, capture)
             except CaptureError as error:
                 if not is_about_data(error) or not (remedy := or_switched_off(self.model, "layerdrop")):
                     raise

@@ -67,5 +67,5 @@ def test_the_switches_of_libraries_are_named() -> None:
     model = Drops(3, 2)
     model.config = types.SimpleNamespace(layerdrop=0.1)  # type: ignore[assignment]
     step = compile_step(model, F.mse_loss, torch.optim.SGD(model.parameters(), lr=0.1))
-    with pytest.raises(CaptureError, match="control flow depends on tensor values.*or switch off .*: layerdrop=0 in"):
+    with pytest.raises(CaptureError, match=r"control flow depends on tensor values.*or switch off .*: layerdrop=0 in"):
         step(X, Y)
