@@ -170,7 +170,9 @@ def _may_go_on(was: Token, now: Token, *, alone: bool) -> bool:
 def _kind(token: Token) -> str:
     if isinstance(token, ObjectToken):
         first = token.facts[0] if token.facts else None
-        return "tensor" if token.words.startswith("a tensor of") else "members" if first in (list, deque) else ""
+        if token.words.startswith("a tensor of"):
+            return "tensor" if len(token.facts) > 2 else ""  # of the model's own, the values are inputs
+        return "members" if first in (list, deque) else ""
     return "number" if isinstance(token, tuple) and token[0] in (int, float) else ""
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -25,7 +26,8 @@ from crossfade.capture.training import LossFunction, capture_forward_backward, r
 from crossfade.compile.captured import Captured
 from crossfade.compile.options import Options
 from crossfade.compile.place import Place
-from crossfade.errors import CaptureError, CrossfadeError
+from crossfade.compile.tensor_parallel import Forward
+from crossfade.errors import CaptureError
 from crossfade.graph.private import known_sizes
 from crossfade.graph.program import Program, rows_per_rank
 from crossfade.shard.batch_dims import mark_batch_dims, needs_batch_dims
@@ -140,7 +142,7 @@ class Job:
         try:
             with as_it_was([self.model, self.loss_fn], told=False):
                 again = Captured.of((capture(), LossParts(None)), self.model, None)
-        except CrossfadeError:  # it met what only the first capture can read
+        except Exception:  # whatever it met of what only the first capture can read
             again = None
         if again is not None and mark.is_of(again):
             return
@@ -170,11 +172,9 @@ class Job:
         with_sources: bool = True,
     ) -> Program:
         """One capture; another one where the model fixes sizes that were to be symbols."""
-        tensor = self.place.tensor
+        tensor, place, generators = self.place.tensor, self.place, self.baked_in.generators()
 
-        def capture() -> Program:
-            forward = tensor.forward(resized(batch, size, layout)) if tensor is not None else None
-            self.place.begin_rows(self.options.keep_whole)
+        def run_code(forward: Forward | None) -> Program:
             return capture_forward_backward(
                 self.model,
                 self.loss_fn,
@@ -192,9 +192,15 @@ class Job:
 
         while True:
             try:
+                forward = None
+                if tensor is not None:
+                    export = partial(tensor.forward, resized(batch, size, layout))
+                    forward = capture_without_draws(export, self.model, generators)
+                place.begin_rows(self.options.keep_whole)
+                capture = partial(run_code, forward)
                 with as_it_was([self.model, self.loss_fn]):
-                    changed = self.baked_in.watching_code()
-                    program = capture_without_draws(capture, self.model, self.baked_in.generators())
+                    changed = self.baked_in.watching_code() if tensor is None else dict
+                    program = capture_without_draws(capture, self.model, generators)
                     if found := self.baked_in.untold(changed()):
                         self._warn_of(found, program, capture)
             except CaptureError as error:
