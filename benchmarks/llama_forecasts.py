@@ -56,7 +56,7 @@ def forecast(row: Mapping[str, str]) -> dict[str, float | str]:
     ranks = int(row["tensor_parallel"])
     mesh = {"dp": int(row["fsdp"]), **({"tp": ranks} if ranks > 1 else {})}
     float8, compiled = row["dtype"] == "float8", row["compiled"] == "yes"
-    setting = Setting(mesh, way_named("fsdp"), row["checkpointing"], float8, compiled)
+    setting = Setting(mesh, way_named("fsdp"), row["checkpointing"], float8, compiled, expandable=True)
     forecaster = Forecaster(
         source.model, source.batch, source.loss_fn, SEQUENCE_PARALLEL, name=row["model"], tokens=source.tokens
     )

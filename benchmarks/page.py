@@ -356,6 +356,16 @@ def _llama(name: str, figures: Figures) -> str:
     return _origin("Llama 3.1 on H100", figures["command"], figures) + _table(columns, rows)
 
 
+def _forecast_steps(name: str, figures: Figures) -> str:
+    rows = []
+    for found in figures["rows"]:
+        off = f"{found['forecast_s'] / found['measured_s'] - 1:+.1%}"
+        memory = [f"{found[key]:.2f}" if key in found else "" for key in ("forecast_gib", "measured_gib")]
+        rows.append([found["model"], found["way"], _ms(found["forecast_s"]), _ms(found["measured_s"]), off, *memory])
+    columns = ["model", "way", "forecast ms", "measured ms", "off", "GiB", "measured"]
+    return _origin(name.removeprefix("forecast-steps-"), figures["command"], figures) + _table(columns, rows)
+
+
 def _beside(found: Figures, key: str, digits: int) -> list[str]:
     """A forecast, what was measured, and the share by which it is missed."""
     value, measured = found[key], found.get(f"measured_{key}")
@@ -387,6 +397,7 @@ SECTIONS: list[tuple[str, str, Callable[[str, Figures], str]]] = [
     ("Memory", "memory-", _memory),
     ("Forecasts against published measurements", "forecasts-", _published),
     ("Forecasts of Llama against published measurements", "llama-forecasts", _llama),
+    ("Forecasts of our own steps", "forecast-steps-", _forecast_steps),
     ("Collective matmul: a tensor-parallel transformer block", "collective-matmul-forward", _collective_matmul),
     ("Collective matmul: forecasts", "collective-matmul-forecasts", _forecasts),
     ("Collective matmul: pieces", "collective-matmul-pieces", _pieces),

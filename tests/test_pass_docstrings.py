@@ -16,6 +16,7 @@ from crossfade.graph.passes import Numerics, Pass, run_passes
 from crossfade.graph.text import parse, render
 from crossfade.graph.verify import verify
 from crossfade.schedule.arrange_nodes import ArrangeNodes
+from crossfade.schedule.offload_values import OffloadValues
 from crossfade.schedule.recompute_values import RecomputeValues
 from crossfade.shard.batch_dims import BATCH_DIMS
 from crossfade.shard.loss_parts import COUNT, NLL_BACKWARD
@@ -30,6 +31,7 @@ WITHOUT_EXAMPLE: set[str] = set()
 
 GIVEN: dict[str, Pass] = {
     "arrange-nodes": ArrangeNodes(("x..s", "exp", "d..neg", "output")),
+    "offload-values": OffloadValues(("exp@neg@sum_1",)),
     "recompute-values": RecomputeValues(("exp@mul",)),
 }
 """Passes that do nothing unless they are told what."""
@@ -62,7 +64,7 @@ def test_all_passes_are_seen():
 @pytest.mark.parametrize("one", [p for p in PASSES if p.name not in WITHOUT_EXAMPLE], ids=lambda one: one.name)
 def test_example_is_what_the_pass_does(one: type[Pass]):
     before, after = example(one)
-    groups = {"tp" if '"tp"' in before else "dp": 2}
+    groups = {next((axis for axis in ("tp", "ep") if f'"{axis}"' in before + after), "dp"): 2}
     program = parse(before, groups=groups)
     assert render(program) == before
     for node in program.graph.nodes:

@@ -221,6 +221,9 @@ def simulate(
     ] = False,
     accumulate: Annotated[int, typer.Option(help="Micro-batches in a step.", min=1)] = 1,
     spread: Annotated[float, typer.Option(help="Standard deviation of a device's speed, as a share.", min=0)] = 0.0,
+    expandable: Annotated[
+        bool, typer.Option("--expandable", help="Memory as with PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True.")
+    ] = False,
     sweep: Annotated[str, typer.Option(help="gpus=8..16384, or bandwidth=0.25..4 times that between nodes.")] = "",
     scaling: Annotated[
         str, typer.Option(help="weak: each GPU keeps its batch; strong: the whole batch stays.")
@@ -242,7 +245,7 @@ def simulate(
         _simulate_program(Path(program), machine, group_size, memory_limit, html)
         return
     asked = forecasts.Asked(program, batch, mesh, machine or (), way or (), recompute, float8, compiled, accumulate,
-                            spread, sweep, scaling)  # fmt: skip
+                            spread, sweep, scaling, expandable)  # fmt: skip
     answered = forecasts.answer(asked)
     if json:
         typer.echo("[" + ", ".join(each.to_json() for each in answered.forecasts) + "]")

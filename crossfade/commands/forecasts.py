@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from crossfade.commands.whatif import machine_of
-from crossfade.errors import MeshError
+from crossfade.errors import CrossfadeError, MeshError
 from crossfade.forecast.forecast import Forecast
 from crossfade.forecast.page import write_page
 from crossfade.forecast.simulate import Forecaster, Setting
@@ -34,6 +34,7 @@ class Asked:
     spread: float = 0.0
     over: str = ""
     scaling: str = "weak"
+    expandable: bool = False
 
 
 @dataclass(frozen=True)
@@ -46,6 +47,13 @@ class Answered:
 
     def write(self, html: Path | None, csv: Path | None) -> list[str]:
         """Write what was asked for; a line about each file."""
+        try:
+            return self._written(html, csv)
+        except OSError as error:
+            raise CrossfadeError(f"{error.filename}, which cannot be written ({error.strerror})",
+                              remedy="give a place that can") from error  # fmt: skip
+
+    def _written(self, html: Path | None, csv: Path | None) -> list[str]:
         written = []
         if html is not None:
             written.append(f"HTML report: {write_page(html, self.forecasts, self.points, self.over)}")
@@ -91,7 +99,8 @@ def answer(asked: Asked) -> Answered:
     machines = [machine_of(name) for name in asked.machines or (DEFAULT_MACHINE,)]
     mesh = mesh_of(asked.mesh)
     settings = [
-        (Setting(mesh, way_named(way), asked.recompute, asked.float8, asked.compiled, asked.accumulate, asked.spread),
+        (Setting(mesh, way_named(way), asked.recompute, asked.float8, asked.compiled, asked.accumulate, asked.spread,
+                 asked.expandable),
          machine)
         for way in asked.ways or ("fsdp",)
         for machine in machines

@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from crossfade.communicate.per_token import is_pointwise
 from crossfade.graph import collectives
 from crossfade.graph.aliasing import Aliasing
 from crossfade.graph.collectives import Collective, Kind
 from crossfade.graph.passes import Numerics, Outcome, Pass, PassResult, Verdict
+from crossfade.graph.per_token import is_pointwise
 from crossfade.graph.private import statically_equal
 from crossfade.graph.program import Program
 from crossfade.graph.splice import insert_call

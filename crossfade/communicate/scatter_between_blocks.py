@@ -4,25 +4,22 @@ from __future__ import annotations
 
 import fnmatch
 import math
-import operator
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, fx
 
-from crossfade.communicate import per_token, token_regions
-from crossfade.communicate.per_token import Split
+from crossfade.communicate import token_regions
 from crossfade.communicate.token_regions import NOT_ALIKE, AlikeValues, Seed, TokenRegion, grow
 from crossfade.cost.estimate import Estimator
 from crossfade.cost.keys import Keys
 from crossfade.cost.machine import Machine
-from crossfade.graph import collectives
+from crossfade.graph import collectives, per_token
 from crossfade.graph.collectives import Collective, Kind
-from crossfade.graph.operators import argument_names
 from crossfade.graph.own_part import own_part
 from crossfade.graph.passes import Numerics, Outcome, Pass, PassResult, Verdict, from_context
+from crossfade.graph.per_token import Split, elements, work_on_part
 from crossfade.graph.program import Program
 from crossfade.graph.splice import splice
 
@@ -344,7 +341,7 @@ class _Rewriting:
         self.program, self.region = program, region
         self.in_parts: set[fx.Node] = {seed.value for seed in region.seeds}
         for node, _ in region.inside:
-            self.in_parts |= {node, *_elements(node)}
+            self.in_parts |= {node, *elements(node)}
         self.leaving: dict[fx.Node, list[fx.Node]] = {}
         for node, _ in region.gathered:
             self.leaving[node] = [user for user in node.users if user not in self.in_parts]
@@ -393,17 +390,7 @@ class _Rewriting:
         for source, dim in how.cut.items():
             if source not in self.in_parts:
                 node.replace_input_with(source, self._cut(source, dim, node))
-        names = argument_names(node.target)
-        for name, value in how.sizes.items():
-            if names.index(name) < len(node.args):
-                node.update_arg(names.index(name), value)
-            else:
-                node.update_kwarg(name, value)
-        args, kwargs = fx.map_arg((node.args, node.kwargs), lambda source: source.meta["val"])
-        with self.program.fake_mode, torch.no_grad():
-            _describe(node, node.target(*args, **kwargs))  # type: ignore[operator]
-        for element in _elements(node):
-            _describe(element, node.meta["val"][element.args[1]])
+        work_on_part(self.program, node, how)
 
     def _cut(self, source: fx.Node, dim: int, before: fx.Node) -> fx.Node:
         if (source, dim) not in self.cuts:
@@ -441,15 +428,6 @@ class _Rewriting:
         begun = splice(self.program, start, node, before=node.next, like=node)
         users = self.leaving[node]
         _hand_over(users, node, splice(self.program, collectives.wait, begun, before=min(users), like=node))
-
-
-def _elements(node: fx.Node) -> list[fx.Node]:
-    return [user for user in node.users if user.target is operator.getitem]
-
-
-def _describe(node: fx.Node, value: Any) -> None:
-    node.meta["val"] = value
-    node.meta.pop("tensor_meta", None)  # torch's tracer says there what was
 
 
 def _hand_over(users: Iterable[fx.Node], old: fx.Node, new: fx.Node) -> None:

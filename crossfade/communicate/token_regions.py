@@ -12,12 +12,11 @@ from dataclasses import dataclass, field
 
 from torch import Tensor, fx
 
-from crossfade.communicate import per_token
-from crossfade.communicate.per_token import SUMMED, Place, Split
 from crossfade.cost.machine_parts import bytes_sent
-from crossfade.graph import collectives
+from crossfade.graph import collectives, per_token
 from crossfade.graph.collectives import Collective, Kind
 from crossfade.graph.effects import alias_roots, is_random, rewritten
+from crossfade.graph.per_token import SUMMED, Place, Split
 from crossfade.graph.private import has_schema
 from crossfade.graph.program import Program, tensor_bytes
 

@@ -74,9 +74,11 @@ def _not_kept(job: Job) -> str:
         return "passes of one's own"
     if options.phases is not None and options.phases is not GRADIENTS and options.phases is not TRAINING:
         return "phases of one's own"
+    if place.experts is not None:
+        return "experts over an axis, which are found in what tracing makes"
     if place.device != "cpu":
         return f"parameters on {place.device}: only steps on the CPU are kept so far"
-    if options.memory is not None or options.recompute:
+    if options.memory is not None or options.recompute or options.offload:
         return "a memory budget, of which the step tells more than is kept"
     if options.execute not in ("auto", "eager"):
         return f"execute={options.execute!r}: what Inductor compiles, Inductor keeps, the rest is compiled again"

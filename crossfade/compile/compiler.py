@@ -34,7 +34,6 @@ from crossfade.compile.training_phases import TRAINING, StepCompilation
 from crossfade.errors import BatchError, RankFailedError
 from crossfade.graph.effects import is_random
 from crossfade.graph.events import events_of
-from crossfade.graph.memory import alive_at_peak, live_by_name
 from crossfade.graph.private import group_named
 from crossfade.graph.program import OutputKind, Program
 from crossfade.ranks.checkpoint import checksum, checksums, random_state
@@ -52,9 +51,11 @@ _CAPTURE = ("capture", "accumulate", "shard-data", "compare-ranks", "optimizer",
 """The phases that make the plain program, whose time the report tells as that of the capture."""
 
 
-_COUNTED_BY_NODES = "counted node by node; what a region is given lives until it ends, so leave some room"
+_COUNTED_IN_REGIONS = "what a region is given counts until it ends, what it makes inside as if run node by node"
 _COMPUTED_AGAIN = ("Computed again, not kept", ("value", "module", "MB", "ms"))
 """The title and the columns of a report's table."""
+_MOVED = ("Moved to the host", ("value", "module", "MB", "ms exposed"))
+"""Likewise."""
 
 
 class StepKey(NamedTuple):
@@ -294,10 +295,12 @@ class StepCompiler:
         report = Report.of(plain, made, title=type(self.job.model).__name__, facts=facts)
         if memory is not None:
             report = report.with_table(Table(*_COMPUTED_AGAIN, memory.rows()))
-            report = report.with_timelines(memory=live_by_name(made), alive=alive_at_peak(made))
-        if step.timeline is None:
+            report = report.with_table(Table(*_MOVED, memory.moves())) if memory.moved else report
+        if memory is None and step.timeline is None:
             return report
-        return report.with_timelines(predicted=step.timeline, memory=live_by_name(made), alive=alive_at_peak(made))
+        names = [node.name for node in made.graph.nodes]
+        during = list(zip(names, step.accounting.during(made), strict=True))
+        return report.with_timelines(predicted=step.timeline, memory=during, alive=step.accounting.alive(made))
 
     def _shortfalls(self, step: StepCompilation, plain: Program, report: Report) -> tuple[Shortfall, ...]:
         expect, tensor = self.job.options.expect, self.job.place.tensor
@@ -342,6 +345,8 @@ class StepCompiler:
         axes += [place.tensor.axis] if place.tensor else []
         sizes = " x ".join(f"{axis.name}={axis.size}" for axis in axes if axis is not None)
         split = {"split by the plan": place.tensor.said()} if place.tensor else {}
+        if place.experts is not None and place.shards is not None:
+            split["experts"] = f"{len(place.shards.names)} parameters over {place.experts.name}={place.experts.size}"
         spared = "no gather in pieces, no small operators grouped: both need more"
         kept = spared if place.everyone is not None else "not kept: on one device nothing is scheduled"
         limit = options.memory_limit
@@ -350,7 +355,7 @@ class StepCompiler:
         memory = step.memory()
         fits = memory.lines() if memory is not None else {}
         if memory is not None and step.regions is not None:
-            fits["memory of compiled regions"] = _COUNTED_BY_NODES
+            fits["memory of compiled regions"] = _COUNTED_IN_REGIONS
         return {**split, **limited, **fits, **whole} | {
             "mesh": f"{sizes} over {axes[-1].backend}" if axes and axes[-1] else "one device",
             "data parallel": place.mode,

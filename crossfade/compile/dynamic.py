@@ -87,6 +87,8 @@ class Dynamic:
 def _why_static(options: Options, place: Place) -> str:
     if place.tensor is not None:
         return "symbolic sizes are not possible yet with tensor_parallel"
+    if place.experts is not None:
+        return "symbolic sizes are not possible yet with experts over an axis"
     if place.machine is not None and place.everyone is not None:
         return f"symbolic sizes are not possible yet in steps that are planned, here for {place.machine.name}"
     if place.axes is not None and options.batch != "global" and options.check_every != 1:

@@ -1,10 +1,11 @@
-"""A step within a memory budget: which values are computed again, and what there is to tell of it."""
+"""A step within a memory budget: which values are computed again or moved to the host, and what to tell of it."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Literal
 
 from torch import fx
 
@@ -13,12 +14,17 @@ from crossfade.cost.estimate import estimate
 from crossfade.cost.machine import Machine
 from crossfade.cost.presets import preset
 from crossfade.errors import MemoryLimitError
+from crossfade.execute.region_memory import alive_at_peak_in_regions, live_in_regions
+from crossfade.graph import offload
+from crossfade.graph.lasting import LASTING
 from crossfade.graph.memory import Storages, alive_at_peak, memory_curve
 from crossfade.graph.modules import by_module
-from crossfade.graph.passes import run_passes
+from crossfade.graph.passes import Pass, run_passes
 from crossfade.graph.program import InputKind, Program
-from crossfade.schedule.choose_recompute import Frontier, frontier
-from crossfade.schedule.kept_values import Choice, KeptValues
+from crossfade.schedule.choose_recompute import SMALL_MOVE, Frontier, frontier
+from crossfade.schedule.host_moves import Room
+from crossfade.schedule.kept_values import NONE, NOT_KEPT, Choice, KeptValues
+from crossfade.schedule.offload_values import OffloadValues
 from crossfade.schedule.recompute_values import RecomputeValues
 
 Finish = Callable[[Program, bool], Program]
@@ -29,12 +35,60 @@ CostsOf = tuple[Machine, Mapping[str, float]]
 
 Rules = Sequence[tuple[str, str]]
 
+Offloading = Rules | Literal["auto", "all"]
+"""What may move to the host: as rules say of modules in any case; what is chosen; or whatever the link has room for."""
+
 Rows = Sequence[tuple[str, int, float]]
-"""Values that are computed again, as `recompute-values` takes them, each with its bytes and milliseconds."""
+"""Values that are computed again, as `recompute-values` takes them, or moved, as `offload-values` does, each with its
+bytes and milliseconds."""
 
 _FORWARD = "forward"
+_BUSY = "the link is busy meanwhile"
+_NEARBY = 8
+"""Choices that are tried beside the leanest one, where that does not fit."""
 _SHOWN = 5
 _SOME_MORE = " and a tenth more (the order, and so the least, follows measured times)"
+
+
+@dataclass(frozen=True)
+class Accounting:
+    """How memory is counted: the bytes beside inputs during each node, and what is alive when these are most.
+
+    With `replayed` CUDA graphs keep copies of what comes in at each step; not of a program that offloads.
+    """
+
+    during: Callable[[Program], tuple[int, ...]]
+    alive: Callable[[Program], list[tuple[str, int]]]
+    replayed: bool = False
+
+    def live(self, program: Program) -> tuple[int, ...]:
+        """Bytes during each node, inputs and constants included."""
+        held = Storages(program.graph.nodes).held + self.copied(program)
+        return tuple(size + held for size in self.during(program))
+
+    def copied(self, program: Program) -> int:
+        """The bytes of the copies that CUDA graphs keep."""
+        if not self.replayed or offload.has(program.graph):
+            return 0
+        return sum(Storages([node]).held for item, node in program.named_inputs() if item.kind not in LASTING)
+
+    def held(self, program: Program) -> dict[str, int]:
+        """The bytes of inputs, constants and copies of these, by what they are, the largest first."""
+        copied = {"copies for CUDA graphs": self.copied(program)} if self.copied(program) else {}
+        return dict(Counter({**held_by_kind(program), **copied}).most_common())
+
+    def peak_by_module(self, program: Program, places: Mapping[str, str]) -> tuple[tuple[str, int], ...]:
+        """What is alive beside inputs when most is, by module, the largest first."""
+        sizes = Counter[str]()
+        for name, size in self.alive(program):
+            sizes[places.get(name, "")] += size
+        return tuple(sizes.most_common())
+
+
+BY_NODES = Accounting(lambda program: memory_curve(program).during, alive_at_peak)
+IN_REGIONS = Accounting(live_in_regions, alive_at_peak_in_regions)
+IN_GRAPHS = Accounting(live_in_regions, alive_at_peak_in_regions, replayed=True)
+"""Of steps that run node by node, of compiled ones, and of those that CUDA graphs replay."""
 
 
 @dataclass(frozen=True)
@@ -51,12 +105,23 @@ class Again:
 
 
 @dataclass(frozen=True)
+class Moved(Again):
+    """A value that moves to the host and back: its name, its module, its bytes, and how long that is waited for."""
+
+    def __str__(self) -> str:
+        hidden = "hidden" if not self.milliseconds else f"exposed for {self.milliseconds:.3f} ms"
+        return f"{self.name} of {self.module or 'the model'}: {in_words(self.bytes)} to the host, {hidden}"
+
+
+@dataclass(frozen=True)
 class StepMemory:
     """What a step holds, and what that costs; all bytes with parameters, state and whatever else is given to it.
 
     `before` and `after` are live bytes during each node of the program without and with what was chosen; `held` is what
     inputs take of it, by kind; `at_peak` what is alive beside them at the peak, by module. `again` are the values that
-    are computed again, `ladder` the budgets at which a step takes less time, with that, in seconds above the least.
+    are computed again, `moved` those that move to the host, `on_host` the most bytes there; `left` counts by reason
+    what was asked to move and stays. `ladder` has the budgets at which a step takes less time, with that, in seconds
+    above the least.
 
     >>> ladder = (700, 1e-3), (900, 0.0)
     >>> memory = StepMemory(1000, (400, 900), (700,), {"parameter": 400}, (("forward up", 300),), (), ladder, 1e-3)
@@ -77,7 +142,10 @@ class StepMemory:
     again: tuple[Again, ...]
     ladder: tuple[tuple[int, float], ...]
     seconds: float = 0.0
-    """What computing again takes."""
+    """What computing again, and waiting for what moves, takes."""
+    moved: tuple[Moved, ...] = ()
+    on_host: int = 0
+    left: tuple[tuple[str, int], ...] = ()
 
     @property
     def peak(self) -> int:
@@ -106,18 +174,34 @@ class StepMemory:
         sums = f"{kinds}, {in_words(made)} made by the step" if kinds else f"{in_words(made)} made by the step"
         modules = ", ".join(f"{module or 'elsewhere'} {in_words(size)}" for module, size in self.at_peak[:_SHOWN])
         freed = sum(each.bytes for each in self.again)
-        count = f"{len(self.again)} values, {in_words(freed)}, for {1e3 * self.seconds:.3f} ms a step"
+        taken = sum(each.milliseconds for each in self.again)
+        count = f"{len(self.again)} values, {in_words(freed)}, for {taken:.3f} ms a step"
         found = {
             "memory": f"peak {in_words(self.peak)}{of}, {in_words(self.peak_before)} without a budget: {sums}",
             "alive at the peak": modules or "nothing",
             "computed again": count if self.again else "nothing",
         }
+        if self.moved or self.left:
+            found["moved to the host"] = self._said_of_moves()
         most = max((size for size, _ in self.ladder), default=0)
         if (following := self.next) is not None:
             more, saved = following
             last = f"; with {in_words(most - self.peak)} more nothing is computed again"
             found["more memory"] = f"with {in_words(more)} more: {1e3 * saved:.3f} ms less{last}"
         return found
+
+    def _said_of_moves(self) -> str:
+        exposed = sum(each.milliseconds for each in self.moved)
+        size = sum(each.bytes for each in self.moved)
+        waits = f"exposed for {exposed:.3f} ms a step" if exposed else "hidden"
+        moved = f"{len(self.moved)} values, {in_words(size)}, at most {in_words(self.on_host)} at once, {waits}"
+        left = [f"{count} left: {reason}" for reason, count in self.left]
+        return "; ".join([moved if self.moved else "nothing", *left])
+
+    def moves(self) -> list[tuple[str, str, float, float]]:
+        """Each value that moves to the host, as `rows`."""
+        found = sorted(self.moved, key=lambda each: (-each.bytes, each.name))
+        return [(each.name, each.module, each.bytes / 1e6, each.milliseconds) for each in found]
 
     def rows(self) -> list[tuple[str, str, float, float]]:
         """Each value that is computed again: its name, its module, megabytes, milliseconds; the largest first."""
@@ -136,11 +220,22 @@ class Fitted:
     lean: bool
     ladder: tuple[tuple[int, float], ...]
     before: tuple[int, ...]
+    moves: Rows = ()
+    left: tuple[str, ...] = ()
+    """What was asked to move and stays, as `value: reason`."""
 
-    @property
-    def names(self) -> tuple[str, ...]:
-        """The values to compute again, as `recompute-values` takes them."""
-        return tuple(spelled for spelled, _, _ in self.again)
+    def passes(self, costs: CostsOf) -> list[Pass]:
+        """What carries it out."""
+        return _passes(_spelled(self.again), _spelled(self.moves), costs, self.left)
+
+
+def _spelled(rows: Rows) -> tuple[str, ...]:
+    return tuple(spelled for spelled, _, _ in rows)
+
+
+def _passes(again: tuple[str, ...], moves: tuple[str, ...], costs: CostsOf, left: tuple[str, ...] = ()) -> list[Pass]:
+    passes: list[Pass] = [RecomputeValues(again, *costs)] if again else []
+    return [*passes, OffloadValues(moves, left, *costs)] if moves or left else passes
 
 
 def usual_machine(device: str) -> Machine:
@@ -152,58 +247,110 @@ def usual_machine(device: str) -> Machine:
     return preset("h200-nvlink-node" if device == "cuda" else "loopback-gloo")
 
 
-def fit(program: Program, plain: Program, budget: int | None, rules: Rules, costs: CostsOf, finish: Finish) -> Fitted:
-    """The fastest choice within a budget; what rules ask for is computed again in any case.
+def fit(
+    program: Program,
+    plain: Program,
+    budget: int | None,
+    rules: Rules,
+    costs: CostsOf,
+    finish: Finish,
+    moving: Offloading = (),
+    accounting: Accounting = BY_NODES,
+) -> Fitted:
+    """The fastest choice within a budget; what rules ask for is computed again, or moved, in any case.
 
     Without a budget only what rules ask for. Raises `MemoryLimitError` if nothing fits.
     """
     known = by_module(plain)
     places = by_module(program, known)
     forward = {name for name, place in known.items() if place.startswith(_FORWARD)}
-    values = KeptValues(program, estimate(program, *costs), fixed=_kept(program, places, rules), forward=forward)
-    always = _always(values, places, rules)
+    stay = _kept(program, places, () if isinstance(moving, str) else moving)
+    link = costs[0].host_link() if moving else None
+    seconds = estimate(program, *costs)
+    fixed = _kept(program, places, rules)
+    values = KeptValues(program, seconds, fixed=fixed, forward=forward, host=link, stay=stay)
+    always, said = _always(values, places, rules), tuple[str, ...]()
+    if moving and moving != "auto":
+        moved, said = _moved(values, places, moving, set(always))
+        always += moved
     natural = finish(program, False)
-    before = live_bytes(natural)
+    before = accounting.live(natural)
     if not always and (budget is None or max(before) <= budget):
-        return Fitted((), False, ((max(before), 0.0),), before)
+        return Fitted((), False, ((max(before), 0.0),), before, (), said)
     if budget is None:
-        return Fitted(_rows(values, values.choose(always)), False, (), before)
+        choice = values.choose(always)
+        return Fitted(_rows(values, choice), False, (), before, _moves(values, choice), said)
     found = frontier(values, always)
-    sizes = _Sizes(values, found, costs, finish)
+    sizes = _Sizes(values, found, costs, finish, accounting)
     at = sizes.first_within(budget)
     if at is None:
         leanest = sizes.program(len(found.choices) - 1)
-        raise _too_small(budget, leanest, min(sizes.known.values()), known, is_measured=bool(costs[1]))
-    held = max(before) - memory_curve(natural).peak
+        raise _too_small(budget, leanest, min(sizes.known.values()), known, accounting, is_measured=bool(costs[1]))
+    held = max(before) - memory_curve(natural).peak  # and what regions hold longer
     ladder = [(choice.peak + held, choice.seconds) for choice in found.choices]
     ladder += [(max(before), 0.0)] if not always else []
-    return Fitted(_rows(values, found.choices[at]), True, tuple(ladder), before)
+    choice = found.choices[at]
+    return Fitted(_rows(values, choice), True, tuple(ladder), before, _moves(values, choice), said)
+
+
+def _moved(
+    values: KeptValues, places: Mapping[str, str], moving: Offloading, again: Container[int]
+) -> tuple[list[int], tuple[str, ...]]:
+    """What moves to the host in any case, and why the rest of what was asked for stays.
+
+    What rules name moves, under computation if the link has room for it; of everything, only what then is hidden.
+    """
+    link, natural = values.host, values.choose(())
+    assert link is not None
+    room, everything = Room(values.ends(()), link), moving == "all"
+    asked = set(_inside(values, places, () if isinstance(moving, str) else moving))
+    wanted = [c for c in range(len(values.size)) if c not in again and (everything or c in asked)]
+    wanted = [c for c in wanted if values.late_start[c] != NONE and values.size[c] * SMALL_MOVE >= natural.peak]
+    found, left = list[int](), list[str]()
+    for cell in sorted(wanted, key=lambda cell: (-values.size[cell], cell)):
+        if why_not := values.why_stays[cell]:
+            if why_not != NOT_KEPT:
+                left.append(f"{values.name_of(cell)}: {why_not}")
+        elif not link.apart or room.taken_by(values.stay_of(cell, values.late_start[cell], False)) is None:
+            if everything and link.apart:
+                left.append(f"{values.name_of(cell)}: {_BUSY}")
+            else:
+                found.append(values.move(cell, at_once=True))
+        else:
+            found.append(values.move(cell))
+    return found, tuple(left)
 
 
 class _Sizes:
     """What choices really take, once all passes have run; found out for as few as possible."""
 
-    def __init__(self, values: KeptValues, found: Frontier, costs: CostsOf, finish: Finish) -> None:
-        self.values, self.found, self.costs, self.finish = values, found, costs, finish
+    def __init__(
+        self, values: KeptValues, found: Frontier, costs: CostsOf, finish: Finish, accounting: Accounting
+    ) -> None:
+        self.values, self.found, self.costs, self.finish, self.accounting = values, found, costs, finish, accounting
         self.known: dict[int, int] = {}
 
     def program(self, at: int) -> Program:
         """The program of a choice as it will run."""
-        names = _names(self.values, self.found.choices[at])
-        return self.finish(run_passes(self.values.program, [RecomputeValues(names, *self.costs)]), True)
+        choice = self.found.choices[at]
+        passes = _passes(_names(self.values, choice), _spelled(_moves(self.values, choice)), self.costs)
+        return self.finish(run_passes(self.values.program, passes), True)
 
     def of(self, at: int) -> int:
         """The bytes of a choice, inputs included."""
         if at not in self.known:
-            self.known[at] = max(live_bytes(self.program(at)))
+            self.known[at] = max(self.accounting.live(self.program(at)))
         return self.known[at]
 
     def first_within(self, budget: int) -> int | None:
         """The fastest choice within a budget: choices become leaner one by one."""
         low, high = 0, len(self.found.choices) - 1
         if self.of(high) > budget:
-            fitting = [at for at in range(high) if self.found.choices[at].peak <= self.found.least.peak * 1.05]
-            return next((at for at in fitting if self.of(at) <= budget), None)
+            # passes and regions hold a little more or less than what choices are made by: another may be leaner
+            reach = self.found.least.peak * (1.05 if self.accounting is BY_NODES else 1.25)
+            fitting = [at for at in range(high) if self.found.choices[at].peak <= reach]
+            spread = fitting[:: max(1, len(fitting) // _NEARBY)]
+            return next((at for at in spread if self.of(at) <= budget), None)
         while low < high:
             middle = (low + high) // 2
             low, high = (low, middle) if self.of(middle) <= budget else (middle + 1, high)
@@ -224,10 +371,22 @@ def _rows(values: KeptValues, choice: Choice) -> Rows:
     return tuple(sorted(rows))
 
 
+def _moves(values: KeptValues, choice: Choice) -> Rows:
+    """The values that a choice moves."""
+    names = [node.name for node in values.nodes]
+    return tuple(
+        (
+            f"{values.name_of(move.cell)}@{names[move.left]}@{names[move.back]}",
+            values.size[move.cell],
+            1e3 * move.exposed,
+        )
+        for move in choice.moves
+    )
+
+
 def live_bytes(program: Program) -> tuple[int, ...]:
-    """Bytes during each node, inputs and constants included."""
-    curve = memory_curve(program)
-    return tuple(size + curve.held for size in curve.during)
+    """Bytes during each node of a program that runs node by node, inputs and constants included."""
+    return BY_NODES.live(program)
 
 
 def _kept(program: Program, places: Mapping[str, str], rules: Rules) -> Collection[fx.Node]:
@@ -241,6 +400,11 @@ def _kept(program: Program, places: Mapping[str, str], rules: Rules) -> Collecti
 
 def _always(values: KeptValues, places: Mapping[str, str], rules: Rules) -> list[int]:
     """Cells to compute again in any case: what the forward of a named module makes, but what goes out of it."""
+    return [cell for cell in _inside(values, places, rules) if values.eligible[cell]]
+
+
+def _inside(values: KeptValues, places: Mapping[str, str], rules: Rules) -> list[int]:
+    """What the forward of modules makes for itself of which rules say "full"."""
     if not any(word == "full" for _, word in rules):
         return []
     inside: dict[int, str] = {}
@@ -253,26 +417,32 @@ def _always(values: KeptValues, places: Mapping[str, str], rules: Rules) -> list
             if word == "full":
                 inside[index] = path
     found = []
-    for cell, eligible in enumerate(values.eligible):
+    for cell in range(len(values.size)):
         own = values.makers(cell)
         paths = {inside.get(index, "") for index in own}
         users = {user for index in values.in_cell[cell] for user in values.users[index]} - set(own)
         leaves = any(user in forward and inside.get(user, "") not in paths for user in users)
-        if eligible and own and "" not in paths and not leaves:
+        if own and "" not in paths and not leaves:
             found.append(cell)
     return found
 
 
 def _too_small(
-    budget: int, leanest: Program, least: int, known: Mapping[str, str], *, is_measured: bool
+    budget: int,
+    leanest: Program,
+    least: int,
+    known: Mapping[str, str],
+    accounting: Accounting,
+    *,
+    is_measured: bool,
 ) -> MemoryLimitError:
     """Why nothing fits: what fills the leanest program there is.
 
     Where costs were measured, the next compilation may plan another order, which holds more or less.
     """
-    held = held_by_kind(leanest)
+    held = accounting.held(leanest)
     biggest = [f"{in_words(size)} of {kind}" for kind, size in held.items() if size]
-    at_peak = peak_by_module(leanest, by_module(leanest, known))
+    at_peak = accounting.peak_by_module(leanest, by_module(leanest, known))
     modules = [f"{in_words(size)} in {module or 'values of no module'}" for module, size in at_peak]
     error = MemoryLimitError(
         f"a step needs {least:,} bytes ({in_words(least)}) even with everything computed again that may be: "
@@ -285,16 +455,20 @@ def _too_small(
     return error
 
 
-def told(program: Program, plain: Program, fitted: Fitted, budget: int | None) -> StepMemory:
+def told(
+    program: Program, plain: Program, fitted: Fitted, budget: int | None, accounting: Accounting = BY_NODES
+) -> StepMemory:
     """What is to be told of a step, of the program that runs; `plain` knows modules as they were captured."""
     places = by_module(program, by_module(plain))
     rows = ((spelled.partition("@")[0], size, taken) for spelled, size, taken in fitted.again)
     again = tuple(Again(name, places.get(name, ""), size, taken) for name, size, taken in rows)
-    seconds = sum(each.milliseconds for each in again) / 1e3
-    at_peak = peak_by_module(program, places)
-    return StepMemory(
-        budget, fitted.before, live_bytes(program), held_by_kind(program), at_peak, again, fitted.ladder, seconds
-    )
+    rows = ((spelled.partition("@")[0], size, waited) for spelled, size, waited in fitted.moves)
+    moved = tuple(Moved(name, places.get(name, ""), size, waited) for name, size, waited in rows)
+    seconds = sum(each.milliseconds for each in (*again, *moved)) / 1e3
+    at_peak = accounting.peak_by_module(program, places)
+    left = tuple(Counter(entry.partition(": ")[2] for entry in fitted.left).most_common())
+    after, held, on_host = accounting.live(program), accounting.held(program), offload.most_on_host(program.graph)
+    return StepMemory(budget, fitted.before, after, held, at_peak, again, fitted.ladder, seconds, moved, on_host, left)
 
 
 def held_by_kind(program: Program) -> dict[str, int]:
@@ -313,11 +487,3 @@ _WORDS = {
     InputKind.INPUT: "batch",
     InputKind.WORKSPACE: "buckets",
 }
-
-
-def peak_by_module(program: Program, places: Mapping[str, str]) -> tuple[tuple[str, int], ...]:
-    """What is alive beside inputs when most is, by module, the largest first."""
-    sizes = Counter[str]()
-    for name, size in alive_at_peak(program):
-        sizes[places.get(name, "")] += size
-    return tuple(sizes.most_common())

@@ -193,8 +193,9 @@ class Gradients:
 
     def _check_replicated(self) -> None:
         if self._place.shards is not None:
+            mode, axis = self._place.mode, self._place.experts
             raise NotYetError(
-                f"no_sync() with data_parallel={self._place.mode!r}",
+                f"no_sync() with {f'data_parallel={mode!r}' if axis is None else f'experts over {axis.name}'}",
                 expected='"replicate", where ranks have whole gradients to keep',
                 remedy="leave it out: every call exchanges, or pass the whole batch with accumulate=",
             )

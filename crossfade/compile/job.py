@@ -68,10 +68,11 @@ class Job:
         that of rows of these."""
         place = self.place
         by_plan = place.tensor.split_over() if place.tensor is not None else {}
-        rows = place.axes.split.name if place.axes is not None and place.shards is not None else ""
+        rows = place.axes.split.name if place.axes is not None else ""
         found: dict[str, tuple[str, ...]] = {}
-        for parameter, name in parameter_names(self.model).items():
-            axes = [*([by_plan[name]] if name in by_plan else []), *([rows] if rows and parameter.dim() else [])]
+        for name in parameter_names(self.model).values():
+            in_rows = place.shards is not None and place.shards.updates_rows_of(name)
+            axes = [*([by_plan[name]] if name in by_plan else []), *([rows] if rows and in_rows else [])]
             if axes:
                 found[name] = tuple(axes)
         return found
@@ -91,7 +92,8 @@ class Job:
             if whole != part:
                 shapes[name] = whole, part
         reasons = [] if place.tensor is None else ["tensor_parallel"]
-        reasons += [] if place.shards is None else [f"data_parallel={place.mode!r}"]
+        by_mode = f"data_parallel={place.mode!r}" if place.experts is None else f"the axis {place.experts.name}"
+        reasons += [] if place.shards is None else [by_mode]
         where = " and ".join(reasons)
         check_elementwise(self.optimizer, names, shapes, learned=self.learned, begins=self.begins(), where=where)
 

@@ -20,6 +20,9 @@ Memory = float | str | None
 Recompute = Literal["auto"] | Mapping[str, str] | None
 """What to compute again: chosen also where the model is checkpointed by hand, or as told for some modules."""
 
+Offload = bool | Literal["auto"] | Mapping[str, str] | None
+"""What to move to the host: whatever is hidden, what is chosen within a budget, or as told for some modules."""
+
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 _BINARY = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 _WORDS = ("full", "never")
@@ -94,17 +97,55 @@ def check_recompute(
             expected='"auto", or modules with what to do: {"blocks.*": "full", "head": "never"}',
             remedy='pass memory= and recompute="auto", or name modules',
         )
+    return _checked_rules("recompute", given, "computed again", model)
+
+
+def check_offload(
+    given: Offload, memory: Memory, model: nn.Module
+) -> tuple[tuple[str, str], ...] | Literal["auto", "all"]:
+    """What is to move to the host, as pairs of a pattern and a word, or as one word; empty if nothing is.
+
+    >>> model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    >>> check_offload(None, None, model), check_offload(True, None, model), check_offload({"0": "full"}, None, model)
+    ((), 'all', (('0', 'full'),))
+    >>> check_offload("auto", None, model)
+    Traceback (most recent call last):
+    crossfade.errors.CrossfadeError: offload="auto" without a budget: expected memory= too...
+    """
+    if given is None or given is False:
+        return ()
+    if given is True:
+        return "all"
+    if given == "auto":
+        if memory is None:
+            raise CrossfadeError(
+                'offload="auto" without a budget',
+                expected="memory= too, by which values are kept, computed again or moved",
+                remedy="pass memory=, or offload=True for whatever moves under computation",
+            )
+        return "auto"
+    if not isinstance(given, Mapping):
+        raise CrossfadeError(
+            f"offload={given!r}",
+            expected='True, "auto", or modules with what to do: {"blocks.*": "full", "head": "never"}',
+            remedy='pass memory= and offload="auto", or name modules',
+        )
+    return _checked_rules("offload", given, "moved to the host", model)
+
+
+def _checked_rules(option: str, given: Mapping[str, str], full: str, model: nn.Module) -> tuple[tuple[str, str], ...]:
+    """Rules as pairs, whose words are known and whose patterns match some module."""
     names = [name for name, _ in model.named_modules() if name]
     for pattern, word in given.items():
         if word not in _WORDS:
             raise CrossfadeError(
-                f"recompute={{{pattern!r}: {word!r}}}",
-                expected='"full" (computed again) or "never" (kept)',
+                f"{option}={{{pattern!r}: {word!r}}}",
+                expected=f'"full" ({full}) or "never" (kept)',
                 remedy=_nearest(str(word), _WORDS, "pass one of the two"),
             )
         if not any(fnmatch.fnmatchcase(name, pattern) for name in names):
             raise CrossfadeError(
-                f"recompute names {pattern!r}, which matches no module",
+                f"{option} names {pattern!r}, which matches no module",
                 expected="the name of a module, or a pattern with *",
                 remedy=_nearest(pattern, names, "see model.named_modules()"),
             )

@@ -47,6 +47,8 @@ class Options:
     """Bytes that a step may hold; up to 1, a share of what the device has."""
     recompute: tuple[tuple[str, str], ...] | Literal["auto"] = ()
     """What is computed again or kept in any case: patterns of modules' names, each with a word."""
+    offload: tuple[tuple[str, str], ...] | Literal["auto", "all"] = ()
+    """What moves to the host or stays in any case, as `recompute`; or whatever is hidden, or what is chosen."""
     reduce_dtype: tuple[tuple[str, str], ...] = ()
     """The dtype that gradients are sent in along each axis, where it is not their own."""
     passes: tuple[Pass, ...] | None = None
@@ -88,6 +90,7 @@ class Options:
             "memory_limit": self.memory_limit,
             "memory": self.memory,
             "recompute": self.recompute if self.recompute == "auto" else dict(self.recompute),
+            "offload": dict(self.offload) if isinstance(self.offload, tuple) else self.offload,
             "reduce_dtype": dict(self.reduce_dtype),
             "check_every": self.check_every,
             "dynamic": self.dynamic,

@@ -60,6 +60,7 @@ from crossfade.report.strict import Judged, hold
 from crossfade.schedule.overlap_communication import OverlapCommunication
 from crossfade.schedule.planned_bucket_sizes import BucketSize
 from crossfade.shard.average_buffers import AverageBuffers
+from crossfade.shard.average_expert_gradients import AverageExpertGradients
 from crossfade.shard.average_gradients import AverageGradients
 from crossfade.shard.broadcast_buffers import BroadcastBuffers
 from crossfade.shard.count_globally import CountGlobally
@@ -154,21 +155,23 @@ def gradient_exchange(
     *,
     gathers_rows: bool = False,
     gradients: bool = True,
+    experts: tuple[str, ...] = (),
 ) -> list[Pass]:
     """Passes that put the ranks' gradients together: whole on every rank, or each rank's rows.
 
     `whole` names the parameters that every rank holds whole where the others are split. With `gathers_rows`, gradients
     of embeddings as rows, if every rank holds all parameters whole: for planned steps, in which these gathers do not
     stand in the way. Without `gradients` only losses are put together, and replicas keep
-    their gradients for a later exchange.
+    their gradients for a later exchange. `experts` names the parameters whose experts are spread over the split axis.
     """
     reduce_op = "avg" if loss_is == "mean" else "sum"
     along = axes.whole if mode == "replicate" else axes.split
     by_rows = gathers_rows and mode in ("replicate", "zero1")
     rows: list[Pass] = [GatherRowGradients(along.name, along.size)] if by_rows else []
-    if mode == "replicate":
-        return [AverageGradients(axes.whole.name, reduce_op, gradients), *rows]
     copies = axes.copies.name if axes.copies is not None else ""
+    if mode == "replicate":
+        own: list[Pass] = [AverageExpertGradients(experts, axes.split.size, copies, reduce_op)] if experts else []
+        return [AverageGradients(axes.whole.name, reduce_op, gradients, experts), *own, *rows]
     held = mode == "zero1" or whole
     return [ScatterGradients(axes.split.name, axes.split.size, reduce_op, held, copies, axes.whole.name), *rows]
 

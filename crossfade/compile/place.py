@@ -29,7 +29,18 @@ from crossfade.ranks.checkpoint import checksums
 from crossfade.ranks.groups import Lease
 from crossfade.ranks.meeting import meet
 from crossfade.ranks.members import Members
-from crossfade.ranks.mesh import COPY_AXIS, SPLIT_AXIS, DataParallel, MeshLike, backend_on, data_parallel_axes, ranks_of
+from crossfade.ranks.mesh import (
+    COPY_AXIS,
+    EXPERT_AXIS,
+    SPLIT_AXIS,
+    Axis,
+    DataParallel,
+    MeshLike,
+    backend_on,
+    data_parallel_axes,
+    has_axis,
+    ranks_of,
+)
 from crossfade.ranks.shards import Shards, is_distributed
 
 log = logging.getLogger("crossfade")
@@ -63,6 +74,8 @@ class Place:
         """Meet the other ranks, agree with them on the options, and open process groups of our own."""
         lease, timeout = Lease(model), options.timeout
         device = next((parameter.device.type for parameter in model.parameters()), "cpu")
+        if has_axis(mesh, EXPERT_AXIS):
+            _check_beside_experts(options)
         present = _agree_on_settings(mesh, lease, options)
         tensor: TensorParallel | None = None
         if options.tensor_parallel is not None:
@@ -88,11 +101,25 @@ class Place:
 
     def begin_rows(self, whole: Collection[str] | None) -> None:
         """Split the rows of what a plan has just made parts of, but those of parameters to keep `whole`."""
-        if self.shards is None or self.shards.has_begun:
+        if self.shards is None or self.shards.has_begun or self.experts is not None:
             return
         self.shards.begin()
         if self.mode != "zero1" and whole is not None:
             self.split_all_but(whole)
+
+    def split_experts(self, names: Collection[str]) -> None:
+        """Keep this rank's experts alone, of the parameters that hold some; the same ones for every batch."""
+        assert self.shards is not None
+        if not self.shards.has_begun:
+            self.shards.begin(names)
+            self.shards.split_all_but(())
+        if set(names) != set(self.shards.names):
+            other = sorted(set(names) ^ set(self.shards.names))[0]
+            raise ModelError(
+                f"experts in {other} for some batches and not for others",
+                expected="the same experts for every batch",
+                remedy="let the model compute its experts in one way, by grouped_mm",
+            )
 
     def split_all_but(self, whole: Collection[str]) -> None:
         """Split the rows of all parameters but these; once only."""
@@ -112,6 +139,11 @@ class Place:
                 if split is not None:
                     whole.enter_context(split.gathered())
             yield
+
+    @property
+    def experts(self) -> Axis | None:
+        """The axis that experts are spread over, if they are."""
+        return self.axes.split if self.axes is not None and self.axes.experts else None
 
     @property
     def everyone(self) -> Members | None:
@@ -177,8 +209,20 @@ def _loss_of(loss_fn: LossFunction | None) -> Callable[[Callable[..., Any], tupl
 def _travelled(axes: DataParallel, mode: DataParallelMode) -> list[str]:
     """The axes that gradients travel along."""
     if mode == "replicate":
-        return [axes.whole.name]
+        return [axes.whole.name, *([axes.copies.name] if axes.experts and axes.copies is not None else [])]
     return [axes.split.name, *([axes.copies.name] if axes.copies is not None else [])]
+
+
+def _check_beside_experts(options: Options) -> None:
+    """Refuse what does not go together with experts over an axis."""
+    found = [f"data_parallel={options.data_parallel!r}"] if options.data_parallel != "replicate" else []
+    found += ["tensor_parallel"] if options.tensor_parallel is not None else []
+    if found:
+        raise NotYetError(
+            f"{' and '.join(found)} together with a mesh axis {EXPERT_AXIS}",
+            expected=f"parameters other than experts whole on every rank, with {EXPERT_AXIS} alone or beside dp",
+            remedy=f"leave {' and '.join(found)} out, or the axis {EXPERT_AXIS}: call it dp to split the batch alone",
+        )
 
 
 def _check_not_in_rows(model: nn.Module) -> None:
@@ -316,7 +360,7 @@ def _open_groups(
     """Process groups of our own for each axis that the mode communicates along, by the axis's name."""
     members, group = axes.whole.open(timeout, lease)
     groups = {axes.whole.name: group}
-    if mode != "replicate" and axes.copies is not None:
+    if (mode != "replicate" or axes.experts) and axes.copies is not None:
         groups |= {axis.name: axis.open(timeout, lease)[1] for axis in (axes.split, axes.copies)}
     return members, groups
 
@@ -336,7 +380,7 @@ def shards_of(
     Parameters are split here, but those to keep whole; where these are to be chosen, once they are. With a plan nothing
     is split before that has split the model.
     """
-    if mode == "replicate":
+    if mode == "replicate" and not axes.experts:
         return None
     device = next(model.parameters()).device.type
     if axes.split.name == COPY_AXIS or axes.split.size == 1:
@@ -347,13 +391,16 @@ def shards_of(
         )
     if device == "cuda" and backend_on(device, axes.split.backend) == "gloo":
         raise NotYetError(
-            f"data_parallel={mode!r} on CUDA over gloo",
+            f"{f'the mesh axis {EXPERT_AXIS}' if axes.experts else f'data_parallel={mode!r}'} on CUDA over gloo",
             expected="a backend that gathers CUDA tensors: gloo's all-gather crashes on them",
-            remedy='initialise the process group with nccl, or pass data_parallel="replicate"',
+            remedy="initialise the process group with nccl, or let every rank hold all parameters: one axis dp, and "
+            'data_parallel="replicate"',
         )
     lines = [f"keep_whole = {'auto' if kept_whole is None else sorted(kept_whole)}", *checksums(model, optimizer)]
     members.agree(" ".join(lines), "\n".join(lines))
     mesh = axes.device_mesh(device, members)
+    if axes.experts:
+        return Shards(model, optimizer, mesh, begins=False, guard=members.guard)
     if after_plan:
         will_split = kept_whole is None and mode != "zero1"
         return Shards(model, optimizer, mesh, will_split=will_split, begins=False, guard=members.guard)

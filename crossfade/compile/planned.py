@@ -163,7 +163,7 @@ def _placed(place: Place, name: str, parameter: Tensor) -> str:
                 f" in blocks of {list(at.sizes)}" if at.sizes else f" in {at.outer} blocks" if at.outer != 1 else ""
             )
             words.append(f"dim {at.dim}{blocks} over {parts.axis}")
-    if place.shards is not None and place.axes is not None and parameter.dim():
+    if place.shards is not None and place.axes is not None and place.shards.updates_rows_of(name):
         held = "rows" if place.shards.has(name) else "updated by rows"
         words.append(f"{held} over {place.axes.split.name}")
     return f"{_type(parameter.dtype, shape)} {', '.join(words) or 'whole'}"

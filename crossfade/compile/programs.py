@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Collection, Hashable
+from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -21,6 +21,7 @@ from crossfade.compile.step_inputs import StepInputs
 from crossfade.execute.bound import Bound
 from crossfade.execute.cuda_graph import said_of_replays
 from crossfade.execute.executable import Executable
+from crossfade.graph import offload
 from crossfade.graph.private import tree_map_only
 from crossfade.graph.program import InputKind
 from crossfade.ranks.one_at_a_time import CAPTURING
@@ -62,7 +63,7 @@ class Programs:
     dynamic: Dynamic
     captures: int = 0
     ready: dict[StepKey, Ready] = field(default_factory=dict)
-    _of_other_sizes: dict[Hashable, Ready] = field(default_factory=dict)
+    _of_other_sizes: dict[StepKey, Ready] = field(default_factory=dict)
 
     def program_for(self, compiler: StepCompiler, batch: tuple[Any, ...]) -> Ready:
         """The program for a batch."""
@@ -70,8 +71,22 @@ class Programs:
         if found is not None:
             return found
         with CAPTURING:  # and asked again: what tracing in another thread patches looks like a change
-            found = self._found(compiler.key(batch)) or self._fitting(compiler, batch)
-            return self._captured(compiler, batch) if found is None else found
+            found = self._found(compiler.key(batch))
+            return self._known_or_compiled(compiler, batch) if found is None else found
+
+    def _known_or_compiled(self, compiler: StepCompiler, batch: tuple[Any, ...]) -> Ready:
+        """A program for a batch of other sizes or settings, or after a change: one there is, if that is right.
+
+        Ranks who see no change look for the very sizes first, then for symbolic ones; so does who sees one. That a
+        program does not depend on what changed is found out without the others: the first rank alone saves, logs,
+        evaluates.
+        """
+        known, captured = self._unchanged(compiler, batch, self._of_these_sizes(compiler, batch))
+        known = known or self._fitting(compiler, batch)
+        if known is None:
+            known, other = self._unchanged(compiler, batch, self._of_fitting_sizes(compiler, batch))
+            captured = captured or other
+        return known or self._compiled(compiler, batch, captured)
 
     def clear(self) -> None:
         """Forget all, and free the memory that they keep."""
@@ -103,30 +118,34 @@ class Programs:
             log.info("capturing again, for a batch of other sizes: %s", why_not)
         return None
 
-    def _captured(self, compiler: StepCompiler, batch: tuple[Any, ...]) -> Ready:
-        """A program for a batch: the one there is, if only something changed that it does not depend on.
-
-        That is found out without the other ranks, who may see no change: the first rank alone saves, logs, evaluates.
-        """
-        before = self._before_change(compiler, batch)
+    def _unchanged(
+        self, compiler: StepCompiler, batch: tuple[Any, ...], before: Ready | None
+    ) -> tuple[Ready | None, Captured | None]:
+        """A program from before a change, if tracing again gives the same; and what that gave of this very batch."""
         if before is None:
-            return self._compiled(compiler, batch, None)
+            return None, None
         fitting = before.built.fitting
         captured = compiler.recapture(batch, fitting.sizes if fitting is not None else None)
         if captured is None or not before.built.mark.is_of(captured):
-            return self._compiled(compiler, batch, captured if fitting is None else None)
-        change = compiler.changed()
-        log.info("nothing to compile: the program is the same although %s", change)
+            return None, captured if fitting is None else None
+        log.info("nothing to compile: the program is the same although %s", compiler.changed())
         built = replace(before.built, layout=compiler.job.layout(batch))
-        return self._add(compiler, batch, replace(before, built=built, kind=compiler.kind(batch)))
+        return self._add(compiler, batch, replace(before, built=built, kind=compiler.kind(batch))), captured
 
-    def _before_change(self, compiler: StepCompiler, batch: tuple[Any, ...]) -> Ready | None:
-        """The last program for such a batch from before something changed that the model or the loss may read."""
-        key, kind = compiler.key(batch)._replace(baked_in=0), compiler.kind(batch)
-        for other, ready in reversed(self.ready.items()):
+    def _of_these_sizes(self, compiler: StepCompiler, batch: tuple[Any, ...]) -> Ready | None:
+        """The last program that ran such a batch before something changed that the model or the loss may read."""
+        key = compiler.key(batch)._replace(baked_in=0)
+        for known in (self.ready, self._of_other_sizes):
+            for other, ready in reversed(known.items()):
+                if other._replace(baked_in=0) == key:
+                    return ready
+        return None
+
+    def _of_fitting_sizes(self, compiler: StepCompiler, batch: tuple[Any, ...]) -> Ready | None:
+        """The last program of symbolic sizes that was right for such a batch before something changed."""
+        kind = compiler.kind(batch)
+        for ready in reversed(self.ready.values()):
             fitting = ready.built.fitting
-            if fitting is None and other._replace(baked_in=0) == key:
-                return ready
             same = fitting is not None and kind and ready.kind and ready.kind._replace(baked_in=kind.baked_in) == kind
             if same and fitting and not fitting.why_not(micro_batch_shapes(batch, compiler.job.layout(batch))):
                 return ready
@@ -146,11 +165,18 @@ class Programs:
         log.info(
             "captured %s in %.1f s: %s", type(self.inputs.model).__name__, time.perf_counter() - start, built.report
         )
-        replay = self.place.device == "cuda" and compiler.job.options.execute != "eager"
+        moves = offload.has(built.program.graph)  # what a recording holds is not freed while it is on the host
+        replay = self.place.device == "cuda" and compiler.job.options.execute != "eager" and not moves
         recorded = [axis for axis in self.place.carriers.recorded if axis in self.place.groups] if replay else []
         executable = Executable(built.program, self.place.groups, built.regions, replay=replay, recorded=recorded)
         if replay:
             facts = {**built.report.facts, "CUDA graphs": said_of_replays(executable.program, executable.recorded)}
+            built = replace(built, report=replace(built.report, facts=facts))
+        elif moves:
+            facts = {
+                **built.report.facts,
+                "CUDA graphs": "none: what a recording holds would not be freed by offloading",
+            }
             built = replace(built, report=replace(built.report, facts=facts))
         keys = [(name, self.inputs.model.get_parameter(name), entries) for name, entries in built.state_keys.items()]
         names = [item.name for item in built.program.inputs if item.kind is InputKind.INPUT]

@@ -100,7 +100,8 @@ class Step:
 
     @property
     def memory(self) -> StepMemory:
-        """What the program that ran last holds and computes again, where `memory=` or `recompute=` was given."""
+        """What the program that ran last holds, computes again and moves to the host, where `memory=`, `recompute=` or
+        `offload=` was given."""
         found = self._latest("memory").memory
         if found is None:
             raise CrossfadeError(

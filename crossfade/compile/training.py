@@ -17,7 +17,14 @@ from crossfade.capture.training import LossFunction, check_model
 from crossfade.compile.compiler import StepCompiler
 from crossfade.compile.habits import check_arguments, check_no_gradients, inside_compiled
 from crossfade.compile.job import Job
-from crossfade.compile.memory_budget import Memory, Recompute, check_memory, check_recompute
+from crossfade.compile.memory_budget import (
+    Memory,
+    Offload,
+    Recompute,
+    check_memory,
+    check_offload,
+    check_recompute,
+)
 from crossfade.compile.options import KeepWhole, Options, names_to_keep_whole
 from crossfade.compile.phases import Phases
 from crossfade.compile.pipeline import DataParallelMode, LossIs, Semantics
@@ -55,6 +62,7 @@ def compile_step(
     machine: Machine | str | None = None,
     memory: Memory = None,
     recompute: Recompute = None,
+    offload: Offload = None,
     memory_limit: int | None = None,
     reduce_dtype: ReduceDtype = None,
     passes: Sequence[Pass] | None = None,
@@ -82,7 +90,9 @@ def compile_step(
             its learning rates, betas, weight decay and other floats freely, e.g. by a scheduler. One that needs whole
             parameters (Muon, Adafactor) works where every rank holds them.
         mesh: a `DeviceMesh` with an axis `dp` (or only one), a mapping like `{"dp": 4}`, or None for one device. Axes
-            `dp_replicate` and `dp_shard` split the batch over both, and what is sharded over the second only.
+            `dp_replicate` and `dp_shard` split the batch over both, and what is sharded over the second only. An axis
+            `ep`, alone or after `dp`, splits the batch too, and spreads routed experts: each rank keeps whole ones of
+            its own, and rows travel to them (docs/training.md).
             `"auto"`: found by simulation at the first batch, as `find_plan` does, by the first rank for all of them,
             together with the mode, what stays whole, the plan and the number of micro-batches: `step.found` says why.
         data_parallel: `"replicate"`: every rank holds all parameters. `"zero1"`: each rank holds and updates the
@@ -126,6 +136,12 @@ def compile_step(
         recompute: with `"auto"`, what the model itself has computed again (`torch.utils.checkpoint`) is kept where
             there is room, as any other value. A mapping says of modules that what they make is computed again
             in any case, or kept: `{"blocks.*": "full", "head": "never"}`.
+        offload: what moves to the host's memory (pinned, on CUDA) between its uses in the forward and in the backward,
+            on streams of its own beside computation, bit for bit. `"auto"`, within a budget: values are kept, computed
+            again or moved, whichever takes the least time. True: whatever the link carries under computation; on a CPU,
+            which copies by itself, whatever is kept. A mapping says of modules that what they keep for the backward
+            moves in any case, or stays: `{"blocks.*": "full", "head": "never"}`. `step.memory` tells what moved and
+            what is exposed. None and False move nothing.
         memory_limit: bytes that may be alive beside inputs, parameters and optimizer state; with a machine only. The
             optimizer's small operators are then called one by one.
         reduce_dtype: send gradients in fewer bytes, for slow links: `torch.bfloat16` and `torch.float16` halve those of
@@ -177,10 +193,11 @@ def compile_step(
                 expected="the passes that the plan file has",
                 remedy="leave one of the two out",
             )
-        if memory is not None or recompute is not None:
+        given = {"memory": memory, "recompute": recompute, "offload": offload or None}
+        if named := next((name for name, value in given.items() if value is not None), ""):
             raise CrossfadeError(
-                f"{'memory' if memory is not None else 'recompute'}= together with plan=",
-                expected="the values to compute again that the plan file has",
+                f"{named}= together with plan=",
+                expected="the values to compute again and to move that the plan file has",
                 remedy="leave one of the two out",
             )
         taken = take(
@@ -207,6 +224,7 @@ def compile_step(
         memory_limit=memory_limit,
         memory=check_memory(memory),
         recompute=check_recompute(recompute, memory, model),
+        offload=check_offload(offload, memory, model),
         reduce_dtype=sent_as(reduce_dtype),
         passes=None if passes is None else tuple(passes),
         phases=phases,

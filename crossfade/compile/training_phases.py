@@ -19,7 +19,17 @@ from crossfade.communicate.exchange_factors import ExchangeFactors
 from crossfade.compile.agreement import meeting
 from crossfade.compile.captured import Captured
 from crossfade.compile.finishing import finishing
-from crossfade.compile.fit_memory import Fitted, StepMemory, fit, told, usual_machine
+from crossfade.compile.fit_memory import (
+    BY_NODES,
+    IN_GRAPHS,
+    IN_REGIONS,
+    Accounting,
+    Fitted,
+    StepMemory,
+    fit,
+    told,
+    usual_machine,
+)
 from crossfade.compile.job import Job
 from crossfade.compile.kept_whole import parameters_to_keep_whole
 from crossfade.compile.memory_budget import budget_in_bytes
@@ -38,6 +48,7 @@ from crossfade.compile.pipeline import (
 )
 from crossfade.compile.planned import run_as_planned
 from crossfade.compile.reduce_dtype import compression
+from crossfade.compile.spread_experts import keep_own_experts, spreading
 from crossfade.cost.measure import measure
 from crossfade.cost.timeline import Timeline
 from crossfade.execute.codegen import native
@@ -46,7 +57,6 @@ from crossfade.graph.passes import Pass, run_passes
 from crossfade.graph.program import OutputKind, Program
 from crossfade.ranks.alike import RankComparison
 from crossfade.ranks.compared import comparisons
-from crossfade.schedule.recompute_values import RecomputeValues
 from crossfade.shard.add_earlier_gradients import AddEarlierGradients
 from crossfade.shard.compare_ranks import CompareRanks
 from crossfade.shard.count_globally import CountGlobally
@@ -103,7 +113,14 @@ class StepCompilation(Compilation):
         """How the step fits its memory budget, if it has one."""
         if self.fitted is None or self.plain is None:
             return None
-        return told(self.made(), self.plain, self.fitted, self.budget)
+        return told(self.made(), self.plain, self.fitted, self.budget, self.accounting)
+
+    @property
+    def accounting(self) -> Accounting:
+        """How the memory of the step is counted."""
+        if _computed_eagerly(self):
+            return BY_NODES
+        return IN_GRAPHS if self.job.place.device == "cuda" else IN_REGIONS
 
     def parts(self) -> LossParts:
         """How losses are put together."""
@@ -181,10 +198,17 @@ def shard_data(step: StepCompilation) -> None:
     )
     by_rows = place.can_gather and place.machine is not None
     loss_is = _loss_is(step, parts)
+    experts = keep_own_experts(step.made(), step.job.model, place)
     exchange = gradient_exchange(
-        place.mode, axes, loss_is, place.kept_whole, gathers_rows=by_rows, gradients=options.exchange != "later"
+        place.mode,
+        axes,
+        loss_is,
+        place.kept_whole,
+        gathers_rows=by_rows,
+        gradients=options.exchange != "later",
+        experts=experts,
     )
-    step.run([*gathered_once, *batch, *exchange, *compression(place.reduce_dtypes)])
+    step.run([*gathered_once, *batch, *spreading(experts, place), *exchange, *compression(place.reduce_dtypes)])
 
 
 def compare_ranks(step: StepCompilation) -> None:
@@ -302,7 +326,8 @@ def lower(step: StepCompilation) -> None:
 
 
 def fit_memory(step: StepCompilation) -> None:
-    """Values computed again for the backward where a step would hold more than the budget, or as rules ask for."""
+    """Values computed again for the backward, or moved to the host until then, where a step would hold more than the
+    budget, or as rules ask for."""
     options, device, budget = step.job.options, step.job.place.device, None
     if options.memory is not None:
         asked = options.memory
@@ -316,9 +341,9 @@ def fit_memory(step: StepCompilation) -> None:
         return run_passes(program, step.edited(_finishing(step, lean)), context=step.context)
 
     assert step.plain is not None
-    step.fitted, step.budget = fit(step.made(), step.plain, budget, rules, costs, finished), budget
-    if step.fitted.names:
-        step.run([RecomputeValues(step.fitted.names, *costs)])
+    step.budget = budget
+    step.fitted = fit(step.made(), step.plain, budget, rules, costs, finished, options.offload, step.accounting)
+    step.run(step.fitted.passes(costs))
 
 
 def finish(step: StepCompilation) -> None:
@@ -402,7 +427,8 @@ def _no_plan_file(step: StepCompilation) -> str:
 
 def _no_budget(step: StepCompilation) -> str:
     options = step.job.options
-    return _plan_file(step) or ("" if options.memory is not None or options.recompute else "no budget is given")
+    asked = options.memory is not None or options.recompute or options.offload
+    return _plan_file(step) or ("" if asked else "no budget is given")
 
 
 def _plan_file(step: StepCompilation) -> str:

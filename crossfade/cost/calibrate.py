@@ -11,6 +11,7 @@ What is measured, each time on all ranks at once and counted by the slowest:
 - Arithmetic: square matrix products of growing size until one takes a few milliseconds.
 - Memory: additions of two tensors of 4 MB into a third, rotating through 64 MB and more.
 - Overhead: an addition of eight elements, with fresh memory for its result; on a GPU, behind other work.
+- Host: copies of many bytes and of few to the host's memory (pinned, for a GPU) and back, the slower way.
 - What travelling costs computation: matrix products, alone and while collectives travel.
 
 A link on which the same collective takes now this long and now that, see `varied`, is reported in a warning and in the
@@ -36,7 +37,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from crossfade.cost.machine import Fabric, Link, Machine
-from crossfade.cost.machine_parts import bytes_sent, fitted, rounded
+from crossfade.cost.machine_parts import HostLink, bytes_sent, fitted, rounded
 from crossfade.errors import MachineError
 from crossfade.graph import collectives
 from crossfade.graph.collectives import Kind
@@ -110,6 +111,9 @@ def rows(machine: Machine) -> list[tuple[str, str, str, str]]:
         slower = f"computation {fabric.slows_compute:.0%} slower meanwhile"
         lines.append(("launch", axis, _microseconds(fabric.launch), slower))
     lines += [("matrix product", dtype, "", _rate(rate, "FLOP/s")) for dtype, rate in machine.flops.items()]
+    if machine.host is not None:
+        rate = _rate(machine.host.bandwidth, "B/s")
+        lines.append(("copy to the host", machine.device, _microseconds(machine.host.latency), rate))
     lines.append(("memory", machine.device, "", _rate(machine.memory_bandwidth, "B/s")))
     lines.append(("operator", machine.device, _microseconds(machine.overhead), ""))
     return lines
@@ -201,6 +205,7 @@ class _Calibration:
             device=self.device,
             memory=torch.cuda.get_device_properties(self.device).total_memory if self.device == "cuda" else None,
             source=self._source(axes),
+            host=self._host_link(),
         )
         if self.unsteady and self.ranks.is_first:
             log.warning(
@@ -244,6 +249,17 @@ class _Calibration:
             torch.add(tensors[start], tensors[start + 1], out=tensors[start + 2])
 
         return rounded(3 * 4 * elements / self.agreed(add, self.seconds / 8))
+
+    def _host_link(self) -> HostLink:
+        few, many = self._to_host_and_back(8), self._to_host_and_back(16 * MB)
+        return HostLink(rounded(few), rounded(64 * MB / max(many - few, 1e-9)), apart=self.device == "cuda")
+
+    def _to_host_and_back(self, elements: int) -> float:
+        """Seconds of the slower way."""
+        there = torch.full((elements,), 0.5, device=self.device)
+        host = torch.empty(elements, pin_memory=self.device == "cuda")
+        ways = (lambda: host.copy_(there), lambda: there.copy_(host))
+        return max(self.agreed(way, self.seconds / 32) for way in ways)
 
     def _overhead(self) -> float:
         left = torch.ones(8, device=self.device)

@@ -15,7 +15,7 @@ from crossfade.cost.machine import Machine
 from crossfade.cost.products import is_aligned, is_attention, shape_of
 from crossfade.cost.timeline import Costs, Within
 from crossfade.errors import MachineError
-from crossfade.graph import collectives
+from crossfade.graph import collectives, offload
 from crossfade.graph.collectives import Collective
 from crossfade.graph.effects import written_inputs
 from crossfade.graph.lasting import lasting_views
@@ -35,6 +35,7 @@ def estimate(
     look at memory that lasts from run to run. Elements, sizes and arithmetic on scalars cost nothing, nor do waits:
     what they stand still for is the timeline's to say.
 
+    A copy to the host's memory or back travels for what `machine.host` says, or keeps a CPU busy for that long.
     A collective keeps computation busy for its fabric's launch, and travels for `machine.collective_seconds`; a
     coalesced one is one. A matmul that travels in pieces (`crossfade.gather_matmul`, `crossfade.matmul_scatter`) takes
     what `cost.collective_matmul` forecasts for its form and number of pieces. Symbolic sizes count by their hint.
@@ -77,6 +78,9 @@ class Estimator:
                 compute[node] = self.machine.fabric(collective.group).launch
                 travel[node] = self._travel(collective)
                 slows[collective.group] = self.machine.fabric(collective.group).slows_compute
+            elif (copy := offload.view(node)) is not None:
+                link = self.machine.host_link()
+                (travel if link.apart else compute)[node] = link.seconds(copy.bytes)
             elif is_fused(node.target):
                 compute[node], within[node] = self._fused(read_fused(node, self.keys))
             elif computes(node) and node not in made_once:
@@ -179,6 +183,8 @@ def computes(node: fx.Node) -> bool:
     A matmul that travels in pieces does not: it cannot run without the other ranks.
     """
     if node.op != "call_function" or not _is_operator(node.target) or is_fused(node.target):
+        return False
+    if offload.is_launch(node) or offload.is_wait(node):
         return False
     return not collectives.is_collective(node) and not collectives.is_wait(node)
 

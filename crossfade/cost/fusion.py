@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from torch import fx
@@ -24,26 +24,35 @@ class Kernel:
 
     nodes: list[fx.Node] = field(default_factory=list)
     bytes: int = 0
+    unwritten: list[fx.Node] = field(default_factory=list)
+    """Those whose results nothing else reads."""
 
 
-def fused_kernels(program: Program, is_view: Callable[[fx.Node], bool], keys: Keys) -> list[Kernel]:
+def fused_kernels(
+    program: Program,
+    is_view: Callable[[fx.Node], bool],
+    keys: Keys,
+    is_compiled: Callable[[fx.Node], bool] = lambda node: True,
+) -> list[Kernel]:
     """Elementwise operators and sums that follow each other, up to the next product, attention or collective.
 
-    What a kernel makes and only itself uses is neither written nor read.
+    What a kernel makes and only itself uses is neither written nor read. What `is_compiled` leaves out runs by itself.
     """
     kernels: list[Kernel] = []
     current = Kernel()
     for node in program.graph.nodes:
         if node.op != "call_function" or is_view(node) or not (computes(node) or _ends(node)):
             continue
-        if _ends(node):
+        if _ends(node) or not is_compiled(node):
             current = Kernel()
             continue
         if not current.nodes:
             kernels.append(current)
         current.nodes.append(node)
     for kernel in kernels:
-        kernel.bytes = _traffic(kernel.nodes, is_view, keys)
+        inside = set(kernel.nodes)
+        kernel.unwritten = [node for node in kernel.nodes if not _used_outside(node, inside, is_view)]
+        kernel.bytes = _traffic(kernel, is_view, keys)
     return kernels
 
 
@@ -55,15 +64,15 @@ def _ends(node: fx.Node) -> bool:
     return schema is not None and schema.name.split("::")[1].lstrip("_").startswith(_ALONE)
 
 
-def _traffic(nodes: Iterable[fx.Node], is_view: Callable[[fx.Node], bool], keys: Keys) -> int:
-    inside, read, total = set(nodes), set(), 0
-    for node in inside:
+def _traffic(kernel: Kernel, is_view: Callable[[fx.Node], bool], keys: Keys) -> int:
+    inside, unwritten, read, total = set(kernel.nodes), set(kernel.unwritten), set(), 0
+    for node in kernel.nodes:
         for source in node.all_input_nodes:
             root = _root(source, is_view)
             if root not in inside and root not in read:
                 read.add(root)
                 total += sum(tensor.bytes for tensor in keys.tensors(source))
-        if _used_outside(node, inside, is_view):
+        if node not in unwritten:
             total += sum(tensor.bytes for tensor in keys.tensors(node))
     return total
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from crossfade.cost.machine_parts import Link
+from crossfade.cost.machine_parts import HostLink, Link
 from crossfade.cost.network import Network, Wire, routed
 from crossfade.cost.products import Products
 from crossfade.cost.traced import REMEDY, Traced, read_trace
@@ -92,6 +92,8 @@ class Machine:
     """How the time of matrix products depends on their shape; without, only on their operations."""
     launching: Launching = Launching()
     """What a host takes to launch what a device computes; nothing where operators are called as they run."""
+    host: HostLink | None = None
+    """What copies to the host's memory and back cost; None where unknown."""
     _digest: str = field(init=False, compare=False, default="")
 
     def __post_init__(self) -> None:
@@ -118,6 +120,16 @@ class Machine:
     def collective_seconds(self, kind: Kind, size: int, ranks: int, axis: str = ANY_AXIS) -> float:
         """Seconds that one collective takes alone, for the bytes of its larger side."""
         return self.fabric(axis).links[kind].seconds(kind, size, ranks)
+
+    def host_link(self) -> HostLink:
+        """What copies to the host's memory and back cost."""
+        if self.host is None:
+            raise MachineError(
+                f"{self.name} does not say what copies to the host's memory cost",
+                expected="latency and bandwidth, as in host=HostLink(1e-5, 50e9)",
+                remedy="add them, calibrate the machine again, or do without offload=",
+            )
+        return self.host
 
     def worthwhile(self, kind: Kind, ranks: int, axis: str = ANY_AXIS) -> float:
         """The least bytes to send at once where there are more: latency is then `LATENCY_SHARE` of the travel.
@@ -183,7 +195,12 @@ class Machine:
         plain = dataclasses.asdict(self)
         kept = (ANY_AXIS,) if self.network is not None else tuple(self.fabrics)  # the others follow from a mesh
         plain["fabrics"] = {axis: _plain_fabric(self.fabrics[axis]) for axis in kept}
-        for name, nothing in (("network", None), ("products", None), ("launching", dataclasses.asdict(Launching()))):
+        for name, nothing in (
+            ("network", None),
+            ("products", None),
+            ("host", None),
+            ("launching", dataclasses.asdict(Launching())),
+        ):
             if plain[name] == nothing:
                 del plain[name]
         del plain["_digest"]
@@ -210,7 +227,7 @@ class Machine:
             found["network"] = Network(**network)
             made = dict.fromkeys(Kind, routed(found["network"]))
             found["fabrics"] = {axis: dataclasses.replace(each, links=made) for axis, each in found["fabrics"].items()}
-        for name, kind in (("products", Products), ("launching", Launching)):
+        for name, kind in (("products", Products), ("launching", Launching), ("host", HostLink)):
             if found.get(name) is not None:
                 found[name] = kind(**_record(kind, found[name], name))
         return cls(**found)
@@ -266,6 +283,7 @@ def _fields_traced(traced: Traced, like: Machine | None) -> dict[str, Any]:
         "flops": flops,
         "memory_bandwidth": traced.memory_bandwidth or (like.memory_bandwidth if like is not None else 0.0),
         "overhead": traced.overhead if traced.overhead is not None else like.overhead if like is not None else 0.0,
+        "host": like.host if like is not None else None,
         "device": traced.device,
         "memory": like.memory if like is not None else None,
         "source": f"a trace of {traced.said()}" + (f"; unseen, {instead}: {', '.join(unseen)}" if unseen else ""),
@@ -380,6 +398,11 @@ def _check_parts(machine: Machine) -> None:
         if not machine.network.copy > 0:
             raise MachineError(f"network.copy = {machine.network.copy!r}", expected="a number more than 0",
                                remedy="correct it, or calibrate again")  # fmt: skip
+    if machine.host is not None:
+        _number(machine.host.latency, "host.latency", least=0)
+        _number(machine.host.bandwidth, "host.bandwidth")
+        if not isinstance(machine.host.apart, bool):
+            raise MachineError(f"host.apart = {machine.host.apart!r}", expected="true or false", remedy="correct it")
     for name, part in (("products", machine.products), ("launching", machine.launching)):
         for field_of in dataclasses.fields(part) if part is not None else ():
             _number(getattr(part, field_of.name), f"{name}.{field_of.name}", least=0)

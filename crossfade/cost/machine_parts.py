@@ -34,6 +34,25 @@ class Link:
         return self.latency * math.ceil(math.log2(ranks)) + bytes_sent(kind, size, ranks) / self.bandwidth
 
 
+@dataclass(frozen=True)
+class HostLink:
+    """What a copy between a device and its host's memory costs: seconds before the first byte, and bytes a second each
+    way. `apart` says whether copies travel beside computation, as on a GPU, or the computing thread makes them itself.
+    """
+
+    latency: float
+    bandwidth: float
+    apart: bool = True
+
+    def seconds(self, size: int) -> float:
+        """Seconds that a copy takes alone.
+
+        >>> HostLink(latency=1e-5, bandwidth=50e9).seconds(10**9)
+        0.02001
+        """
+        return self.latency + size / self.bandwidth
+
+
 def bytes_sent(kind: Kind, size: int, ranks: int) -> float:
     """Bytes that each rank must send for a collective whose larger side has `size` bytes.
 

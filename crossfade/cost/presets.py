@@ -10,6 +10,7 @@ import difflib
 from collections.abc import Mapping
 
 from crossfade.cost.machine import ANY_AXIS, Fabric, Launching, Link, Machine
+from crossfade.cost.machine_parts import HostLink
 from crossfade.cost.network import Network, Wire, routed
 from crossfade.cost.products import Products
 from crossfade.errors import MachineError
@@ -48,10 +49,11 @@ _SERVER_CPU = {
     "flops": {"float32": 1.2e11, "bfloat16": 4.5e11, "float16": 1.2e11, "float64": 5.6e10},
     "memory_bandwidth": 1.6e10,
     "overhead": 1.5e-6,
+    "host": HostLink(1.5e-6, 8e9, apart=False),
 }
 _SERVER_CPU_SOURCE = (
     "computation measured by crossfade calibrate, 2026-11-16: one core a rank of an x86 server CPU with AVX-512 and "
-    "AMX, torch 2.13"
+    "AMX, torch 2.13; the computing thread copies to other memory itself, and reads and writes for it"
 )
 
 _HOPPER_FLOPS = {"float32": 51 * TERA, "bfloat16": 760 * TERA, "float16": 750 * TERA, "float64": 62 * TERA}
@@ -67,6 +69,11 @@ _NVLINK_SOURCE = (
     "NVLink 4: 450 GB/s each way for each GPU; assumed: NCCL's bus bandwidth is 80% of that, 8 us a step, 5 us to "
     "launch, and its kernels slow computation down by a tenth"
 )
+
+_PCIE_5 = HostLink(1e-5, 63 * GB * 0.85)
+_PCIE_5_SOURCE = "PCIe 5.0 x16 to the host: 63 GB/s each way; assumed: pinned copies reach 85% of it, 10 us to start"
+_PCIE_4 = HostLink(1e-5, 31.5 * GB * 0.8)
+_PCIE_4_SOURCE = "PCIe 4.0 x16 to the host: 31.5 GB/s each way; assumed: pinned copies reach 80% of it, 10 us to start"
 
 
 def _loopback() -> Machine:
@@ -130,7 +137,8 @@ def _h100(name: str, fabrics: Mapping[str, Fabric], source: str) -> Machine:
         overhead=_KERNEL_SECONDS,
         device="cuda",
         memory=80 * 10**9,
-        source=f"{source}; {memory}; {_HOPPER_SOURCE}; {_KERNEL_SOURCE}",
+        source=f"{source}; {memory}; {_HOPPER_SOURCE}; {_KERNEL_SOURCE}; {_PCIE_5_SOURCE}",
+        host=_PCIE_5,
     )
 
 
@@ -157,7 +165,9 @@ def _h200_node() -> Machine:
         overhead=_KERNEL_SECONDS,
         device="cuda",
         memory=141 * 10**9,
-        source=f"eight H200 in one node; {memory}; {_HOPPER_SOURCE}; {_KERNEL_SOURCE}; {_NVLINK_SOURCE}",
+        source=f"eight H200 in one node; {memory}; {_HOPPER_SOURCE}; {_KERNEL_SOURCE}; {_NVLINK_SOURCE}; "
+        f"{_PCIE_5_SOURCE}",
+        host=_PCIE_5,
     )
 
 
@@ -187,7 +197,8 @@ def _pcie_node() -> Machine:
         source="NVIDIA L40S data sheet: 362 TFLOP/s dense bf16 and fp16, 91.6 fp32, a 64th of that fp64, GDDR6 at 864 "
         "GB/s, 48 GB, PCIe 4.0 x16 at 31.5 GB/s each way; assumed: large matrix products reach 70%, memory 83%, "
         "a kernel takes 1.6 us to start, NCCL reaches 60% of PCIe since neighbours share switches and host bridges, "
-        "15 us a step, computation a tenth slower",
+        f"15 us a step, computation a tenth slower; {_PCIE_4_SOURCE}",
+        host=_PCIE_4,
     )
 
 
@@ -203,6 +214,7 @@ def _cluster(
     processors: int,
     peak: float,
     source: str,
+    host: tuple[HostLink, str],
 ) -> Machine:
     """Nodes of eight GPUs: fabrics follow from where the ranks of an axis lie (`Machine.on_mesh`)."""
     return Machine(
@@ -214,7 +226,9 @@ def _cluster(
         device="cuda",
         memory=int(memory),
         source=f"{source}; assumed: 80% of the memory's bandwidth, a kernel takes 2 us beyond its bytes, collectives "
-        f"slow computation down by a twentieth, a tile of half the size reaches 85% of the rate; {_LAUNCHED}",
+        f"slow computation down by a twentieth, a tile of half the size reaches 85% of the rate; {_LAUNCHED}; "
+        f"{host[1]}",
+        host=host[0],
         network=network,
         products=Products(processors, peak=peak),
         launching=Launching(8e-6, 0.1),
@@ -231,7 +245,8 @@ _A100_FLOPS = {"float16": 265 * TERA, "bfloat16": 265 * TERA, "float32": 17 * TE
 
 def _a100(name: str, between: float, source: str) -> Machine:
     network = Network(8, Wire(4e-6, 280 * GB), Wire(1e-5, between), start=2.5e-5, copy=600 * GB)
-    return _cluster(name, network, _A100_FLOPS, 2.039 * TERA * 0.8, 80e9, 108, 312 * TERA, f"{source}; {_A100_SOURCE}")
+    return _cluster(name, network, _A100_FLOPS, 2.039 * TERA * 0.8, 80e9, 108, 312 * TERA, f"{source}; {_A100_SOURCE}",
+                    (_PCIE_4, _PCIE_4_SOURCE))  # fmt: skip
 
 
 def _a100_node() -> Machine:
@@ -261,6 +276,7 @@ def _hopper(
         f"{source}; 132 processors; assumed: 69% of the data sheet's 989 TFLOP/s of bf16 for full waves in long runs "
         "(clocks fall under load; short runs measured 77%), 1300 of fp8's 1979; NCCL reaches 370 of NVLink's 450 GB/s "
         "each way",
+        (_PCIE_5, _PCIE_5_SOURCE),
     )  # fmt: skip
 
 

@@ -96,12 +96,17 @@ def is_aligned(node: fx.Node, keys: Keys) -> bool:
     >>> is_aligned(list(program.graph.nodes)[2], Keys())
     False
     """
-    first = _first_factor(node.target)
-    if first is None:
+    factors = factors_of(node)
+    if not factors:
         return True
-    factors = [factor for factor in node.args[first : first + 2] if isinstance(factor, fx.Node)]
     matrices = [keys.tensors(value)[0] for value in (*factors, node)]
     return all(max(each.strides[-2:]) * each.dtype.itemsize % _ALIGNMENT == 0 for each in matrices)
+
+
+def factors_of(node: fx.Node) -> list[fx.Node]:
+    """The matrices that a plain product multiplies; none of anything else."""
+    first = _first_factor(node.target)
+    return [] if first is None else [each for each in node.args[first : first + 2] if isinstance(each, fx.Node)]
 
 
 @remembered

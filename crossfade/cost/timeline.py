@@ -9,7 +9,7 @@ from functools import cached_property
 from torch import fx
 
 from crossfade.cost.lanes import Lanes
-from crossfade.graph import collectives
+from crossfade.graph import collectives, offload
 from crossfade.graph.program import Program
 
 
@@ -28,6 +28,7 @@ class Within:
 class Costs:
     """Seconds of every node of one program.
 
+    Copies to the host's memory and back travel as well, each way on a link of its own.
     `compute` is how long each node keeps the computing thread or stream busy, launching included; nodes without an
     entry cost nothing. `travel` is how long each started collective takes on its link when it has the link to itself.
     `slows_compute` says, by group, by which share computation slows down while a collective of that group travels.
@@ -151,7 +152,7 @@ class _Clock:
 
     def __init__(self, costs: Costs) -> None:
         self.costs = costs
-        groups = dict.fromkeys(collectives.group_of(node) or "" for node in costs.travel)
+        groups = dict.fromkeys(map(_link_of, costs.travel))
         self.links = {group: link for link, group in enumerate(groups)}
         self.lanes = Lanes([costs.slows_compute.get(group, 0.0) for group in groups])
         self.computed: list[Computed] = []
@@ -164,7 +165,7 @@ class _Clock:
         if node in self.costs.launches:
             self.host += self.costs.launches[node]
             self.idle += self.lanes.wait(self.host)
-        if collectives.is_wait(node):
+        if collectives.is_wait(node) or offload.is_wait(node):
             self._wait(node)
         seconds = self.costs.compute.get(node, 0.0)
         if seconds:
@@ -187,13 +188,13 @@ class _Clock:
         return inside.exposed
 
     def _launch(self, node: fx.Node) -> None:
-        group = collectives.group_of(node) or ""
+        group = _link_of(node)
         start = self.lanes.begins(self.links[group])
         finish = self.lanes.carry(self.costs.travel[node], self.links[group])
         self.travels[node] = _Travel(group, self.lanes.now, start, finish)
 
     def _wait(self, node: fx.Node) -> None:
-        started = collectives.started_by(node)
+        started = offload.started_by(node) if offload.is_wait(node) else collectives.started_by(node)
         travel = self.travels.get(started) if started is not None else None
         if travel is None:
             return
@@ -211,16 +212,29 @@ class _Clock:
         end = self._stand_still_for_the_rest()
         spans = []
         for node, travel in self.travels.items():
-            found = collectives.view(node)
-            assert found is not None
+            kind, size = _kind_and_bytes(node)
             spans.append(
                 Travelled(
-                    node.name, str(found.kind), travel.group, found.bytes, travel.launch, travel.start, travel.finish,
-                    travel.needed, travel.exposed,
+                    node.name, kind, travel.group, size, travel.launch, travel.start, travel.finish, travel.needed,
+                    travel.exposed,
                 )
             )  # fmt: skip
         spans = sorted([*spans, *self.within], key=lambda span: span.launch) if self.within else spans
         return Timeline(tuple(self.computed), tuple(spans), end, source, self.idle)
+
+
+def _link_of(node: fx.Node) -> str:
+    """The link that carries what a node begins to send: its group's, or the way to the host or from it."""
+    copy = offload.view(node)
+    return copy.way if copy is not None else collectives.group_of(node) or ""
+
+
+def _kind_and_bytes(node: fx.Node) -> tuple[str, int]:
+    if (copy := offload.view(node)) is not None:
+        return copy.way, copy.bytes
+    found = collectives.view(node)
+    assert found is not None
+    return str(found.kind), found.bytes
 
 
 @dataclass

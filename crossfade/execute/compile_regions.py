@@ -17,13 +17,13 @@ from crossfade.errors import CrossfadeError
 from crossfade.execute.codegen import compile_program
 from crossfade.execute.inductor import CompiledRegion, Inductor
 from crossfade.execute.outline import Staged, outlined, with_calls
-from crossfade.execute.regions import Region, Regions, device_of, regions_of
+from crossfade.execute.regions import Region, Regions, regions_of
 from crossfade.graph import collectives
 from crossfade.graph.collectives import Kind
 from crossfade.graph.effects import written_inputs
 from crossfade.graph.history import Outcome, PassRecord, Verdict
 from crossfade.graph.passes import Numerics
-from crossfade.graph.program import Program
+from crossfade.graph.program import Program, device_of
 
 Execute = Literal["auto", "eager", "compiled", "exact"]
 """How a program's computation is run; see `compile_step`."""

@@ -61,7 +61,8 @@ def with_replays(program: Program, groups: Collection[str] = ()) -> Program:
 def _stretches(program: Program, groups: Collection[str]) -> list[list[fx.Node]]:
     """Runs of neighbouring nodes that can be recorded, with the collectives that begin and end in one."""
     nodes = program.graph.nodes
-    recorded = {node for node in nodes if (found := collectives.view(node)) is not None and found.group in groups}
+    known = [node for node in nodes if not collectives.counts_rows_as_it_runs(node)]  # the others ask the host
+    recorded = {node for node in known if (found := collectives.view(node)) is not None and found.group in groups}
     waits = [(node, start) for node in nodes if collectives.is_wait(node) and (start := collectives.started_by(node))]
     while True:
         stretches = _split(program, recorded)

@@ -28,7 +28,7 @@ from crossfade.graph.effects import alias_roots, aliased_by, has_hidden_effect, 
 from crossfade.graph.lasting import only_looks
 from crossfade.graph.metadata import COMPUTED_AGAIN
 from crossfade.graph.private import OpOverload, schema_of
-from crossfade.graph.program import InputKind, Program
+from crossfade.graph.program import InputKind, Program, device_of
 
 FEWEST = 2
 """Operators that make a region: there is nothing to fuse in one."""
@@ -356,12 +356,6 @@ def _is_seed(value: Tensor) -> bool:
 
 def _is_single(value: Any) -> bool:
     return isinstance(value, Tensor) and value.device.type == "cpu" and value.dim() == 0
-
-
-def device_of(program: Program) -> torch.device:
-    """Where a program computes: on a device if any of its inputs is there."""
-    devices = [value.device for node in program.placeholders for value in _tensors(node.meta.get("val"))]
-    return next((device for device in devices if device.type != "cpu"), torch.device("cpu"))
 
 
 def _tensors(value: Any) -> list[Tensor]:

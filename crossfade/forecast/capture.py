@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import logging
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,7 +17,7 @@ from crossfade.capture.divide_batch import BatchLayout
 from crossfade.capture.side_effects import as_it_was
 from crossfade.capture.training import LossFunction, capture_forward_backward, loss_of
 from crossfade.compile.tensor_parallel import run_local
-from crossfade.errors import NotYetError, PlanError
+from crossfade.errors import CaptureError, CrossfadeError, PlanError
 from crossfade.forecast.attention import FusedAttention
 from crossfade.forecast.layers import Layers, find_layers, shortened
 from crossfade.forecast.repeat import CannotRepeat, repeat_layers
@@ -24,10 +26,11 @@ from crossfade.graph.program import Program
 from crossfade.shard.tensor.builder import RANK
 from crossfade.shard.tensor.localize import LocalProgram, Request, localize
 from crossfade.shard.tensor.parts import Parts
-from crossfade.shard.tensor.placements import Shard
 from crossfade.shard.tensor.plan import Plan
 
 TENSOR_AXIS = "tp"
+
+log = logging.getLogger("crossfade")
 
 
 @dataclass(frozen=True)
@@ -68,16 +71,16 @@ def capture_model(
         >>> found.layers, sum(out.kind == "gradient" for out in found.program.outputs)
         (Layers(owner='', start=0, period=1, count=5), 10)
     """
-    bare, batch = _on_meta(model), tree_map_only(Tensor, lambda value: value.to("meta"), batch)
-    layers = None if whole else find_layers(bare)
+    batch = tree_map_only(Tensor, lambda value: value.to("meta"), batch)
+    layers = None if whole else find_layers(model)
     if layers is not None:
         try:
-            found = Captured(_captured(bare, batch, loss_fn, ranks, plan, layers), layers)
+            found = Captured(_captured(_on_meta(model), batch, loss_fn, ranks, plan, layers), layers)
             found.with_layers(3)
             return found
         except CannotRepeat:  # what layers share is seen in the program only
             layers = None
-    return Captured(_captured(bare, batch, loss_fn, ranks, plan, None), None)
+    return Captured(_captured(_on_meta(model), batch, loss_fn, ranks, plan, None), None)
 
 
 def _captured(
@@ -89,7 +92,7 @@ def _captured(
     layers: Layers | None,
 ) -> Program:
     layout = BatchLayout.of(batch, ranks=1, accumulate=1, given="local")
-    with shortened(model, layers):
+    with _named_errors(model), shortened(model, layers):
         run: Any = None
         if ranks > 1:
             model, run = _split(model, batch, loss_fn, ranks, plan)
@@ -101,6 +104,29 @@ def _captured(
             )
     program.groups = {TENSOR_AXIS: ranks} if ranks > 1 else {}
     return program
+
+
+@contextlib.contextmanager
+def _named_errors(model: nn.Module) -> Iterator[None]:
+    """Whatever a model's code raises when it meets this batch, as an error of ours with its first line.
+
+    Torch logs a traceback of what fails on tensors without memory: the error says it.
+    """
+    fakes = logging.getLogger("torch._subclasses.fake_tensor")
+    try:
+        fakes.disabled = True
+        yield
+    except CrossfadeError:
+        raise
+    except Exception as error:
+        said = next(iter(str(error).splitlines()), "")
+        raise CaptureError(
+            f"{type(model).__name__} raised {type(error).__name__} while it was captured: {said}",
+            expected="a model and a loss function that run on this batch",
+            remedy="run both once on a batch of these shapes, and correct what that shows",
+        ) from error
+    finally:
+        fakes.disabled = False
 
 
 def _on_meta(model: nn.Module) -> nn.Module:
@@ -160,11 +186,12 @@ def _split(
             remedy="pass plan={...}, or a mesh without tp",
         )
     resolved = chosen.resolve(exported, ranks)
+    for note in resolved.notes:
+        log.warning("%s", note)
     local = localize(exported, resolved, ranks, TENSOR_AXIS, Request())
     first = {id(tensor): name for name, tensor in [*model.named_parameters(), *model.named_buffers()]}
     every = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
     tied = {name: first[id(tensor)] for name, tensor in every}
-    _check_even(local)
     _keep_parts(model, local, resolved.aliases)
     return model, lambda state, values: run_local(local, state, values, tied)
 
@@ -182,19 +209,8 @@ def usual_plan(model: nn.Module, exported: torch.export.ExportedProgram) -> Plan
     return Plan(found)
 
 
-def _check_even(local: LocalProgram) -> None:
-    """Refuse parts that are padded: which rank this is would matter, and forecasts are of any."""
-    padded = [name for name, at in local.parameters.items() if isinstance(at, Shard) and at.units]
-    if padded:
-        raise NotYetError(
-            f"a forecast of {len(padded)} parameters that do not divide over {local.ranks} ranks, {padded[0]} first",
-            expected="sizes and heads that divide by the ranks of tp",
-            remedy="choose another tp, or a plan that keeps them whole",
-        )
-
-
 def _keep_parts(model: nn.Module, local: LocalProgram, aliases: Mapping[str, str]) -> None:
-    """Make a model's tensors the first rank's parts."""
+    """Make a model's tensors the first rank's parts, padded where sizes do not divide: all ranks compute as much."""
     parts = Parts(local.parameters, aliases, TENSOR_AXIS, "", 0, local.ranks, "meta")
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         tensor.data = parts.part(name, tensor.data)

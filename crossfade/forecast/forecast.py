@@ -30,11 +30,13 @@ class Memory:
     optimizer: int
     at_peak: int
     """Activations, gradients, gathered parameters and whatever else the step makes, when they are the most."""
+    allocator: int = 0
+    """What torch's allocator has taken beside that: pools of streams, holes, rounding. On devices that have it."""
 
     @property
     def bytes(self) -> int:
         """All of it."""
-        return self.parameters + self.optimizer + self.at_peak
+        return self.parameters + self.optimizer + self.at_peak + self.allocator
 
 
 @dataclass(frozen=True)
@@ -131,7 +133,8 @@ class Forecast:
             f"{self.model} on {self.gpus} x {self.machine} ({mesh}), {self.way}",
             f"step {_seconds(self.seconds)}, {self.tokens_per_second_per_gpu:,.0f} tokens a second a GPU{mfu}",
             f"memory {self.memory.bytes / GIB:.1f}{limit} GiB: {fits} (parameters {self.memory.parameters / GIB:.1f}, "
-            f"optimizer {self.memory.optimizer / GIB:.1f}, at the peak {self.memory.at_peak / GIB:.1f})",
+            f"optimizer {self.memory.optimizer / GIB:.1f}, at the peak {self.memory.at_peak / GIB:.1f}, beside in the "
+            f"allocator {self.memory.allocator / GIB:.1f})",
         ]
         for cause, spent in sorted(self.spent.items(), key=lambda item: -item[1]):
             if spent > 5e-4 * self.seconds:

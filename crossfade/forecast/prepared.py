@@ -21,17 +21,14 @@ from crossfade.cost.products import shape_of
 from crossfade.cost.stragglers import largest_of
 from crossfade.cost.timeline import Costs, Timeline, simulate
 from crossfade.errors import MachineError
+from crossfade.forecast.float8 import RATE, Float8
 from crossfade.forecast.repeat import layer_of
 from crossfade.graph import collectives
 from crossfade.graph.lasting import lasting_views
 from crossfade.graph.program import Program
 
-FLOAT8 = "float8_e4m3fn"
-_CAST_BYTES = 5
-"""Read for the largest value, read and written as a byte, for each element of a factor of two bytes."""
-_LEAST_FLOAT8 = 256
-"""Products with a smaller side stay as they are."""
 _WAIT, _COLLECTIVE, _OPERATOR = "wait", "collective", "operator"
+_PLAIN = Float8()
 _ANY = preset("a100-node")
 """Whether an operator is a view does not depend on it."""
 
@@ -46,21 +43,26 @@ class Prepared:
     alike: Mapping[fx.Node, fx.Node]
     """For each operator that computes, the first one like it."""
     kernels: tuple[Kernel, ...] = ()
-    """What a compiler makes of elementwise operators, where it does."""
-    is_float8: bool = False
-    """Whether products of weights are computed in float8."""
+    """What a compiler makes of elementwise operators, where it does: inside of each layer, where there are layers."""
+    float8: Float8 = _PLAIN
+    """The products that are computed in float8."""
 
     @classmethod
     def of(cls, program: Program, mesh: Mapping[str, int], *, compiled: bool = False, float8: bool = False) -> Prepared:
         """Look for operators that are alike."""
         keys = Keys(threads=1)
+        is_view = Estimator(program, _ANY, {}, keys).is_view
+        in_float8 = Float8.of(program, keys, is_view) if float8 else _PLAIN
         first: dict[str, fx.Node] = {}
         alike: dict[fx.Node, fx.Node] = {}
         for node in program.graph.nodes:
             if computes(node):
-                alike[node] = first.setdefault(keys.of(node), node)
-        kernels = tuple(fused_kernels(program, Estimator(program, _ANY, {}, keys).is_view, keys)) if compiled else ()
-        return cls(program, dict(mesh), keys, alike, kernels, float8)
+                alike[node] = first.setdefault(_key(node, keys, in_float8), node)
+        kernels: list[Kernel] = []
+        if compiled:
+            has_layers = any(layer_of(node) is not None for node in program.graph.nodes)
+            kernels = fused_kernels(program, is_view, keys, lambda node: not has_layers or layer_of(node) is not None)
+        return cls(program, dict(mesh), keys, alike, tuple(kernels), in_float8)
 
     def costs(self, machine: Machine) -> Costs:
         """The seconds of every node on a machine, whose fabrics are laid over the mesh."""
@@ -70,7 +72,15 @@ class Prepared:
         for kernel in self.kernels:
             known.update(dict.fromkeys(kernel.nodes, 0.0))
             known[kernel.nodes[0]] = kernel.bytes / machine.memory_bandwidth + machine.overhead
-        return estimator.costs(known)
+        costs = estimator.costs(known)
+        sent = {node: self._travel(node, size, machine) for node, size in self.float8.sent.items()}
+        return dataclasses.replace(costs, travel={**costs.travel, **sent}) if sent else costs
+
+    def _travel(self, node: fx.Node, size: int, machine: Machine) -> float:
+        """Seconds of a collective that carries other bytes than it says."""
+        found = collectives.view(node)
+        assert found is not None
+        return machine.collective_seconds(found.kind, size, self.program.groups[found.group], found.group)
 
     def seconds(self, machine: Machine, known: dict[str, float] | None = None, more: int = 0) -> float:
         """The length of `timeline`, counted without drawing it: for fits, which ask for it thousands of times.
@@ -108,8 +118,13 @@ class Prepared:
         return max([lanes.now, *(arrivals[each] for each in pending)])
 
     @cached_property
+    def unwritten(self) -> frozenset[fx.Node]:
+        """What only lives inside of compiled kernels."""
+        return frozenset(node for kernel in self.kernels for node in kernel.unwritten)
+
+    @cached_property
     def _by_key(self) -> dict[str, fx.Node]:
-        return {self.keys.of(node): node for node in dict.fromkeys(self.alike.values())}
+        return {_key(node, self.keys, self.float8): node for node in dict.fromkeys(self.alike.values())}
 
     @cached_property
     def _groups(self) -> list[str]:
@@ -149,30 +164,33 @@ class Prepared:
             elif collective is not None:
                 ranks = self.program.groups[collective.group]
                 index = self._groups.index(collective.group)
-                described = (node, collective.group, index, collective.kind, collective.bytes, ranks)
+                size = self.float8.sent.get(node, collective.bytes)
+                described = (node, collective.group, index, collective.kind, size, ranks)
                 events.append((_COLLECTIVE, described, place))
             elif node in self.alike and node not in lasting and not estimator.is_view(node):
                 events.append((_OPERATOR, key_of[self.alike[node]], place))
         return events
 
     def _seconds(self, node: fx.Node, estimator: Estimator, machine: Machine) -> float:
-        """Seconds of one operator; a product in float8 also reads its factors once more and writes them as bytes."""
-        plain = estimator.compute_seconds(node)
-        shape = shape_of(node, self.keys) if self.is_float8 and machine.products is not None else None
-        if shape is None or shape[0] > 1 or min(shape[1:]) < _LEAST_FLOAT8:
-            return plain
-        rate = machine.flops.get(FLOAT8)
+        """Seconds of one operator; of a product in float8 with the casts of its factors."""
+        casts, shape = self.float8.casts.get(node), shape_of(node, self.keys)
+        if casts is None or shape is None or machine.products is None:
+            return estimator.compute_seconds(node)
+        rate = machine.flops.get(RATE)
         if rate is None:
-            raise MachineError(f"{machine.name} has no rate for float8", expected=f"flops.{FLOAT8}",
+            raise MachineError(f"{machine.name} has no rate for float8", expected=f"flops.{RATE}",
                                remedy="take a machine that computes in it, such as h100-cluster")  # fmt: skip
-        assert machine.products is not None
-        _, rows, columns, inner = shape
-        cast = _CAST_BYTES * (rows * inner + inner * columns) / machine.memory_bandwidth
-        return machine.products.seconds(*shape, rate) + cast + 3 * machine.overhead
+        cast = casts.bytes / machine.memory_bandwidth + casts.kernels * machine.overhead
+        return machine.products.seconds(*shape, rate) + machine.overhead + cast
 
     def timeline(self, machine: Machine) -> Timeline:
         """What the program does when, on a machine."""
         return simulate(self.program, self.costs(machine), f"forecast for {machine.name}")
+
+
+def _key(node: fx.Node, keys: Keys, float8: Float8) -> str:
+    casts = float8.casts.get(node)
+    return keys.of(node) if casts is None else f"{keys.of(node)} in float8, {casts}"
 
 
 def at_the_pace_of(machine: Machine, ranks: int) -> Machine:

@@ -15,6 +15,8 @@ from crossfade.graph.private import schema_of
 from crossfade.graph.program import OutputKind, Program, tensor_bytes
 
 Keep = Literal["nothing", "products"]
+KEPT = "kept"
+"""In a node's metadata: it was chosen to be kept, whether the backward reads it or not."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +62,10 @@ class RecomputeLayers(Pass):
         for (number, phase), backward in phases.items():
             if phase == BACKWARD and (number, FORWARD) in phases:
                 forward = phases[number, FORWARD]
-                verdicts.append(_again(program, forward, backward, self._kept(forward)))
+                kept = self._kept(forward)
+                for node in kept:
+                    node.meta[KEPT] = True
+                verdicts.append(_again(program, forward, backward, kept))
         return PassResult(bool(verdicts), {"layers": len(verdicts)}, tuple(verdicts))
 
     def _kept(self, forward: list[fx.Node]) -> set[fx.Node]:

@@ -13,7 +13,9 @@ from crossfade.errors import CaptureError
 from crossfade.forecast.layers import Layers
 from crossfade.forecast.marks import BEGINS, ENDS
 from crossfade.forecast.marks import OPERATOR as MARK
+from crossfade.graph.order import with_ancestors
 from crossfade.graph.program import Input, Output, Program
+from crossfade.shard.tensor.builder import RANK
 
 FORWARD, BACKWARD = "forward", "backward"
 LAYER = "layer"
@@ -90,6 +92,7 @@ class _Repeater:
         self.forward = [node for node in nodes if node.meta.get(LAYER) == (self.template, FORWARD)]
         self.backward = [node for node in nodes if node.meta.get(LAYER) == (self.template, BACKWARD)]
         self.added: set[fx.Node] = set()
+        self.names = {node: item.name for item, node in program.named_inputs()}
         self.last = layers.start + layers.period * layers.captured
         self._check()
 
@@ -122,12 +125,21 @@ class _Repeater:
                     )
             for source in node.all_input_nodes:
                 place = source.meta.get(LAYER)
-                if place is not None and source not in inside:
+                if place is not None and source not in inside and not self._lift(source):
                     raise CannotRepeat(
                         f"a layer of {self.layers.owner} uses {source.name} of another",
                         expected="layers that take one tensor from those before",
                         remedy="forecast the model with whole=True, which captures every layer",
                     )
+
+    def _lift(self, node: fx.Node) -> bool:
+        """Take what only depends on which rank this is, as masks of padding do, out of the layer that has it."""
+        needed = with_ancestors(node)
+        if any(each.op == "placeholder" and self.names[each] != RANK for each in needed):
+            return False
+        for each in needed:
+            each.meta[LAYER] = None
+        return True
 
     def repeat(self) -> None:
         """Copy the template for every period left out."""

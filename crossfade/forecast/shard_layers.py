@@ -16,6 +16,8 @@ from crossfade.graph.program import InputKind, OutputKind, Program, tensor_bytes
 from crossfade.graph.splice import splice
 
 _OUTSIDE = -1
+GATHERED = "gathered"
+"""In a gather's metadata: of which layer's parameters, None outside of layers, and for which phase."""
 _VIEWS = (torch.ops.aten.t.default, torch.ops.aten.transpose.int, torch.ops.aten.view.default)
 
 
@@ -152,6 +154,7 @@ class _Sharding:
             return collectives.all_gather(flat, ranks, group)
 
         started = splice(self.program, launch, *unit.nodes, before=self._ahead(unit, phase, before), like=before)
+        started.meta[GATHERED] = (unit.number if unit.number != _OUTSIDE else None, phase)
 
         def arrive(start: Tensor) -> tuple[Tensor, ...]:
             arrived = collectives.wait(start).view(ranks, -1)

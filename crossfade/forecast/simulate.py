@@ -19,15 +19,15 @@ from crossfade.cost.products import is_attention, shape_of
 from crossfade.cost.stragglers import largest_of
 from crossfade.cost.timeline import Costs, Timeline
 from crossfade.cost.timeline import simulate as run_timeline
-from crossfade.errors import BatchError, MeshError
+from crossfade.errors import BatchError, MachineError, MeshError
 from crossfade.forecast.capture import TENSOR_AXIS, Captured, capture_model
 from crossfade.forecast.forecast import Forecast, Help, Memory
+from crossfade.forecast.held_memory import Kept, held_memory
 from crossfade.forecast.prepared import Prepared, at_the_pace_of
 from crossfade.forecast.step_time import Exchanged, Once
 from crossfade.forecast.ways import DATA_AXIS, Way, recomputation, way_named
 from crossfade.graph import collectives
 from crossfade.graph.collectives import Kind
-from crossfade.graph.memory import memory_curve
 from crossfade.graph.passes import Pass, run_passes
 from crossfade.graph.private import tree_flatten
 from crossfade.graph.program import InputKind, OutputKind, Program, tensor_bytes
@@ -49,6 +49,8 @@ class Setting:
     compiled: bool = False
     accumulate: int = 1
     spread: float = 0.0
+    expandable: bool = False
+    """Whether torch's allocator makes its segments longer (`expandable_segments`), instead of taking more of them."""
 
 
 @users_frames
@@ -66,6 +68,7 @@ def simulate(
     accumulate: int = 1,
     plan: Any = None,
     spread: float = 0.0,
+    expandable: bool = False,
     name: str = "",
 ) -> Forecast:
     """Forecast a training step of a model on a mesh of a machine, without a device, ranks or weights.
@@ -74,7 +77,8 @@ def simulate(
     axes `dp` and `tp`, the last one inside nodes. `way` is how data-parallel ranks run it: `ddp`, `fsdp`, `fsdp-kept`,
     `megatron`, `megatron-bucketed`, or `crossfade`, planned by simulation. `recompute` is `none`, `full` or
     `selective`; `float8` computes products of weights in it; `compiled` fuses elementwise operators as Inductor does.
-    `spread` is the standard deviation of a device's speed: all ranks wait for the slowest.
+    `spread` is the standard deviation of a device's speed: all ranks wait for the slowest. `expandable` counts memory
+    as torch's allocator takes it with `expandable_segments:True`.
 
         >>> model = nn.Sequential(*(nn.Linear(1024, 1024, device="meta") for _ in range(8)))
         >>> batch = torch.empty(4096, 1024, device="meta"), torch.empty(4096, 1024, device="meta")
@@ -83,7 +87,7 @@ def simulate(
         (16, True)
     """
     known = preset(machine) if isinstance(machine, str) else machine
-    setting = Setting(dict(mesh), way_named(way), recompute, float8, compiled, accumulate, spread)
+    setting = Setting(dict(mesh), way_named(way), recompute, float8, compiled, accumulate, spread, expandable)
     return Forecaster(model, batch, loss_fn, plan, name or type(model).__name__).forecast(setting, known)
 
 
@@ -114,13 +118,14 @@ class Forecaster:
             (self.tokens or _tokens(self.batch)) * data * setting.accumulate,
             built.flops * setting.accumulate,
             machine.products.peak if machine.products is not None else 0.0,
-            built.memory, machine.memory, found.spent, found.bounds, ways_to_help, found.timeline, setting.accumulate,
+            built.memory if machine.device == "cuda" else dataclasses.replace(built.memory, allocator=0),
+            machine.memory, found.spent, found.bounds, ways_to_help, found.timeline, setting.accumulate,
         )  # fmt: skip
 
     def _build(self, setting: Setting, on_mesh: Machine) -> Built:
         planned = on_mesh if setting.way.planned else None
         key = (tuple(setting.mesh.items()), setting.way.name, setting.recompute, setting.float8, setting.compiled,
-               setting.accumulate, setting.spread, planned)  # fmt: skip
+               setting.accumulate, setting.spread, setting.expandable, planned)  # fmt: skip
         if key not in self._built:
             ranks = setting.mesh.get(TENSOR_AXIS, 1)
             if ranks not in self._captured:
@@ -139,6 +144,8 @@ def check(setting: Setting, machine: Machine) -> None:
         raise BatchError(
             f"accumulate={setting.accumulate}", expected="at least 1", remedy="pass a number of at least 1"
         )
+    if not 0 <= setting.spread < math.inf:
+        raise MachineError(f"spread={setting.spread}", expected="a share of at least 0", remedy="pass 0.02, say")
     tensor = setting.mesh.get(TENSOR_AXIS, 1)
     if machine.network is not None and list(setting.mesh)[-1] != TENSOR_AXIS and tensor > 1:
         raise MeshError("tp is not the last axis of the mesh", expected="ranks of tp side by side in a node",
@@ -213,21 +220,27 @@ def build(captured: Program, setting: Setting, planned_for: Machine | None = Non
     if setting.accumulate > 1:
         earlier = last if setting.way.split else plain
         before = Prepared.of(earlier, setting.mesh, **options)
-    memory, once = _kept(last, plain, setting, data)
-    return Built(setting, Prepared.of(last, setting.mesh, **options), before, once, memory, flops)
+    prepared = Prepared.of(last, setting.mesh, **options)
+    memory, once = _kept(prepared, plain, setting, data)
+    return Built(setting, prepared, before, once, memory, flops)
 
 
-def _kept(last: Program, plain: Program, setting: Setting, data: int) -> tuple[Memory, Once]:
+def _kept(last: Prepared, plain: Program, setting: Setting, data: int) -> tuple[Memory, Once]:
     """What a rank keeps, and what its update moves."""
-    held = [node.meta["val"] for item, node in last.named_inputs() if item.kind is InputKind.PARAMETER]
-    elements, parameters = sum(value.numel() for value in held), sum(map(tensor_bytes, held))
+    held = [node.meta["val"] for item, node in last.program.named_inputs() if item.kind is InputKind.PARAMETER]
+    elements, sizes = sum(value.numel() for value in held), [tensor_bytes(value) for value in held]
     halves = sum(value.numel() for value in held if value.dtype.itemsize < 4)
     gradients = sum(tensor_bytes(value.meta["val"]) for out, value in plain.named_results()
                     if out.kind is OutputKind.GRADIENT)  # fmt: skip
     after = setting.way.after and data > 1
-    curve = memory_curve(last)
-    extra = gradients if setting.accumulate > 1 and not setting.way.split else 0
-    memory = Memory(parameters, 8 * elements + 4 * halves, curve.peak + extra)
+    states = [value.numel() * (8 if value.dtype.itemsize >= 4 else 12) for value in held]
+    found = held_memory(last.program, Kept(
+        sizes, states, gradients if setting.way.buckets and data > 1 else 0,
+        DATA_AXIS if setting.way.split and data > 1 else "", not setting.compiled, setting.accumulate,
+        setting.way.planned, last.unwritten,
+    ), expandable=setting.expandable)  # fmt: skip
+    beside = found.alive - sum(sizes) - sum(states)
+    memory = Memory(sum(sizes), sum(states), beside, found.reserved - found.alive)
     reduced = (Exchanged(Kind.ALL_REDUCE, gradients, DATA_AXIS),) if after else ()
     moved = 4.0 * _ADAM_READS_AND_WRITES * elements + 6.0 * halves
     return memory, Once(reduced, moved, 3.0 * (4.0 * elements if setting.way.split else gradients))

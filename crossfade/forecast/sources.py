@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
-import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from crossfade.errors import BatchError, ModelError
+from crossfade.errors import BatchError, CrossfadeError, ModelError
+from crossfade.files.plain import read_json
 from crossfade.graph.private import tree_flatten
 
 _LLAMA = {"model_type": "llama", "num_key_value_heads": 8, "vocab_size": 128256, "rope_theta": 500000.0}
@@ -27,6 +28,9 @@ NAMED: Mapping[str, Mapping[str, Any]] = {
                       "intermediate_size": 53248},
 }  # fmt: skip
 """Configurations by name, from the model cards."""
+
+
+_GIVE_JSON = "give a config.json of the transformers library"
 
 
 @dataclass(frozen=True)
@@ -58,7 +62,10 @@ one of llama3.1-8b, llama3.1-70b, llama3.1-405b. Remedy: give one of these.
     if function and file.endswith(".py"):
         return _from_factory(Path(file), function, batch)
     if what.endswith(".json"):
-        return _from_configuration(what, json.loads(Path(what).read_text()), batch)
+        plain = read_json(Path(what), ModelError, _GIVE_JSON)
+        if not isinstance(plain, dict):
+            raise ModelError(f"{what} holds a {type(plain).__name__}", expected="an object", remedy=_GIVE_JSON)
+        return _from_configuration(what, plain, batch)
     if what in NAMED:
         return _from_configuration(what, NAMED[what], batch)
     raise ModelError(
@@ -87,17 +94,20 @@ def _from_factory(file: Path, function: str, batch: str) -> Source:
     spec = importlib.util.spec_from_file_location(file.stem, file)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    with _named_errors(str(file)):
+        spec.loader.exec_module(module)
     build = getattr(module, function, None)
     if not callable(build):
         raise ModelError(f"{file} has no function {function}", remedy="name a function that returns a model")
-    with torch.device("meta"):
+    with _named_errors(f"{function} of {file}"), torch.device("meta"):
         made = build()
     given = made if isinstance(made, tuple) else (made,)
-    if not isinstance(given[0], nn.Module) or len(given) > 3:
+    is_model = len(given) in (1, 2, 3) and isinstance(given[0], nn.Module)
+    is_batch = len(given) == 1 or (isinstance(given[-1], (tuple, list)) and _has_samples(given[-1]))
+    if not is_model or not is_batch or (len(given) == 3 and not callable(given[1])):
         raise ModelError(
-            f"{function} returned {type(given[0]).__name__}",
-            expected="a model; or a model and a batch; or a model, a loss function and a batch",
+            f"{function} returned {', '.join(type(each).__name__ for each in given) or 'nothing'}",
+            expected="a model; or a model and a batch; or a model, a loss function and a batch, a tuple with tensors",
             remedy="return one of these",
         )
     if len(given) > 1:
@@ -106,9 +116,26 @@ def _from_factory(file: Path, function: str, batch: str) -> Source:
     return Source(function, given[0], (ids, ids), next_token_loss)
 
 
+def _has_samples(batch: Sequence[Any]) -> bool:
+    return any(isinstance(leaf, Tensor) and leaf.dim() and leaf.numel() for leaf in tree_flatten(tuple(batch))[0])
+
+
+@contextlib.contextmanager
+def _named_errors(where: str) -> Iterator[None]:
+    """Whatever the code of a file raises, as an error of ours with its first line."""
+    try:
+        yield
+    except CrossfadeError:
+        raise
+    except Exception as error:
+        said = next(iter(str(error).splitlines()), "")
+        raise ModelError(f"{where} raised {type(error).__name__}: {said}",
+                         remedy="run it by itself, and correct what that shows") from error  # fmt: skip
+
+
 def _from_configuration(name: str, plain: Mapping[str, Any], batch: str) -> Source:
     try:
-        from transformers import AutoConfig, AutoModelForCausalLM
+        from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
     except ImportError as missing:
         raise ModelError(f"{name} needs the transformers library", remedy="pip install transformers, or give a "
                          "factory: model.py:function") from missing  # fmt: skip
@@ -116,10 +143,17 @@ def _from_configuration(name: str, plain: Mapping[str, Any], batch: str) -> Sour
         raise ModelError(f"{name} has no model_type", expected="a configuration of the transformers library",
                          remedy="give its config.json")  # fmt: skip
     rest = {key: value for key, value in plain.items() if key != "model_type"}
-    config = AutoConfig.for_model(plain["model_type"], **{**rest, "use_cache": False})
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     ids = tokens_like(batch)
+    try:
+        config = AutoConfig.for_model(plain["model_type"], **{**rest, "use_cache": False})
+        kind = AutoModelForSeq2SeqLM if getattr(config, "is_encoder_decoder", False) else AutoModelForCausalLM
+        with torch.device("meta"):
+            model = kind.from_config(config, dtype=torch.bfloat16)
+    except Exception as error:  # the library checks configurations by errors of many kinds
+        said = next(iter(str(error).splitlines()), type(error).__name__)
+        raise ModelError(f"{name} of model_type {plain['model_type']!r}: {said}",
+                         expected="a configuration of a language model that the transformers library can build",
+                         remedy="correct it, or build the model yourself: model.py:function") from error  # fmt: skip
     return Source(name, model, ({"input_ids": ids, "labels": ids},))
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import dataclasses
 import io
+import math
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -42,7 +43,8 @@ class Sweep:
                 numbers = [float(value) for value in values.split(",")]
         except ValueError:
             numbers = []
-        if what not in ("gpus", "bandwidth") or not numbers or min(numbers) <= 0:
+        possible = all(0 < number < math.inf and (what != "gpus" or number.is_integer()) for number in numbers)
+        if what not in ("gpus", "bandwidth") or not numbers or not possible:
             raise MeshError(f"a sweep of {text!r}", expected="gpus=8..16384, or bandwidth=0.25,1,4",
                             remedy="write it so: --sweep gpus=8..1024")  # fmt: skip
         return cls(what, tuple(numbers))
@@ -81,6 +83,10 @@ def sweep(
             changed = _at(setting, machine, over, value, scaling)
             if changed is not None:
                 points.append(Point(curve, value, forecaster.forecast(*changed, helps=False)))
+    if not points:
+        raise MeshError(f"a sweep over {', '.join(f'{value:g}' for value in over.values)} GPUs",
+                        expected="numbers that the other axes of the mesh divide",
+                        remedy="sweep over multiples of the ranks of tp")  # fmt: skip
     return points
 
 

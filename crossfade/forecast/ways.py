@@ -30,6 +30,8 @@ class Way:
     split: bool = False
     after: bool = False
     planned: bool = False
+    buckets: bool = False
+    """Whether buckets for all gradients lie beside these as long as training goes."""
 
 
 def _ddp(ranks: int) -> list[Pass]:
@@ -43,7 +45,8 @@ def _megatron_bucketed(ranks: int) -> list[Pass]:
 WAYS: Mapping[str, Way] = {
     way.name: way
     for way in (
-        Way("ddp", "replicated; gradients all-reduced in buckets of 25 MB while the backward runs (torch's DDP)", _ddp),
+        Way("ddp", "replicated; gradients all-reduced in buckets of 25 MB while the backward runs (torch's DDP)", _ddp,
+            buckets=True),
         Way("fsdp", "parameters in parts, each layer's gathered one layer ahead, dropped and gathered again (FSDP2)",
             lambda ranks: [ShardLayers(DATA_AXIS, ranks)], split=True),
         Way("fsdp-kept", "the same, but gathered once and kept for the backward",

@@ -16,6 +16,7 @@ import torch
 import torch.distributed._functional_collectives  # registers the shape rules of these ops
 from torch import Tensor, fx
 
+from crossfade.graph import exchange_rows
 from crossfade.graph.metadata import tensor_bytes
 from crossfade.graph.operators import remembered
 from crossfade.graph.private import schema_of
@@ -66,7 +67,8 @@ def _spellings() -> dict[Any, _Spelling]:
         "broadcast_": _Spelling(Kind.BROADCAST, 2, in_place=True),
     }
     # reduce_scatter_tensor_out is younger than torch 2.11: take what this torch has.
-    return {getattr(_ops, name).default: how for name, how in table.items() if hasattr(_ops, name)}
+    found = {getattr(_ops, name).default: how for name, how in table.items() if hasattr(_ops, name)}
+    return {**found, exchange_rows.OPERATOR: _Spelling(Kind.ALL_TO_ALL, 4)}
 
 
 QUANTIZED = ":int8"
@@ -79,7 +81,7 @@ _POINT_TO_POINT = {
     for name, how in {"isend": "isend", "irecv": "irecv", "batch_p2p_ops": "both"}.items()
     if hasattr(_ops, name)  # these too are younger than torch 2.11
 }
-_NAMES = {f"{NAMESPACE}::{str(target).split('.')[1]}" for target in _SPELLINGS}
+_NAMES = {"::".join(str(target).split(".")[:2]) for target in _SPELLINGS}
 
 
 def is_named(name: str) -> bool:
@@ -125,9 +127,13 @@ class Collective:
 
     @property
     def bytes(self) -> int:
-        """Bytes of the larger of its inputs and outputs on one rank; a byte a number where they are to be quantized."""
+        """Bytes of the larger of its inputs and outputs on one rank; a byte a number where they are to be quantized.
+
+        Where it is known only when it runs how many rows arrive, the smaller: the larger has room for all that could.
+        """
         sent = sum(tensor_bytes(node.meta.get("val")) for node in self.inputs)
-        larger = max(sent, tensor_bytes(self.node.meta.get("val")))
+        sides = sent, tensor_bytes(self.node.meta.get("val"))
+        larger = min(sides) if counts_rows_as_it_runs(self.node) else max(sides)
         return larger // self.dtype.itemsize if self.exact_op != self.reduce_op else larger
 
     @property
@@ -180,6 +186,11 @@ def view(node: fx.Node) -> Collective | None:
         coalesced=how.coalesced,
         in_place=how.in_place,
     )
+
+
+def counts_rows_as_it_runs(node: fx.Node) -> bool:
+    """Whether a node exchanges rows in numbers that are values of the program, not sizes in it."""
+    return node.target is exchange_rows.OPERATOR
 
 
 def find(graph: fx.Graph) -> list[Collective]:
@@ -264,6 +275,8 @@ def settings(node: fx.Node) -> tuple[Any, ...]:
 
 def equal_parts(node: fx.Node) -> int | None:
     """Among how many ranks an all-to-all exchanges equal parts; None if they differ, or are known only when it runs."""
+    if counts_rows_as_it_runs(node):
+        return None
     received, sent = _argument(node, 1), _argument(node, 2)
     rows = node.meta["val"].shape[0] if node.meta["val"].dim() else 0
     if not sent or not all(isinstance(part, int) for part in (*received, *sent)):
@@ -378,6 +391,11 @@ def all_to_all(tensor: Tensor, group_size: int, group: str) -> Tensor:
 def all_to_all_split(tensor: Tensor, received: Sequence[int], sent: Sequence[int], group: str) -> Tensor:
     """Start an exchange of parts along dim 0: `sent[r]` rows go to rank `r`, and `received[r]` come from it."""
     return _ops.all_to_all_single(tensor, list(received), list(sent), group)
+
+
+def all_to_all_rows(tensor: Tensor, sent: Tensor, received: Tensor, rows: int, group: str) -> Tensor:
+    """Start an exchange of as many rows as two tensors say when it runs, with room for `rows` of them."""
+    return exchange_rows.exchange_rows(tensor, sent, received, rows, group)
 
 
 def broadcast(tensor: Tensor, source: int, group: str) -> Tensor:

@@ -197,7 +197,7 @@ def _launch(node: fx.Node) -> Launch:
         parts = tuple(Sent(message.sends, message.peer, message.tag, _described(message.tensor)) for message in sent)
         return Launch(*where, "messages", collectives.group_of(node) or "", messages=parts)
     collective = collectives.view(node)
-    if collective is None:
+    if collective is None or collectives.counts_rows_as_it_runs(node):
         return _other_launch(node)
     tensors = tuple(_described(tensor) for tensor in collective.inputs)
     root: int | None = None

@@ -11,14 +11,14 @@ from __future__ import annotations
 
 import operator
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import fx
 
-from crossfade.graph import collectives
+from crossfade.graph import collectives, offload
 from crossfade.graph.collectives import Kind
 from crossfade.graph.effects import alias_roots, is_pure
 from crossfade.graph.operators import remembered
@@ -203,6 +203,8 @@ class Storages:
         if not isinstance(value, torch.Tensor):
             return ()
         shared = self._shared_cells(node, inputs)
+        if node.target is offload.TO_HOST:
+            return (self._cell(0),)  # on the host, whose memory is not counted
         if shared is None or not _is_known(node.target):  # what an unknown op returns may be either: both are kept
             return (self._cell(_storage_bytes(value)), *(shared or ()))
         return shared
@@ -292,6 +294,32 @@ class Meter:
         for cell in touched:
             self._release(cell)
         return during, self.live
+
+    def run_together(
+        self, nodes: Sequence[fx.Node], seen: Callable[[int], object] = lambda live: None
+    ) -> tuple[int, int]:
+        """Run some nodes as one: what they are given is freed at their end, what they make inside as they go.
+
+        The most live bytes during them, of which `seen` is told node by node, and those after them.
+        """
+        given = {cell for node in nodes for cell in self.storages.touches[node] if self._begun[cell]}
+        most, kept = 0, list[int]()
+        for node in nodes:
+            touched = self.storages.touches[node]
+            for cell in touched:
+                if not self._begun[cell]:
+                    self._begun[cell] = 1
+                    self.live += self.storages.size[cell]
+            most = max(most, self.live)
+            seen(self.live)
+            for cell in touched:
+                if cell in given:
+                    kept.append(cell)
+                else:
+                    self._release(cell)
+        for cell in kept:
+            self._release(cell)
+        return most, self.live
 
     def holds(self, cell: int) -> bool:
         """Whether a cell has begun and not ended."""

@@ -313,3 +313,10 @@ class paused_garbage_collection:
     def __exit__(self, *_: object) -> None:
         if self.was_enabled:
             gc.enable()
+
+
+def device_of(program: Program) -> torch.device:
+    """Where a program computes: on a device if any of its inputs is there."""
+    values = (node.meta.get("val") for node in program.placeholders)
+    devices = [leaf.device for leaf in tree_flatten(list(values))[0] if isinstance(leaf, torch.Tensor)]
+    return next((device for device in devices if device.type != "cpu"), torch.device("cpu"))

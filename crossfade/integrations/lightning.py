@@ -22,13 +22,17 @@ from torch import Tensor, nn
 
 from crossfade.compile.gradients import Gradients, compile_gradients
 from crossfade.errors import CaptureError, CrossfadeError
+from crossfade.integrations.unknown import Unknown
+
+_RETURNED = "returned: "
 
 
 class CrossfadeStrategy(DDPStrategy):  # type: ignore[misc]
     """Crossfade instead of DDP; everything else is Lightning's, as its arguments say.
 
-    `training_step` is captured once for each shape of batch: what it logs by `self.log` is logged at every step, but it
-    may read neither `batch_idx` nor the trainer.
+    `training_step` is captured once for each shape of batch: what it logs by `self.log` is logged at every step, and
+    what it returns beside the loss reaches `on_train_batch_end`, but it may read neither `batch_idx` nor the trainer,
+    nor update a metric.
 
     Args:
         crossfade: options of `crossfade.compile_gradients`, such as `{"machine": "calibrate"}`.
@@ -67,10 +71,11 @@ class CrossfadeStrategy(DDPStrategy):  # type: ignore[misc]
             ranks = dist.get_world_size()
             self._gradients = compile_gradients(self._step, None, {"dp": ranks} if ranks > 1 else None, **self._options)
             self._gradients.exchange_when(lambda: not self._accumulates)
+        batch, *_ = (*args, *kwargs.values())  # and its number, where training_step takes one
         with self.precision_plugin.train_step_context():
-            loss = self._gradients(*_without_index(module, args, kwargs))
+            loss = self._gradients(batch)
         self._step.log(self._gradients.outputs)
-        return loss
+        return self._step.returned(loss, self._gradients.outputs)
 
     @contextlib.contextmanager
     def block_backward_sync(self) -> Iterator[None]:
@@ -108,14 +113,27 @@ class _TrainingStep(nn.Module):
             for name, value in values.items():
                 log(name, value, *args, **kwargs)
 
+        kept = _lengths_of_lists(self.module)
         with _traced(self.module, log, log_dict):
-            index = () if "batch_idx" not in _names(self.module) else (_Unknown("batch_idx"),)
+            index = (Unknown("training_step", "batch_idx"),) if _takes_index(self.module) else ()
             returned = self.module.training_step(*batch, *index)
+        for name, length in _lengths_of_lists(self.module).items():
+            if length != kept.get(name, length):
+                raise CaptureError(
+                    f"training_step appends to self.{name}, which a captured step would do once",
+                    expected="a step that changes nothing but the module's parameters and buffers",
+                    remedy=f"append to self.{name} in on_train_batch_end, from its outputs",
+                )
         if returned is None:
             raise CaptureError(
                 "training_step returned None", expected="a loss", remedy="leave such batches out of the loader"
             )
-        return (returned["loss"] if isinstance(returned, dict) else returned), more
+        if not isinstance(returned, dict):
+            return returned, more
+        beside = {name: value for name, value in returned.items() if name != "loss"}
+        self._log.returned = {name: value for name, value in beside.items() if not isinstance(value, Tensor)}
+        tensors = {name: value.detach() for name, value in beside.items() if isinstance(value, Tensor)}
+        return returned["loss"], more | {f"{_RETURNED}{name}": value for name, value in tensors.items()}
 
     def watched(self) -> Any:
         """What guards look at beside the names in the user's code: `hparams` is a property of Lightning's."""
@@ -125,6 +143,11 @@ class _TrainingStep(nn.Module):
         """Log what the last step computed, as its code asked for."""
         self._log.write(values)
 
+    def returned(self, loss: Tensor, values: dict[str, Tensor]) -> Any:
+        """What `training_step` returned, with the last step's numbers: the loss, or a dict with more."""
+        tensors = {name.removeprefix(_RETURNED): value for name, value in values.items() if name.startswith(_RETURNED)}
+        return {"loss": loss, **self._log.returned, **tensors} if tensors or self._log.returned else loss
+
 
 class _Log:
     """What a training step has asked to be logged, and how: kept beside the module, which tracing leaves as it was."""
@@ -132,6 +155,8 @@ class _Log:
     def __init__(self, module: LightningModule) -> None:
         self._module = weakref.ref(module)
         self._asked: dict[str, tuple[float | None, dict[str, Any]]] = {}
+        self.returned: dict[str, Any] = {}
+        """What the step returned beside tensors."""
 
     def asked_for(self, name: str, value: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Tensor]:
         """Remember a call of `self.log`; what of it is computed at every step."""
@@ -139,7 +164,7 @@ class _Log:
             raise CaptureError(
                 f"self.log({name!r}, ...) of a {type(value).__name__} in training_step",
                 expected="tensors and numbers",
-                remedy="log metrics in on_train_batch_end, from what training_step logs",
+                remedy="log metrics in on_train_batch_end, from what training_step returns beside the loss",
             )
         named = [n for n in inspect.signature(LightningModule.log).parameters if n not in ("self", "name", "value")]
         how = dict(zip(named, args, strict=False)) | kwargs
@@ -155,45 +180,49 @@ class _Log:
                 module.log(name, values.get(name, number), **how)
 
 
-class _Unknown:
-    """Something whose value would be baked into the captured step: any use of it is refused."""
-
-    def __init__(self, name: str) -> None:
-        object.__setattr__(self, "_name", name)
-
-    def _refuse(self, *_: Any, **__: Any) -> Any:
-        name = object.__getattribute__(self, "_name")
-        raise CaptureError(
-            f"training_step reads {name}, which is another at every step",
-            expected="a step that depends on its batch and the module",
-            remedy="put what depends on it into a buffer of the module, or into the batch (on_train_batch_start)",
-        )
-
-    __getattr__ = __index__ = __int__ = __float__ = __eq__ = __lt__ = __le__ = __gt__ = __ge__ = _refuse  # type: ignore[assignment]
-    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __mod__ = __floordiv__ = __truediv__ = _refuse
-    __hash__ = None  # type: ignore[assignment]
-
-
 @contextlib.contextmanager
 def _traced(module: LightningModule, log: Any, log_dict: Any) -> Iterator[None]:
     """A module that logs elsewhere, and does not know its trainer."""
-    trainer = module._trainer
-    vars(module).update(log=log, log_dict=log_dict, _trainer=_Unknown("the trainer"))
+    trainer, metrics = module._trainer, _metrics_of(module)
+    before = [dict(vars(metric)) for metric in metrics]
+    for metric in metrics:
+        vars(metric).update(forward=_no_metric, update=_no_metric)
+    vars(module).update(log=log, log_dict=log_dict, _trainer=Unknown("training_step", "the trainer"))
     try:
         yield
     finally:
         del vars(module)["log"], vars(module)["log_dict"]
         module._trainer = trainer
+        for metric, attributes in zip(metrics, before, strict=True):
+            vars(metric).clear()
+            vars(metric).update(attributes)
 
 
-def _names(module: LightningModule) -> list[str]:
-    return list(inspect.signature(module.training_step).parameters)
+def _metrics_of(module: LightningModule) -> list[nn.Module]:
+    """The metrics of the torchmetrics library that a module has."""
+    return [
+        each
+        for each in module.modules()
+        if any(kind.__module__ == "torchmetrics.metric" for kind in type(each).__mro__)
+    ]
 
 
-def _without_index(module: LightningModule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
-    """The batch alone: Lightning passes its number too where `training_step` takes one."""
-    given = dict(zip(_names(module), args, strict=False)) | kwargs
-    return tuple(value for name, value in given.items() if name != "batch_idx")
+def _no_metric(*_: Any, **__: Any) -> Any:
+    raise CaptureError(
+        "training_step updates a metric, whose state is not the model's",
+        expected="a step that depends on its batch and the module",
+        remedy='return what the metric needs, {"loss": loss, "preds": preds}, and update it in on_train_batch_end',
+    )
+
+
+def _lengths_of_lists(module: LightningModule) -> dict[str, int]:
+    return {name: len(value) for name, value in vars(module).items() if isinstance(value, list)}
+
+
+def _takes_index(module: LightningModule) -> bool:
+    """Whether Lightning passes the number of a batch too: by any name, as the second argument."""
+    parameters = inspect.signature(module.training_step).parameters
+    return "batch_idx" in parameters or len(parameters) > 1
 
 
 def _check(module: LightningModule, options: dict[str, Any]) -> None:

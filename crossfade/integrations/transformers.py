@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import types
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -20,10 +21,12 @@ import transformers
 from torch import Tensor, nn
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from crossfade.capture.code_names import names_in
 from crossfade.compile.gradients import Gradients, compile_gradients
 from crossfade.errors import CrossfadeError
 from crossfade.integrations.accelerate import check_kind, prepared_without_wrapping
 from crossfade.integrations.pad_alike import padded_alike
+from crossfade.integrations.unknown import Unknown
 
 
 class Trainer(transformers.Trainer):  # type: ignore[misc]
@@ -39,7 +42,9 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
     """
 
     def __init__(self, *args: Any, crossfade: Mapping[str, Any] | None = None, **kwargs: Any) -> None:
+        users = frozenset(vars(self))
         super().__init__(*args, **kwargs)
+        self._of_the_library = frozenset(vars(self)) - users
         self._options = {"batch": "local", **(crossfade or {})}
         self._compiled: Gradients | None = None
         self._trained: nn.Module | None = None
@@ -71,6 +76,8 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         if self._compiled is None or self._trained is not model:
             self._compiled, self._trained = self._compile(model), model
         self._exchanged = True
+        if isinstance(self._compiled.model, _OwnLoss):
+            self._compiled.model.read_again()
         if self.accelerator.num_processes > 1:
             inputs = padded_alike(inputs, self._pad, left=getattr(self.processing_class, "padding_side", "") == "left")
         return self._compiled(*self._arguments(inputs, given.get("num_items_in_batch")))
@@ -130,28 +137,60 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
 
 
 class _OwnLoss(nn.Module):
-    """A model whose output is the loss that a Trainer's own `compute_loss` computes with it."""
+    """A model whose output is the loss that a subclass's `compute_loss` computes with it.
+
+    Guards see what that code reads of the subclass (`read`), which is brought up to date at every step, not the
+    Trainer: much of that is another at every step, and refused.
+    """
 
     def __init__(self, model: nn.Module, trainer: Trainer) -> None:
         super().__init__()
-        self.model, self._compute, self._arguments = model, trainer._plainly, trainer.args
+        self.model, self._trainer = model, weakref.ref(trainer)
+        self.read: dict[str, Any] = {}
+        self._names = _names_read_by(type(trainer))
 
     def forward(self, inputs: dict[str, Any], items: Tensor | int | None) -> Tensor:
         """The loss of one rank's batch."""
-        with _not_scaled(self._arguments):
-            loss: Tensor = self._compute(self.model, dict(inputs), num_items_in_batch=items)
+        trainer = self._trainer()
+        assert trainer is not None and self.read is not None
+        with _standing_still(trainer):
+            loss: Tensor = trainer._plainly(self.model, dict(inputs), num_items_in_batch=items)
             return loss
+
+    def read_again(self) -> None:
+        """Look up what the code reads; what is the same stays in its place."""
+        trainer = self._trainer()
+        library = trainer._of_the_library if trainer is not None else frozenset()
+        now = {name: getattr(trainer, name) for name in self._names - library if hasattr(trainer, name)}
+        now = {name: value for name, value in now.items() if not isinstance(value, types.MethodType | nn.Module)}
+        if self.read.keys() != now.keys() or any(self.read[name] is not value for name, value in now.items()):
+            self.read.clear()
+            self.read.update(now)
+
+
+def _names_read_by(kind: type) -> frozenset[str]:
+    """The attributes that the code of a subclass of ours reads."""
+    classes = kind.__mro__[: kind.__mro__.index(Trainer)]
+    functions = (value for each in classes for value in vars(each).values() if isinstance(value, types.FunctionType))
+    return frozenset(name for function in functions for name in names_in(function.__code__).attributes)
 
 
 @contextlib.contextmanager
-def _not_scaled(arguments: Any) -> Iterator[None]:
-    """Let the library leave out its factor for DDP, which averages what should be summed."""
-    scaled = arguments.average_tokens_across_devices
-    arguments.average_tokens_across_devices = False
+def _standing_still(trainer: Trainer) -> Iterator[None]:
+    """A Trainer without what is another at every step, and without the library's factor for DDP, which averages."""
+    attributes: dict[str, Any] = vars(trainer)  # type: ignore[assignment]
+    moving = {name: attributes[name] for name in _MOVING if name in attributes}
+    scaled = trainer.args.average_tokens_across_devices
+    attributes.update({name: Unknown("compute_loss", f"the Trainer's {name}") for name in moving})
+    trainer.args.average_tokens_across_devices = False
     try:
         yield
     finally:
-        arguments.average_tokens_across_devices = scaled
+        attributes.update(moving)
+        trainer.args.average_tokens_across_devices = scaled
+
+
+_MOVING = ("state", "control", "optimizer", "lr_scheduler")
 
 
 class _ExchangeCheck(transformers.TrainerCallback):  # type: ignore[misc]

@@ -16,7 +16,7 @@ from crossfade.graph.program import Program
 from crossfade.ranks.alike import Batch, Digest, RankComparison, RankInvariant, digest_of
 from crossfade.ranks.checkpoint import random_state
 from crossfade.ranks.members import Members
-from crossfade.ranks.shards import place_of
+from crossfade.ranks.shards import is_distributed, place_of
 
 _WHOLE_BATCH = 'the same whole batch on every rank, of which each computes its part (batch="global")'
 _OWN_BATCH = (
@@ -142,7 +142,7 @@ def rates(optimizer: Optimizer) -> RankInvariant:
 
 def replicas(model: nn.Module, optimizer: Optimizer) -> RankInvariant:
     """Parameters and optimizer state of which every rank updates its own copy: some of one at each step."""
-    names = [name for name, _ in model.named_parameters()]
+    names = [name for name, parameter in model.named_parameters() if not is_distributed(parameter)]
     places: Mapping[str, tuple[dict[str, Any], str]] = {name: place_of(model, name) for name in names}
 
     def chosen(step: int) -> tuple[str, list[Tensor]]:

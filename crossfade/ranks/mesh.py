@@ -44,18 +44,22 @@ class Axis:
 SPLIT_AXIS, COPY_AXIS = "dp_shard", "dp_replicate"
 """The axes of a mesh over which rows are split, and over which those parts are copied, where there are both."""
 
+EXPERT_AXIS = "ep"
+"""The axis of a mesh over which whole experts are spread; its ranks have different samples too."""
+
 _OF_BATCHES = frozenset({"dp", SPLIT_AXIS, COPY_AXIS})
 
 
 @dataclass(frozen=True)
 class DataParallel:
     """The ranks that a batch is split over, as one axis; and where rows are split over some of them only, that axis and
-    the one across it, along which parts are alike."""
+    the one across it, along which parts are alike. Of `experts` alone are there parts, where these are spread."""
 
     whole: Axis
     split: Axis
     copies: Axis | None = None
     mesh: DeviceMesh | None = None
+    experts: bool = False
 
     def device_mesh(self, device: str, members: Members) -> DeviceMesh:
         """The mesh as torch's, rows split over its last axis; all members ask for it."""
@@ -98,6 +102,20 @@ def ranks_of(mesh: MeshLike) -> tuple[int, ...]:
         return tuple(range(size)) if 1 < size == dist.get_world_size() else ()
     ranks = mesh.mesh.flatten().tolist()
     return tuple(ranks) if len(ranks) > 1 and dist.get_rank() in ranks else ()
+
+
+def has_axis(mesh: MeshLike, name: str) -> bool:
+    """Whether a mesh has an axis of several ranks that is called so.
+
+    >>> has_axis({"dp": 2, "ep": 4}, "ep"), has_axis({"dp": 2, "ep": 1}, "ep"), has_axis(None, "ep")
+    (True, False, False)
+    """
+    if mesh is None:
+        return False
+    if isinstance(mesh, Mapping):
+        return mesh.get(name, 1) > 1
+    names = mesh.mesh_dim_names or ()
+    return name in names and mesh.size(names.index(name)) > 1
 
 
 def without_axis(
@@ -148,7 +166,8 @@ def _check_others(name: str, sizes: Mapping[str, int]) -> None:
 
 
 def data_parallel_axes(mesh: MeshLike) -> DataParallel | None:
-    """The axes that a batch is split over: `dp`, or the only one; or `dp_replicate` and `dp_shard`. None: one device.
+    """The axes that a batch is split over: `dp`, or the only one; or `dp_replicate` and `dp_shard`; or `ep`, with or
+    without `dp` before it. None: one device.
 
     `mesh` is torch's `DeviceMesh`, or a mapping like `{"dp": 4}` over all ranks of the world.
     """
@@ -161,6 +180,11 @@ def data_parallel_axes(mesh: MeshLike) -> DataParallel | None:
         raise MeshError(
             f"rank {dist.get_rank()} is outside the mesh {mesh}", remedy="call compile_step only on its ranks"
         )
+    if has_axis(mesh, EXPERT_AXIS):
+        _check_beside_experts({name: mesh.size(place) for place, name in enumerate(names)})
+        own = mesh if mesh.ndim == 1 else mesh["dp", EXPERT_AXIS] if "dp" in names else mesh[EXPERT_AXIS]
+        grid = own.mesh.tolist() if own.ndim == 2 else [own.mesh.tolist()]
+        return _of_experts(grid, dist.get_backend(mesh.get_group(EXPERT_AXIS)), own)
     if set(names) == {SPLIT_AXIS, COPY_AXIS}:
         if names != (COPY_AXIS, SPLIT_AXIS):
             raise MeshError(
@@ -170,6 +194,35 @@ def data_parallel_axes(mesh: MeshLike) -> DataParallel | None:
             )
         return _hybrid(mesh.mesh.tolist(), dist.get_backend(mesh.get_group(0)), mesh)
     return _single(mesh, names)
+
+
+def _check_beside_experts(sizes: Mapping[str, int]) -> None:
+    """Refuse other axes than one for data parallelism beside one for experts."""
+    names = [name for name, size in sizes.items() if size > 1]
+    if strange := [name for name in names if name not in ("dp", EXPERT_AXIS)]:
+        raise NotYetError(
+            f"mesh axes {', '.join(names)}",
+            expected=f"beside {EXPERT_AXIS} only dp",
+            remedy=f'pass mesh={{"dp": ..., "{EXPERT_AXIS}": ...}}, without {" and ".join(strange)}',
+        )
+    if names == [EXPERT_AXIS, "dp"]:
+        raise MeshError(
+            f"mesh axes {', '.join(names)}", expected=f"dp, then {EXPERT_AXIS}", remedy="build it in that order"
+        )
+
+
+def _of_experts(grid: list[list[int]], backend: str, mesh: DeviceMesh | None = None) -> DataParallel:
+    """Axes over a grid of ranks: those in a row have different experts, those in a column the same."""
+    everyone = [rank for line in grid for rank in line]
+    row = next(line for line in grid if dist.get_rank() in line)
+    here = row.index(dist.get_rank())
+    split = Axis(EXPERT_AXIS, tuple(row), here, backend)
+    if len(grid) == 1:
+        return DataParallel(split, split, mesh=mesh, experts=True)
+    column = tuple(line[here] for line in grid)
+    copies = Axis("dp", column, column.index(dist.get_rank()), backend)
+    whole = Axis(f"dp_{EXPERT_AXIS}", tuple(everyone), everyone.index(dist.get_rank()), backend)
+    return DataParallel(whole, split, copies, mesh, experts=True)
 
 
 def _single(mesh: DeviceMesh, names: tuple[str, ...]) -> DataParallel:
@@ -222,10 +275,12 @@ def _axes_of_world(mesh: Mapping[str, int]) -> DataParallel | None:
     sizes = {name: size for name, size in mesh.items() if size != 1}
     if not sizes:
         return None
-    if set(sizes) not in ({"dp"}, {SPLIT_AXIS}, {COPY_AXIS}, {SPLIT_AXIS, COPY_AXIS}):
+    if EXPERT_AXIS in sizes:
+        _check_beside_experts(sizes)
+    elif set(sizes) not in ({"dp"}, {SPLIT_AXIS}, {COPY_AXIS}, {SPLIT_AXIS, COPY_AXIS}):
         raise NotYetError(
             f"mesh axes {', '.join(sizes)}",
-            expected=f"only dp, or {COPY_AXIS} and {SPLIT_AXIS}",
+            expected=f"only dp, or {COPY_AXIS} and {SPLIT_AXIS}, or dp and {EXPERT_AXIS}",
             remedy='pass mesh={"dp": number of ranks}',
         )
     world, asked = dist.get_world_size() if dist.is_initialized() else 1, math.prod(sizes.values())
@@ -236,6 +291,10 @@ def _axes_of_world(mesh: Mapping[str, int]) -> DataParallel | None:
             remedy=f"start {asked} processes (crossfade launch --ranks {asked} script.py), or pass "
             f'mesh={{"dp": {world}}}; call torch.distributed.init_process_group first',
         )
+    if EXPERT_AXIS in sizes:
+        each = sizes[EXPERT_AXIS]
+        rows = [list(range(start, start + each)) for start in range(0, world, each)]
+        return _of_experts(rows, dist.get_backend())
     if len(sizes) == 1:
         axis = Axis(next(iter(sizes)), tuple(range(world)), dist.get_rank(), dist.get_backend())
         return DataParallel(axis, axis)

@@ -36,8 +36,9 @@ class Shards:
     `mesh` has the axis over which rows are split last; parts along its other axes are alike. The state that the
     optimizer keeps is split of every parameter; with `split_all_but`, parameters themselves are too. If that
     `will_split` only at the first step, parameters must not be replaced until then. With `begins=False` nothing is
-    split until `begin`: by then a plan has made parts of the parameters, of which these are the rows. `guard` calls
-    what waits for other ranks through the mesh's groups, whose timeout is not ours.
+    split until `begin`: by then a plan has made parts of the parameters, of which these are the rows, or it is known
+    which parameters hold experts, and nothing else is split. `guard` calls what waits for other ranks through the
+    mesh's groups, whose timeout is not ours.
     """
 
     def __init__(
@@ -63,11 +64,12 @@ class Shards:
         if begins:
             self.begin()
 
-    def begin(self) -> None:
-        """Take the model's parameters for what rows are split of, and split the optimizer's state."""
+    def begin(self, only: Collection[str] | None = None) -> None:
+        """Take the model's parameters, or some, for what rows are split of, and split their optimizer state."""
         self.has_begun = True
         self._names = {parameter: name for name, parameter in self.model.named_parameters()}
-        self._shapes = {name: parameter.shape for parameter, name in self._names.items() if parameter.dim()}
+        rows = {name: parameter.shape for parameter, name in self._names.items() if parameter.dim()}
+        self._shapes = {name: shape for name, shape in rows.items() if only is None or name in only}
         self._places = {name: place_of(self.model, name) for name in self._names.values()}
         for stepped in list(self.optimizer.state):
             for key in list(self.optimizer.state[stepped]):
@@ -87,14 +89,14 @@ class Shards:
             if not self.has(name)
             else self._kept[name, ""].rows
             for parameter, name in self._names.items()
-            if parameter.dim()
+            if self.updates_rows_of(name)
         }
 
     def own_part(self, name: str) -> Tensor:
-        """This rank's padded rows of a parameter, also of one that is whole; of single numbers, these."""
+        """This rank's padded rows of a parameter, also of one that is whole; of what has no rows here, all of it."""
         registry, attribute = self._places[name]
         parameter = registry[attribute].detach()
-        if self.has(name) or not parameter.dim():
+        if self.has(name) or not self.updates_rows_of(name):
             return self._kept[name, ""].rows if self.has(name) else parameter
         return self._keep(parameter).rows
 
@@ -119,6 +121,15 @@ class Shards:
                     expected="parameters that stay the model's own",
                     remedy="load by step.load or step.load_state_dict, outside step.gathered(); or compile again",
                 )
+
+    def updates_rows_of(self, name: str) -> bool:
+        """Whether this rank updates some rows of a parameter, and has the optimizer's state of those alone."""
+        return name in self._shapes
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The parameters of which this rank updates some rows."""
+        return tuple(self._shapes)
 
     def has(self, name: str) -> bool:
         """Whether a parameter is split itself."""

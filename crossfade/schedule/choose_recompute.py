@@ -1,4 +1,5 @@
-"""Which values to compute again: for less and less memory, the choices that take the least time."""
+"""Which values to compute again, or to move to the host: for less and less memory, the choices that take the least
+time."""
 
 from __future__ import annotations
 
@@ -10,6 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from crossfade.schedule.host_moves import Room, Stay, standing_still
 from crossfade.schedule.kept_values import NONE, Choice, KeptValues
 
 _RUNGS = ((2_000, 64), (math.inf, 32))
@@ -21,6 +23,8 @@ _FAR_BELOW = (0.9, 0.7, 0.4)
 """Shares of a peak to aim for where no lower one is found nearby."""
 _SMALL = 10_000
 """Values that are a smaller share of the peak are not worth computing again by themselves."""
+SMALL_MOVE = 2_000
+"""Values that are a smaller share of the peak are not worth moving: each takes two launches and two waits."""
 _ROUNDS = 60
 """At most so many times choices are added for one limit."""
 _CHAIN = 64
@@ -74,7 +78,15 @@ def frontier(values: KeptValues, always: Iterable[int] = ()) -> Frontier:
     [(64, 0), (48, 1.0)]
     """
     begin = values.choose(always)
-    search, found = _Search(values, begin), [begin]
+    found = _ladder(values, _Search(values, begin, moving=False), begin)
+    if values.host is not None:  # what moves may stand in the way of what would be better computed again
+        found += _ladder(values, _Search(values, begin, moving=True), begin)
+    return Frontier(_undominated(found))
+
+
+def _ladder(values: KeptValues, search: _Search, begin: Choice) -> list[Choice]:
+    """Choices for lower and lower limits, until none is found."""
+    found = [begin]
     rungs = next(rungs for most, rungs in _RUNGS if len(values.nodes) <= most)
     step = max(1, found[0].peak // rungs)
     finest = max(1, step // _FINEST)
@@ -86,13 +98,13 @@ def frontier(values: KeptValues, always: Iterable[int] = ()) -> Frontier:
             continue
         reached = reached or search.far_below(found[-1])
         if reached is None:
-            return Frontier(_undominated(found))
+            return found
         found.append(reached)
 
 
 def _undominated(found: Sequence[Choice]) -> tuple[Choice, ...]:
     kept: list[Choice] = []
-    for choice in sorted(found, key=lambda choice: (choice.seconds, choice.peak, len(choice.cells))):
+    for choice in sorted(found, key=lambda choice: (choice.seconds, choice.peak, len(choice.picked))):
         if not kept or choice.peak < kept[-1].peak:
             kept.append(choice)
     return tuple(kept)
@@ -100,18 +112,20 @@ def _undominated(found: Sequence[Choice]) -> tuple[Choice, ...]:
 
 @dataclass(frozen=True)
 class _Candidate:
-    """Cells to compute again at once: what they take and free between two positions."""
+    """Cells to compute again together, or one that moves: what they take and free between two positions."""
 
-    cells: frozenset[int]
+    picked: frozenset[int]
     seconds: float
     size: int
     start: int
     end: int
+    stay: Stay | None = None
+    """What moves, under computation."""
 
 
 class _Search:
-    def __init__(self, values: KeptValues, begin: Choice) -> None:
-        self.values, self.always = values, begin.cells
+    def __init__(self, values: KeptValues, begin: Choice, *, moving: bool) -> None:
+        self.values, self.always = values, begin.picked
         smallest = begin.peak / _SMALL
         self.reads = [values.reads(cell) if ok else [] for cell, ok in enumerate(values.eligible)]
         self.seconds = [sum(values.seconds[index] for index in values.makers(cell)) for cell in range(len(values.size))]
@@ -120,11 +134,26 @@ class _Search:
             for cell, ok in enumerate(values.eligible)
             if ok and values.late_start[cell] != NONE and cell not in begin.cells and values.size[cell] >= smallest
         ]
+        begun = values.moved(begin.picked)
+        self.may_move = [
+            cell
+            for cell, why_not in enumerate(values.why_stays)
+            if moving
+            and not why_not
+            and values.size[cell] >= begin.peak / SMALL_MOVE
+            and cell not in begun
+            and cell not in begin.cells
+        ]
+        self.every = [*self.worth, *(values.move(cell, at_once=how) for cell in self.may_move for how in self._hows())]
+
+    def _hows(self) -> tuple[bool, ...]:
+        """The ways to move, as whether at once."""
+        return (False, True) if self.values.host is not None and self.values.host.apart else (True,)
 
     def within(self, limit: int, begin: Choice) -> Choice | None:
         """The fastest choice found within a limit, from a choice for a larger one; or, in small programs, from none."""
         found = [self._added(limit, begin)]
-        if len(self.worth) <= _PAIRS * 4 and begin.cells != self.always:
+        if len(self.every) <= _PAIRS * 4 and begin.picked != self.always:
             found.append(self._added(limit, self.values.choose(self.always)))
         fitting = [self._left_out(choice, limit) for choice in found if choice.peak <= limit]
         return min(fitting, key=lambda choice: (choice.seconds, choice.peak), default=None)
@@ -136,11 +165,11 @@ class _Search:
             choice = self._added(int(begin.peak * share), begin)
             if choice.peak < begin.peak:
                 return self._left_out(choice, choice.peak)
-        if len(self.worth) > _PAIRS:
+        if len(self.every) > _PAIRS:
             return None
         for count in (1, 2):
-            for cells in itertools.combinations(self.worth, count):
-                choice = self.values.choose((begin.cells ^ set(cells)) | self.always)
+            for picked in itertools.combinations(self.every, count):
+                choice = self.values.choose((begin.picked ^ set(picked)) | self.always)
                 if choice.peak < begin.peak:
                     return self._left_out(choice, choice.peak)
         return None
@@ -157,14 +186,14 @@ class _Search:
                 return choice
             before = int(excess.sum())
             while True:
-                cells = choice.cells.union(*[candidate.cells for candidate in taken])
-                tried = self.values.choose(cells)
+                tried = self.values.choose(choice.picked.union(*[candidate.picked for candidate in taken]))
                 after = int((tried.curve - limit).clamp(min=0).sum())
+                banned.update(c.picked for c in taken if c.stay is not None and not c.picked <= tried.picked)
                 if after < before:
                     choice = tried
                     break
                 if len(taken) == 1:
-                    banned.add(taken[0].cells)
+                    banned.add(taken[0].picked)
                     break
                 taken = taken[: len(taken) // 2]
         return choice
@@ -175,20 +204,28 @@ class _Search:
         much = torch.cumsum(excess, 0).tolist()
         scored = []
         for candidate in self._candidates(choice, hot):
-            if candidate.cells in banned:
+            if candidate.picked in banned:
                 continue
             places = hot[candidate.end - 1] - hot[candidate.start]
             freed = min(candidate.size * places, much[candidate.end - 1] - much[candidate.start])
             scored.append((candidate.seconds / freed, -freed, candidate.start, candidate))
         scored.sort(key=lambda entry: entry[:3])
-        left, taken, known = excess.clone(), list[_Candidate](), set[int]()
+        left, taken, known, moving = excess.clone(), list[_Candidate](), set[int](), set[int]()
+        room = self._room(choice) if self.may_move else None
         for *_, candidate in scored:
             between = left[candidate.start + 1 : candidate.end]
-            if candidate.cells <= known or int(between.max()) <= 0:
+            cells = self._cells_of(candidate)
+            if cells <= known or not moving.isdisjoint(cells) or not len(between) or int(between.max()) <= 0:
                 continue
+            if candidate.stay is not None and room is not None:
+                about = room.taken_by(candidate.stay)
+                if about is None:
+                    continue
+                between = left[about[0] + 1 : about[1] + 1]
             between -= candidate.size
             taken.append(candidate)
-            known |= candidate.cells
+            known |= cells
+            moving |= cells if candidate.picked != cells else set()
             if int(left.max()) <= 0:
                 break
         return taken
@@ -212,7 +249,37 @@ class _Search:
             keeping = values.size[cell] - sum(values.size[read] for read in gone)
             if gone and keeping > 0 and not any(read in choice.cells for read in gone):
                 found.append(_Candidate(frozenset([cell]), self._takes(cell, ran), keeping, start, end))
+        return [*found, *self._movers(choice, hot)]
+
+    def _movers(self, choice: Choice, hot: Sequence[int]) -> list[_Candidate]:
+        """Each value that could move to the host from where too much is alive, with what that takes by itself."""
+        values, link, found = self.values, self.values.host, list[_Candidate]()
+        if link is None or not self.may_move:
+            return found
+        moved, ends = values.moved(choice.picked), values.ends(choice.copies).tolist()
+        for cell in self.may_move:
+            start, end = values.early_end[cell], values.late_start[cell]
+            if cell in choice.cells or moved.get(cell) or hot[end - 1] == hot[start]:
+                continue
+            for at_once in self._hows():
+                if not (at_once and link.apart and values.eligible[cell]) and (at_once or cell not in moved):
+                    number, stay = values.move(cell, at_once=at_once), values.stay_of(cell, end, at_once)
+                    seconds, hidden = standing_still(stay, ends, link), None if at_once else stay
+                    found.append(_Candidate(frozenset([number]), seconds, values.size[cell], start, end, hidden))
         return found
+
+    def _room(self, choice: Choice) -> Room | None:
+        """What the link can still carry beside a choice's moves."""
+        values, link = self.values, self.values.host
+        if link is None or not link.apart:
+            return None
+        room = Room(values.ends(choice.copies), link)
+        for cell, at_once in values.moved(choice.picked).items():
+            room.taken_by(values.stay_of(cell, values.late_start[cell], at_once))
+        return room
+
+    def _cells_of(self, candidate: _Candidate) -> set[int]:
+        return {number % len(self.values.size) for number in candidate.picked}
 
     def _takes(self, cell: int, ran: set[int]) -> float:
         return 0.0 if self.values.maker[cell] in ran else self.seconds[cell]
@@ -243,21 +310,31 @@ class _Search:
     def _left_out(self, choice: Choice, limit: int) -> Choice:
         """A choice without what is not needed to stay within the limit; in small programs some are exchanged, too."""
         values, tries = self.values, _TRIES // len(self.values.nodes)
-        for cell in sorted(choice.cells - self.always, key=lambda cell: (-self.seconds[cell], cell)):
+        for number in self._most_first(choice):
             if (tries := tries - 1) < 0:
                 return choice
-            choice = self._better(choice, values.choose(choice.cells - {cell}), limit)
-        if len(self.worth) > _PAIRS:
+            choice = self._better(choice, values.choose(choice.picked - {number}), limit)
+        if len(self.every) > _PAIRS:
             return choice
-        for out in sorted(choice.cells - self.always, key=lambda cell: (-self.seconds[cell], cell)):
-            for other in self.worth:
+        for out in self._most_first(choice):
+            for other in self.every:
                 if (tries := tries - 1) < 0:
                     return choice
-                if out in choice.cells and other not in choice.cells:
-                    choice = self._better(choice, values.choose(choice.cells - {out} | {other}), limit)
+                if out in choice.picked and other not in choice.picked:
+                    choice = self._better(choice, values.choose(choice.picked - {out} | {other}), limit)
         return choice
+
+    def _most_first(self, choice: Choice) -> list[int]:
+        """What is picked, the slowest first."""
+        exposed = {move.cell: move.exposed for move in choice.moves}
+        count = len(self.values.size)
+
+        def seconds(number: int) -> float:
+            return self.seconds[number] if number < count else exposed.get(number % count, 0.0)
+
+        return sorted(choice.picked - self.always, key=lambda number: (-seconds(number), number))
 
     @staticmethod
     def _better(choice: Choice, other: Choice, limit: int) -> Choice:
-        faster = (other.seconds, len(other.cells)) < (choice.seconds, len(choice.cells))
+        faster = (other.seconds, len(other.picked)) < (choice.seconds, len(choice.picked))
         return other if faster and other.peak <= limit else choice

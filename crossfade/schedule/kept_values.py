@@ -1,6 +1,8 @@
 """Values that are kept from where they are made to a late use, or computed again there: what each choice takes, as
 numbers.
 
+A value may also move to the host and back meanwhile (`crossfade.schedule.host_moves`).
+
 A value lives in a cell of memory (`crossfade.graph.memory`). Its uses are early or late, divided by the longest stretch
 without any that ends outside of the forward. A cell that is chosen is freed after its early uses; what the late ones
 read is computed again, each operator right before its first late use, from what is there or is computed again itself.
@@ -17,26 +19,31 @@ from functools import cached_property
 import torch
 from torch import Tensor, fx
 
+from crossfade.cost.machine_parts import HostLink
 from crossfade.cost.timeline import Costs
 from crossfade.graph import collectives
 from crossfade.graph.collectives import Kind
 from crossfade.graph.effects import alias_roots, rewritten
-from crossfade.graph.in_place import in_place_form, update_chain
+from crossfade.graph.in_place import has_layout_of, in_place_form, update_chain
 from crossfade.graph.memory import Storages
-from crossfade.graph.program import OutputKind, Program
+from crossfade.graph.program import OutputKind, Program, device_of
 from crossfade.graph.value_numbering import is_function
+from crossfade.schedule.host_moves import Move, Stay, timetable
 
 NONE = -1
 
 
 @dataclass(frozen=True)
 class Choice:
-    """What it takes to compute some values again.
+    """What it takes to compute some values again, or to move them to the host.
 
-    `copies` has, for each operator that runs once more, the position before which it does and its own, in order.
-    `curve` is the most live bytes at each position of the program, copies before it included.
+    `picked` are the cells that are computed again, `cells`, and the numbers of moves (`KeptValues.move`), of which
+    `moves` has those that free anything. `copies` has, for each operator that runs once more, the position before which
+    it does and its own, in order. `curve` is the most live bytes at each position of the program, copies before it
+    included.
     """
 
+    picked: frozenset[int]
     cells: frozenset[int]
     copies: tuple[tuple[int, int], ...]
     seconds: float
@@ -44,6 +51,7 @@ class Choice:
     curve: Tensor = field(repr=False, compare=False)
     ends: Mapping[int, int] = field(repr=False, compare=False)
     """The last position that needs a cell as it was made first, where that is not its last use."""
+    moves: tuple[Move, ...] = ()
 
 
 class KeptValues:
@@ -77,11 +85,14 @@ class KeptValues:
         fixed: Collection[fx.Node] = (),
         forward: Collection[str] = (),
         divided: Mapping[str, str] | None = None,
+        host: HostLink | None = None,
+        stay: Collection[fx.Node] = (),
     ) -> None:
         """Of a program, in which operators take so long. Those in `fixed` do not run again.
 
         `forward` names the nodes whose uses are never late. Where it is known already what is to be computed again,
-        `divided` names each such value, with its first late use or "".
+        `divided` names each such value, with its first late use or "". With a link to the `host`, values may move there
+        that are not made by nodes in `stay`.
         """
         self.program = program
         self.nodes = list(program.graph.nodes)
@@ -99,6 +110,8 @@ class KeptValues:
         self._divide(forward, divided)
         self._forget_updates()
         self._find_repeatable(fixed)
+        self.host, self.busy = host, torch.tensor([costs.compute.get(node, 0.0) for node in self.nodes]).double()
+        self._find_movable(stay, forward)
         self._count_as_written()
 
     def _find_uses(self) -> None:
@@ -165,6 +178,54 @@ class KeptValues:
             fits = size > 0 and cell not in returned and bool(makers)
             self.eligible.append(fits and all(self.repeatable[index] for index in makers))
 
+    def _find_movable(self, stay: Collection[fx.Node], forward: Collection[str]) -> None:
+        """Why each cell may not move to the host; empty where it may."""
+        self.why_stays = [_NO_LINK] * len(self.size)
+        if self.host is None:
+            return
+        changing = rewritten(self.nodes, alias_roots(self.nodes))
+        returned = set(self.storages.touches[self.program.output_node])
+        device = device_of(self.program).type
+        for cell in range(len(self.size)):
+            own = [self.nodes[index] for index in self.in_cell[cell]]
+            if cell in returned or not own:
+                self.why_stays[cell] = _RETURNED
+            elif not self.size[cell] or not _lies_densely(own[0], self.size[cell], device):
+                self.why_stays[cell] = _SPREAD
+            elif not self.in_cell[cell][0] < self.late_start[cell] or (forward and own[0].name not in forward):
+                self.why_stays[cell] = NOT_KEPT
+            elif any(node in stay for node in own):
+                self.why_stays[cell] = _ASKED
+            elif not changing.isdisjoint(own):
+                self.why_stays[cell] = _WRITTEN
+            elif any(collectives.communicates(node.target) for node in own):
+                self.why_stays[cell] = _SENT
+            else:
+                self.why_stays[cell] = "" if all(map(_may_repeat, own[1:])) else _WRITTEN
+
+    def move(self, cell: int, *, at_once: bool = False) -> int:
+        """The number that stands for a cell's move to the host: under computation, or at once, which that waits for."""
+        return cell + len(self.size) * (2 if at_once else 1)
+
+    def moved(self, picked: Iterable[int]) -> dict[int, bool]:
+        """The cells that move to the host, and whether at once, among what is picked; not those computed again."""
+        picked, count = set(picked), len(self.size)
+        pairs = ((number % count, number >= 2 * count) for number in picked if number >= count)
+        return {cell: at_once for cell, at_once in sorted(pairs) if cell not in picked}
+
+    def stay_of(self, cell: int, late: int, at_once: bool) -> Stay:
+        """What a timetable has to know of a cell that moves, needed back for a position."""
+        made = self.in_cell[cell][0]
+        return Stay(cell, made, max(made, self.early_end[cell]), late, self.size[cell], at_once)
+
+    def ends(self, copies: Sequence[tuple[int, int]]) -> Tensor:
+        """When each position ends, in seconds of computation."""
+        busy = self.busy
+        if copies:
+            places, again = (torch.tensor([pair[which] for pair in copies]) for which in (0, 1))
+            busy = busy.index_add(0, places, self.busy[again])
+        return torch.cumsum(busy, 0)
+
     def makers(self, cell: int) -> list[int]:
         """The operators that make a cell's value, with all views of it."""
         own = self.in_cell[cell]
@@ -209,13 +270,33 @@ class KeptValues:
         made = {self.maker[cell], *self.in_cell[cell]}
         return list(dict.fromkeys(c for s in sources if s not in made for c in self.cells[s] if c != cell))
 
-    def choose(self, cells: Iterable[int]) -> Choice:
-        """What happens if these cells are computed again for their late uses, all others kept."""
-        chosen = frozenset(cells)
+    def choose(self, picked: Iterable[int]) -> Choice:
+        """What happens if these cells are computed again for their late uses, or move (`move`), all others kept."""
+        picked = frozenset(picked)
+        chosen = frozenset(number for number in picked if number < len(self.size))
         at, read_at = self._copies(chosen)
         copies = sorted((place, index) for index, place in at.items())
-        curve, peak, ends = self._curve(chosen, copies, read_at)
-        return Choice(chosen, tuple(copies), sum(self.seconds[index] for _, index in copies), peak, curve, ends)
+        moves = self._moves(picked, copies)
+        if picked != chosen:  # what would be on its way all the time is kept instead
+            at_once = {cell for cell, now in self.moved(picked).items() if now}
+            picked = chosen.union(self.move(move.cell, at_once=move.cell in at_once) for move in moves)
+        curve, peak, ends = self._curve(chosen, copies, read_at, moves)
+        seconds = sum(self.seconds[index] for _, index in copies) + sum(move.exposed for move in moves)
+        return Choice(picked, chosen, tuple(copies), seconds, peak, curve, ends, moves)
+
+    def _moves(self, picked: frozenset[int], copies: Sequence[tuple[int, int]]) -> tuple[Move, ...]:
+        """When what moves does, which is to be back for what is computed again from it, too."""
+        moved = self.moved(picked)
+        if not moved or self.host is None:
+            return ()
+        late = {cell: self.late_start[cell] for cell in moved}
+        for place, index in copies:
+            for source in self.inputs[index]:
+                for cell in self.cells[source]:
+                    if cell in late and place > self.early_end[cell]:
+                        late[cell] = min(late[cell], place)
+        stays = [self.stay_of(cell, late[cell], at_once) for cell, at_once in moved.items()]
+        return tuple(timetable(stays, self.ends(copies), self.host))
 
     def _copies(self, chosen: frozenset[int]) -> tuple[dict[int, int], dict[int, tuple[int, int]]]:
         """Where each operator runs again, and the last of these that read each cell as it was made first."""
@@ -257,7 +338,11 @@ class KeptValues:
         return self.home[index] in self.cells[source][1:]
 
     def _curve(
-        self, chosen: frozenset[int], copies: Sequence[tuple[int, int]], read_at: Mapping[int, tuple[int, int]]
+        self,
+        chosen: frozenset[int],
+        copies: Sequence[tuple[int, int]],
+        read_at: Mapping[int, tuple[int, int]],
+        away: Sequence[Move] = (),
     ) -> tuple[Tensor, int, dict[int, int]]:
         count = len(self.nodes)
         begun, ended = self._natural
@@ -292,6 +377,9 @@ class KeptValues:
                 ends[cell] = end
                 steps.append((shifted[end] + (0 if early else 1), -self.size[cell]))
         self._add_copies(chosen, copies, rank, shifted, moved)
+        for move in away:
+            steps.append((shifted[move.left] + 1, -self.size[move.cell]))
+            steps.append((shifted[move.back] + 1, self.size[move.cell]))
         if steps:
             where = torch.tensor([step[0] for step in steps])
             change.index_add_(0, where, torch.tensor([step[1] for step in steps]))
@@ -363,3 +451,22 @@ def _may_repeat(node: fx.Node) -> bool:
     if found is not None:
         return found.kind is Kind.ALL_GATHER and found.plain
     return is_function(node)
+
+
+_NO_LINK = "no values are to move to the host"
+_RETURNED = "it is a result of the step"
+_SPREAD = "it is no tensor on the device that fills its memory"
+NOT_KEPT = "it is not kept from the forward for a late use"
+_ASKED = "it is to stay on the device"
+_WRITTEN = "its memory is written, or its views cannot be made again"
+_SENT = "it is sent or received"
+
+
+def _lies_densely(node: fx.Node, size: int, device: str) -> bool:
+    """Whether a node's value is a tensor on the device that takes all of its memory, each element once."""
+    value = node.meta.get("val")
+    if not isinstance(value, Tensor) or value.device.type != device or not has_layout_of(value, value):
+        return False
+    if any(isinstance(number, torch.SymInt) for number in value.shape):
+        return False
+    return value.numel() * value.element_size() == size

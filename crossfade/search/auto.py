@@ -121,12 +121,13 @@ def _check(asked: Mapping[str, Any]) -> None:
                 remedy=f"leave {name} out, or pass mesh= as crossfade.find_plan suggests",
             )
     check_memory(asked["memory"])
-    if asked["recompute"] == "auto":
-        raise NotYetError(
-            "recompute='auto' together with mesh=\"auto\"",
-            expected="a step that fits as the model is, or rules for modules",
-            remedy="find the mesh by crossfade.find_plan and pass it with memory= and recompute=",
-        )
+    for name in ("recompute", "offload"):
+        if asked[name] == "auto":
+            raise NotYetError(
+                f"{name}='auto' together with mesh=\"auto\"",
+                expected="a step that fits as the model is, or rules for modules",
+                remedy=f"find the mesh by crossfade.find_plan and pass it with memory= and {name}=",
+            )
     if asked["batch"] != "global":
         raise NotYetError(
             f'batch={asked["batch"]!r} together with mesh="auto"',

@@ -18,7 +18,7 @@ class AverageGradients(Pass):
 
     Each rank computes the mean loss of its own samples; the average over the ranks is that of the whole batch. For a
     loss that sums over samples, `reduce_op` is `"sum"`. With `gradients=False` only the loss is averaged: gradients
-    stay those of each rank, to be exchanged with later ones.
+    stay those of each rank, to be exchanged with later ones. The gradients of parameters in `apart` are left alone.
 
     Also known as: the gradient all-reduce of torch's DDP; `jax.lax.pmean` of gradients; Megatron's
     `finalize_model_grads`.
@@ -43,6 +43,7 @@ class AverageGradients(Pass):
     group: str = "dp"
     reduce_op: str = "avg"
     gradients: bool = True
+    apart: tuple[str, ...] = ()
 
     def run(self, program: Program) -> PassResult:
         """Replace each gradient and loss among the program's results by its average."""
@@ -51,7 +52,7 @@ class AverageGradients(Pass):
 
     def _reason(self, out: Output, value: fx.Node) -> str | None:
         exchanged = {OutputKind.LOSS: "the loss"} | ({OutputKind.GRADIENT: "a gradient"} if self.gradients else {})
-        what = exchanged.get(out.kind)
+        what = exchanged.get(out.kind) if out.name not in self.apart else None
         return f"{'averages' if self.reduce_op == 'avg' else 'sums'} {what}, where it is ready" if what else None
 
     def _average(self, value: Tensor) -> Tensor:

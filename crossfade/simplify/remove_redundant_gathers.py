@@ -168,6 +168,8 @@ class _Remover:
         self._take(outer, value, inner, lambda tensor: torch.cat([tensor] * ranks), "all ranks give the same value")
 
     def _undone(self, inner: Collective, outer: Collective) -> None:
+        if any(collectives.counts_rows_as_it_runs(exchange.node) for exchange in (inner, outer)):
+            return self._leave(outer, _NOT_INVERSE)
         to, back = collectives.settings(inner.node), collectives.settings(outer.node)
         ranks = self.program.groups.get(outer.group) or 0
         inverse = _same_sizes(to[0], back[1]) and _same_sizes(to[1], back[0])

@@ -55,6 +55,8 @@ def test_ranks_agree_on_a_machine_of_possible_numbers(ranks: Callable[[int], Ran
     assert all(link.bandwidth < 1e12 and link.latency < 1 for link in fabric.links.values())
     assert 0 < fabric.launch < 0.1
     assert 0 < machine.overhead < 0.01
+    assert machine.host_link().bandwidth > 1e6
+    assert not machine.host_link().apart
     assert min(machine.flops.values()) > 1e6  # half precision without instructions for it
 
 
@@ -187,6 +189,7 @@ def test_rows_say_everything_in_units() -> None:
     assert table[0] == ("all_reduce", "*", "8 us", "360 GB/s")
     assert table[5] == ("launch", "*", "5 us", "computation 10% slower meanwhile")
     assert ("matrix product", "bfloat16", "", "760 TFLOP/s") in table
+    assert table[-3] == ("copy to the host", "cuda", "10 us", "53.55 GB/s")
     assert table[-2:] == [("memory", "cuda", "", "2.78 TB/s"), ("operator", "cuda", "1.6 us", "")]
 
 

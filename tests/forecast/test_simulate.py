@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 import crossfade as cf
+from crossfade.cost.flops import flops_of
 from crossfade.cost.machine import ANY_AXIS, Fabric, Launching, Link, Machine
 from crossfade.cost.network import Wire
 from crossfade.cost.presets import preset
@@ -189,5 +190,49 @@ def test_bad_input_is_one_clear_error(tmp_path: Path) -> None:
     asks = source_of(f"{file}:asks", "2x4")
     with pytest.raises(CaptureError, match="Remedy"):
         cf.simulate(asks.model, asks.batch, mesh={"dp": 2})
-    with pytest.raises(CrossfadeError, match="3"):  # a width of 16 does not split over 3
-        cf.simulate(tower(3), tokens(), mesh={"dp": 2, "tp": 3})
+    asked = Forecaster(tower(3), tokens())
+    with pytest.raises(MeshError, match="GPUs"):
+        sweep(asked, [(Setting({"dp": 1, "tp": 2}, way_named("ddp")), TOY)], Sweep.read("gpus=3"))
+
+
+@pytest.mark.parametrize("text", ["gpus=nan", "gpus=inf", "gpus=1.5", "gpus=8..4", "gpus=-1", "cats=1", "bandwidth=0"])
+def test_a_sweep_of_nonsense_is_refused(text: str) -> None:
+    with pytest.raises(MeshError, match="a sweep of"):
+        Sweep.read(text)
+
+
+def test_what_a_users_code_raises_is_named_once(tmp_path: Path) -> None:
+    file = tmp_path / "model.py"
+    file.write_text("def raises():\n    raise KeyError('no')\ndef five():\n    return 1, 2, 3, 4, 5\n")
+    for kind, message, attempt in (
+        (ModelError, "raised KeyError", lambda: source_of(f"{file}:raises", "1x8")),
+        (ModelError, "returned int, int", lambda: source_of(f"{file}:five", "1x8")),
+        (CaptureError, "reduction dim", lambda: cf.simulate(linear(4), (torch.ones(2, 5), torch.ones(2, 4)),
+                                                     mesh={"dp": 1}, loss_fn=nn.functional.mse_loss)),
+        (MachineError, "spread", lambda: cf.simulate(linear(4), (torch.ones(2, 4),) * 2, mesh={"dp": 1},
+                                                     loss_fn=nn.functional.mse_loss, spread=math.nan)),
+    ):  # fmt: skip
+        with pytest.raises(kind, match=message):
+            attempt()  # type: ignore[no-untyped-call]
+    file.write_text("def build(:")
+    with pytest.raises(ModelError, match="raised SyntaxError"):
+        source_of(f"{file}:build", "1x8")
+    for text, message in (("[1]", "a list"), ("{", "not JSON"), ("{}", "no model_type")):
+        (tmp_path / "config.json").write_text(text)
+        with pytest.raises(ModelError, match=message):
+            source_of(str(tmp_path / "config.json"), "1x8")
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 7])
+def test_sizes_that_do_not_divide_are_padded_and_layers_still_repeat(ranks: int) -> None:
+    words, width, layers, rows = 32, 16, 5, 4 * 8
+    captured = capture_model(tower(layers, width), tokens(), ranks=ranks)
+    assert captured.layers is not None and captured.layers.count == layers
+    made = captured.program
+    vocabulary, middle = -(-words // ranks), -(-4 * width // ranks)
+    sizes = {item.name: tuple(node.meta["val"].shape) for item, node in made.named_inputs()}
+    assert sizes["words.weight"] == sizes["head.weight"] == (vocabulary, width)
+    assert all(sizes[f"blocks.{index}.up.weight"] == (middle, width) for index in range(layers))
+    products = sum(flops_of(node) for node in made.graph.nodes if "mm" in str(node.target))
+    # forward and both gradients of each product, of which every rank has as much
+    assert products == 3 * 2 * rows * width * (vocabulary + layers * 2 * middle)

@@ -36,7 +36,27 @@ def texts(count: int, shortest: int = 3) -> list[dict[str, Tensor]]:
     return found
 
 
-def trained_by(kind: type, folder: str, *, resume: bool = False, **more: Any) -> Any:
+def as_long_as_their_own(samples: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    """A batch as long as its longest sample, as collators of the library pad it: of another length on each rank."""
+    longest = max(int(sample["attention_mask"].sum()) for sample in samples)
+    return {name: torch.stack([sample[name][:longest] for sample in samples]) for name in samples[0]}
+
+
+def with_own_loss(kind: type) -> type:
+    """A Trainer that adds a term to its model's loss, in the way of the library's guide."""
+
+    class OwnLoss(kind):  # type: ignore[misc]
+        weight = 0.01
+
+        def compute_loss(self, model: nn.Module, inputs: Any, return_outputs: bool = False, **more: Any) -> Any:
+            outputs = model(**inputs)
+            loss = self.weight * outputs.logits.float().logsumexp(-1).square().mean()
+            return (loss, outputs) if return_outputs else loss
+
+    return OwnLoss
+
+
+def trained_by(kind: type, folder: str, *, resume: bool = False, collator: Any = None, **more: Any) -> Any:
     """What a Trainer logs: accumulation, clipping, a schedule, bf16, evaluation, and checkpoints to resume from."""
     from transformers import TrainingArguments
 
@@ -48,12 +68,30 @@ def trained_by(kind: type, folder: str, *, resume: bool = False, **more: Any) ->
         **every_two, **quiet, **more,
     )  # fmt: skip
     data = texts(16)
-    trainer = kind(model=language_model(), args=arguments, train_dataset=data, eval_dataset=data[:4])
+    trainer = kind(
+        model=language_model(), args=arguments, train_dataset=data, eval_dataset=data[:4], data_collator=collator
+    )
     trainer.train(resume_from_checkpoint=f"{folder}/checkpoint-2" if resume else None)
     logged = [
         [entry.get(key) for key in ("loss", "grad_norm", "eval_loss")] for entry in trainer.state.log_history[:-1]
     ]
     return logged, getattr(trainer, "gradients", None) and trainer.gradients.captures
+
+
+def not_exchanged(kind: type, folder: str) -> str:
+    """What a Trainer says whose training step computes a loss past `compute_loss`."""
+
+    class Past(kind):  # type: ignore[misc]
+        def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
+            loss = model(**self._prepare_inputs(inputs)).loss
+            self.accelerator.backward(loss)
+            return loss.detach()
+
+    try:
+        trained_by(Past, folder)
+    except Exception as error:
+        return str(error)
+    return ""
 
 
 def trainer_job(folder: Path) -> Any:
@@ -67,6 +105,11 @@ def trainer_job(folder: Path) -> Any:
         "resumed": trained_by(Trainer, f"{folder}/ours", resume=True),
         "smoothed by ddp": trained_by(Plain, f"{folder}/smooth", label_smoothing_factor=0.1),
         "smoothed": trained_by(Trainer, f"{folder}/ours_smooth", label_smoothing_factor=0.1),
+        "own loss by ddp": trained_by(with_own_loss(Plain), f"{folder}/plain_own"),
+        "own loss": trained_by(with_own_loss(Trainer), f"{folder}/ours_own"),
+        "lengths by ddp": trained_by(Plain, f"{folder}/plain_lengths", collator=as_long_as_their_own),
+        "lengths": trained_by(Trainer, f"{folder}/ours_lengths", collator=as_long_as_their_own),
+        "not exchanged": not_exchanged(Trainer, f"{folder}/not_exchanged"),
     }
 
 
@@ -138,6 +181,32 @@ def lightning_job(folder: Path) -> Any:
             optimizer = torch.optim.NAdam(self.parameters(), lr=0.02)
             return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1)]
 
+    class WithMore(Classifier):
+        """Returns more than a loss, and takes the number of a batch by another name."""
+
+        def training_step(self, batch: Any, _: int) -> Any:  # type: ignore[override]
+            return {"loss": super().training_step(batch, 0), "size": batch[0].sum(), "words": "as they are"}
+
+        def on_train_batch_end(self, outputs: Any, batch: Any, *_: Any) -> None:
+            assert outputs["words"] == "as they are"
+            self.seen.append([float(outputs["size"] - batch[0].sum()), outputs["loss"].dim()])
+
+    class Kept(Classifier):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            self.seen.append([])
+            return super().training_step(batch, batch_idx)
+
+    class Measured(Classifier):
+        def __init__(self) -> None:
+            super().__init__()
+            from torchmetrics.classification import MulticlassAccuracy
+
+            self.measure = MulticlassAccuracy(3)
+
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            self.measure(self.net(batch[0]), batch[1])
+            return super().training_step(batch, batch_idx)
+
     class ByIndex(Classifier):
         def training_step(self, batch: Any, batch_idx: int) -> Tensor:
             return super().training_step(batch, batch_idx) * (batch_idx + 1)
@@ -158,9 +227,9 @@ def lightning_job(folder: Path) -> Any:
         captures = strategy.gradients.captures if isinstance(strategy, CrossfadeStrategy) else None
         return [*module.seen, [float(trainer.callback_metrics["held_out"])]], captures
 
-    def refused() -> str:
+    def refused(kind: type[Classifier]) -> str:
         try:
-            fit(CrossfadeStrategy(process_group_backend="gloo"), ByIndex)
+            fit(CrossfadeStrategy(process_group_backend="gloo"), kind)
         except Exception as error:  # Lightning may raise another from it
             return str(error)
         return ""
@@ -168,7 +237,9 @@ def lightning_job(folder: Path) -> Any:
     return {
         "ddp": fit("ddp"),
         "crossfade": fit(CrossfadeStrategy(process_group_backend="gloo")),
-        "by index": refused(),
+        "more by ddp": fit("ddp", WithMore),
+        "more": fit(CrossfadeStrategy(process_group_backend="gloo"), WithMore),
+        "refused": [refused(kind) for kind in (ByIndex, Kept, Measured)],
     }
 
 

@@ -45,6 +45,9 @@ def test_L5_trainer(tmp_path: Path) -> None:
         assert len(plain) == 6 and captures == 2  # of a batch whose gradients wait, and of the last one
         assert numbers(ours) == pytest.approx(numbers(plain), rel=2e-3)  # in bfloat16 the order of sums shows
         assert numbers(found["resumed"][0]) == pytest.approx(numbers(ours), rel=1e-4)
+        for changed in ("own loss", "lengths"):
+            assert numbers(found[changed][0]) == pytest.approx(numbers(found[f"{changed} by ddp"][0]), rel=2e-3)
+        assert "ranks have not exchanged them" in found["not exchanged"]
         assert numbers(found["smoothed"][0]) == pytest.approx(numbers(found["smoothed by ddp"][0]), rel=2e-3)
 
 
@@ -65,4 +68,9 @@ def test_L5_lightning(tmp_path: Path) -> None:
         )  # of batches that wait and of the last; another number in hparams is another
         for was, now in zip(plain, ours, strict=True):
             assert now == pytest.approx(was, rel=1e-4)
-        assert "training_step reads batch_idx" in found["by index"]
+        for was, now in zip(found["more by ddp"][0], found["more"][0], strict=True):
+            assert now == pytest.approx(was, rel=1e-4)
+        by_index, kept, measured = found["refused"]
+        assert "training_step reads batch_idx" in by_index
+        assert "append to self.seen in on_train_batch_end" in kept
+        assert "training_step updates a metric" in measured

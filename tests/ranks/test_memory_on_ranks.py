@@ -133,3 +133,21 @@ def test_every_rank_is_told_what_is_wrong_with_a_budget(ranks: Any) -> None:
         assert "memory='much': expected bytes" in words
         assert "did you mean 'never'?" in rule
         assert "memory = 1000000.0" in others and "memory = 1000001.0" in others
+
+
+def moved(mode: str) -> list[str]:
+    plain, expected = trained(mode)
+    wrong = []
+    for options in ({"offload": True}, {"offload": {"blocks.0": "full"}, "recompute": {"blocks.1": "full"}}):
+        step, found = trained(mode, **options)
+        if not all(torch.equal(one, other) for one, other in zip(found, expected, strict=True)):
+            wrong.append(f"other numbers with {options}")
+        if not step.memory.moved or max(live_bytes(step.program)) >= max(live_bytes(plain.program)):
+            wrong.append(f"{len(step.memory.moved)} values moved with {options}: {step.memory.peak}")
+    return wrong
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("mode", ["replicate", "zero3"])
+def test_steps_that_move_values_to_the_host_train_the_same(ranks: Any, mode: str) -> None:
+    assert ranks(2).run(moved, mode, timeout=200.0) == [[], []]

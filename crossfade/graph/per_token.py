@@ -8,6 +8,7 @@ arguments change; or why the call needs all tokens.
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,8 +17,9 @@ import torch
 from torch import Tensor, fx
 
 from crossfade.graph.effects import is_pure
-from crossfade.graph.operators import arguments
+from crossfade.graph.operators import argument_names, arguments
 from crossfade.graph.private import schema_of
+from crossfade.graph.program import Program
 
 _aten = torch.ops.aten
 
@@ -68,6 +70,36 @@ def split(node: fx.Node, places: Places, ranks: int) -> Split | str:
         return SIZES
     rule = _RULES.get(node.target) or (_pointwise if is_pointwise(node.target) else None)
     return rule(node, places, ranks) if rule is not None else UNKNOWN
+
+
+def work_on_part(program: Program, node: fx.Node, how: Split) -> None:
+    """Give a call, whose arguments are parts by now, its other sizes, and describe again what it makes."""
+    names = argument_names(node.target)
+    for name, value in how.sizes.items():
+        if names.index(name) < len(node.args):
+            node.update_arg(names.index(name), value)
+        else:
+            node.update_kwarg(name, value)
+    describe_again(program, node)
+
+
+def describe_again(program: Program, node: fx.Node) -> None:
+    """Describe what a call makes of its arguments as they are described now; also the elements of several results."""
+    args, kwargs = fx.map_arg((node.args, node.kwargs), lambda source: source.meta["val"])
+    with program.fake_mode, torch.no_grad():
+        _describe(node, node.target(*args, **kwargs))  # type: ignore[operator]
+    for element in elements(node):
+        _describe(element, node.meta["val"][element.args[1]])
+
+
+def elements(node: fx.Node) -> list[fx.Node]:
+    """The nodes that take one of several results each."""
+    return [user for user in node.users if user.target is operator.getitem]
+
+
+def _describe(node: fx.Node, value: Any) -> None:
+    node.meta["val"] = value
+    node.meta.pop("tensor_meta", None)  # torch's tracer says there what was
 
 
 def is_pointwise(target: Any) -> bool:
@@ -244,6 +276,16 @@ def _of_one_dim(node: fx.Node, places: Places, ranks: int) -> Split | str:
     return Split((kept,) * len(value) if isinstance(value, (tuple, list)) else kept, dict(places))
 
 
+def _slice_backward(node: fx.Node, places: Places, ranks: int) -> Split | str:
+    """The gradient of what a slice was taken of, where that is another dim than the one in parts."""
+    how = _of_one_dim(node, places, ranks)
+    if isinstance(how, str) or not isinstance(how.place, int):
+        return how
+    sizes = list(node.meta["val"].shape)
+    sizes[how.place] //= ranks
+    return Split(how.place, how.cut, {"input_sizes": sizes})
+
+
 def _cat(node: fx.Node, places: Places, ranks: int) -> Split | str:
     if len(found := set(places.values())) > 1:
         return DIFFERENT_DIMS
@@ -273,6 +315,7 @@ _RULES: dict[Any, Rule] = {
     _aten.expand.default: _expand,
     **dict.fromkeys((_aten.slice.Tensor, _aten.select.int, _aten.unbind.int), _of_one_dim),
     **dict.fromkeys((_aten.split.Tensor, _aten.split_with_sizes.default), _of_one_dim),
+    _aten.slice_backward.default: _slice_backward,
     _aten.cat.default: _cat,
     **dict.fromkeys((*_SUMS, _aten.mean.dim, _aten.amax.default, _aten.amin.default), _reduction),
     **dict.fromkeys((_aten.var.correction, _aten.var_mean.correction, _aten.logsumexp.default), _reduction),
