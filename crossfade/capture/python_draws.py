@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import numpy as np
 from torch import nn
 
-from crossfade.errors import CaptureError
+from crossfade.errors import CaptureError, OptimizerError
 
 T = TypeVar("T")
 _OF_LIBRARIES = ("mask_time_prob", "mask_feature_prob", "layerdrop", "encoder_layerdrop", "decoder_layerdrop")
@@ -68,6 +68,32 @@ def capture_without_draws(capture: Callable[[], T], model: nn.Module, generators
         remedy="draw them with torch (torch.rand and torch.where in place of an if), or pass them with the batch, "
         f"as tensors{or_switched_off(model)}",
     )
+
+
+@contextlib.contextmanager
+def refuse_draws(what: str) -> Iterator[None]:
+    """Refuse code of an optimizer's that draws numbers of Python's or numpy's generators; put these back.
+
+    >>> with refuse_draws("the step of Noisy"):
+    ...     _ = random.random()
+    Traceback (most recent call last):
+    crossfade.errors.OptimizerError: the step of Noisy draws numbers of Python's random generator...
+    """
+    watched = _own_of_libraries()
+    before = [generator.state() for generator in watched]
+    try:
+        yield
+        changed = zip(watched, before, strict=True)
+        drawn = [each.name for each, state in changed if _comparable(each.state()) != _comparable(state)]
+    finally:
+        for generator, state in zip(watched, before, strict=True):
+            generator.put(state)
+    if drawn:
+        raise OptimizerError(
+            f"{what} draws numbers of {' and of '.join(drawn)}",
+            expected="numbers that every step draws for itself: these would stay those of the capture",
+            remedy="draw them between steps and keep them as a number in optimizer.param_groups",
+        )
 
 
 def or_switched_off(model: nn.Module, among: str = "") -> str:
