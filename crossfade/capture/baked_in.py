@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import logging
-from collections import Counter
-from collections.abc import Iterable
+from collections import Counter, deque
+from collections.abc import Callable, Iterable
 from itertools import count
 from typing import Any
 
 import torch
 from torch import nn
 
+from crossfade.capture.constants import TAKEN_IN
 from crossfade.capture.reading import Reading
-from crossfade.capture.tokens import Serials, Token, shown
+from crossfade.capture.side_effects import position_of
+from crossfade.capture.tokens import ObjectToken, Serials, Token, shown
 
 log = logging.getLogger("crossfade")
 
@@ -56,6 +58,7 @@ class BakedIn:
         self._reading: Reading | None = None
         self._captured: dict[str, Token] | None = None
         self._causes: Counter[str] = Counter()
+        self._told: set[str] = set()
         self.reason = ""
         """What had changed when a program was captured last."""
 
@@ -70,15 +73,47 @@ class BakedIn:
         now = self._reading.tokens if self._reading is not None else {}
         changed = _changes(self._captured, now) if self._captured is not None else {}
         self._captured, self.reason = now, _in_words(changed)
-        for path in changed:
-            self._causes[path] += 1
-            if self._causes[path] == _OFTEN:
-                log.warning("%s", _too_often(path, changed[path]))
+        self._causes.update(changed.keys())
+        if often := {path: how for path, how in changed.items() if self._causes[path] == _OFTEN}:
+            log.warning("%s", _too_often(often, now))
         return self.reason
 
     def path_of(self, value: Any) -> str:
         """Where something was found when all was read last, if it was."""
         return self._reading.path_of(value) if self._reading is not None else ""
+
+    def generators(self) -> dict[str, Any]:
+        """Random generators of Python's and numpy's that were found when all was read last, by path."""
+        return self._reading.generators if self._reading is not None else {}
+
+    def watching_code(self) -> Callable[[], dict[str, str]]:
+        """Asked before a capture. What it gives is called behind it, and says what the code itself has changed of what
+        it may compute with: numbers, tensors in objects, the members of lists, how far iterators have gone."""
+        before = self._reading
+        if before is None:
+            return dict
+        positions = {path: position_of(iterator) for path, iterator in before.iterators.items()}
+
+        def changed() -> dict[str, str]:
+            moved = {
+                path: "is moved on" for path, value in before.iterators.items() if position_of(value) != positions[path]
+            }
+            if before.watch.is_current():
+                return moved
+            now = Reading(self._models, self._loss_fn, self._serials).tokens
+            return moved | {
+                path: _change(was, now[path]).replace("changed", "is changed", 1)
+                for path, was in before.tokens.items()
+                if path in now and now[path] != was and _may_go_on(was, now[path], alone=not before.is_told_of(path))
+            }
+
+        return changed
+
+    def untold(self, changed: dict[str, str]) -> dict[str, str]:
+        """Those of some changes that nobody was asked about before."""
+        new = {path: how for path, how in changed.items() if path not in self._told}
+        self._told |= new.keys()
+        return new
 
     def facts(self) -> dict[str, str]:
         """For the report: how all of it is watched, and which change led to the last capture."""
@@ -125,15 +160,36 @@ def _change(before: Token | None, now: Token | None) -> str:
     return f"changed from {was} to {became}" if was != became else f"changed ({became})"
 
 
+def _may_go_on(was: Token, now: Token, *, alone: bool) -> bool:
+    """Whether code may compute with what it left the last time: no new entry and no tensor where there was none, which
+    is how code keeps what it needs to compute only once. `alone` where nobody else tells of numbers and tensors."""
+    kinds = [_kind(was), _kind(now)]
+    return kinds == ["members", "members"] or (alone and kinds[0] == kinds[1] != "")
+
+
+def _kind(token: Token) -> str:
+    if isinstance(token, ObjectToken):
+        first = token.facts[0] if token.facts else None
+        if token.words.startswith("a tensor of"):
+            return "tensor" if len(token.facts) > 2 else ""  # of the model's own, the values are inputs
+        return "members" if first in (list, deque) else ""
+    return "number" if isinstance(token, tuple) and token[0] in (int, float) else ""
+
+
 def _in_words(changed: dict[str, str]) -> str:
     few = [f"{path} {how}" for path, how in list(changed.items())[:3]]
     return ", ".join(few + ([f"and {len(changed) - 3:,} more"] if len(changed) > 3 else []))
 
 
-def _too_often(path: str, how: str) -> str:
+def _too_often(often: dict[str, str], now: dict[str, Token]) -> str:
+    path, how = next(iter(often.items()))
+    others = f" (so have {len(often) - 1:,} more)" if len(often) > 1 else ""
+    remedy = "keep what changes at each step outside of the model and the loss, or pass it with the batch, as a tensor"
+    if path in now and _kind(now[path]) == "tensor":
+        own = "register it with register_buffer" if path.startswith("model.") else TAKEN_IN
+        remedy = f"tensors of the model may change between steps, so {own}; or pass it with the batch"
     return (
-        f"{path} has been the cause of {_OFTEN} captures, each of which takes seconds (last it {how}): keep what "
-        "changes at each step outside of the model and the loss, or pass it with the batch or in a buffer, as a tensor"
+        f"{path} has been the cause of {_OFTEN} captures{others}, each of which takes seconds (last it {how}): {remedy}"
     )
 
 

@@ -14,6 +14,11 @@ from crossfade.errors import CaptureError
 from crossfade.graph.operators import by_name
 from crossfade.graph.private import TorchDispatchMode, schema_of
 
+TAKEN_IN = (
+    "let one module own the model and what has the tensor (the loss, a teacher), and return the loss from its forward: "
+    "`self.model, self.loss = model, loss`, `return self.loss(self.model(x), y)`, and loss_fn=None"
+)
+"""How tensors that are not the model's become the model's."""
 _PLAIN = (Tensor, nn.Parameter, nn.Buffer)
 
 
@@ -53,23 +58,30 @@ def _memory(tensor: Tensor) -> Any:
 
 class NoWrites(TorchDispatchMode):
     """Refuses to write to tensors that a forward finds in a plain attribute or a closure: the capture would do so too,
-    and no checkpoint would have it."""
+    and no checkpoint would have it. `name_of` says where a tensor was found."""
+
+    def __init__(self, name_of: Callable[[Tensor], str]) -> None:
+        super().__init__()
+        self._name_of = name_of
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if schema_of(func).is_mutable:
             given = by_name(func, args, kwargs or {})
             for argument in schema_of(func).arguments:
                 if argument.alias_info is not None and argument.alias_info.is_write:
-                    _check_written(func, given.get(argument.name))
+                    _check_written(func, given.get(argument.name), self._name_of)
         return func(*args, **(kwargs or {}))
 
 
-def _check_written(func: Any, value: Any) -> None:
+def _check_written(func: Any, value: Any, name_of: Callable[[Tensor], str]) -> None:
     for tensor in value if isinstance(value, list | tuple) else [value]:
         if type(tensor) in _PLAIN:
+            where = name_of(tensor)
+            of_model = "register it with register_buffer(name, tensor)"
+            remedy = of_model if where.startswith("model.") else TAKEN_IN if where else f"{of_model}, or {TAKEN_IN}"
             raise CaptureError(
-                f"a tensor of shape {tuple(tensor.shape)}, neither parameter nor buffer, is changed in place by {func}"
-                f"{users_line(traceback.extract_stack())}",
+                f"{where}{', ' if where else ''}a tensor of shape {tuple(tensor.shape)}, neither parameter nor buffer "
+                f"of the model, is changed in place by {func}{users_line(traceback.extract_stack())}",
                 expected="state that the model keeps in buffers",
-                remedy="register it with register_buffer(name, tensor), or change it between steps",
+                remedy=f"{remedy}; or change it between steps",
             )

@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import types
 from collections import Counter, deque
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from sys import intern
 from typing import Any
@@ -22,6 +22,7 @@ from torch import nn
 
 from crossfade.capture.code_names import CodeNames, is_looked_into, is_open, names_in, names_of_getter, slots_of
 from crossfade.capture.interest import Interest
+from crossfade.capture.python_draws import is_generator
 from crossfade.capture.tokens import ObjectToken, Serials, Token, digest, memory_of, plain_token
 from crossfade.capture.watch import Watch, is_filled, state_of_constant
 from crossfade.graph.private import global_module_hooks, has_hooks, own_buffers, own_modules, own_parameters
@@ -68,6 +69,9 @@ class Reading:
         self.watch = Watch()
         self.if_replaced: Counter[str] = Counter()
         """Kinds of objects that are seen to change only when they are replaced, and how many there are."""
+        self.generators: dict[str, Any] = {}
+        """Random generators of Python's and numpy's, by path."""
+        self.iterators: dict[str, Iterator[Any]] = {}
         self._serials = serials
         models = _outermost(models)
         own = {id(module): module for model in models for module in model.modules()}
@@ -94,6 +98,12 @@ class Reading:
     def path_of(self, value: Any) -> str:
         """Where something was found; empty if it was not."""
         return self._met[id(value)][0] if id(value) in self._met else ""
+
+    def is_told_of(self, path: str) -> bool:
+        """Whether something stands in a plain attribute of a module, which `as_it_was` looks after."""
+        owner, _, name = path.rpartition(".")
+        modules = {place: value for place, value in self._met.values() if isinstance(value, nn.Module)}
+        return owner in modules and name in vars(modules[owner])
 
     def _walk(self) -> None:
         while self._todo:
@@ -151,6 +161,10 @@ class Reading:
 
     def _replaced(self, path: str, value: Any) -> None:
         """Something that is not looked into."""
+        if is_generator(value):
+            self.generators[path] = value
+        elif isinstance(value, Iterator):
+            self.iterators[path] = value
         self._set(path, ObjectToken(_words(value), (self._serials.of(value),)))
         if not isinstance(value, types.ModuleType | types.FunctionType | types.BuiltinFunctionType | type):
             self.if_replaced[type(value).__qualname__] += 1

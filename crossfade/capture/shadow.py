@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from crossfade.capture.numbers import Number, is_plain_number, own_attributes
+from crossfade.capture.python_draws import refuse_draws
 from crossfade.errors import OptimizerError
 from crossfade.graph.private import tree_flatten
 
@@ -132,7 +133,7 @@ def take_step(shadow: Optimizer) -> None:
     """
     steps = [inspect.unwrap(vars(kind)["step"]) for kind in type(shadow).__mro__ if "step" in vars(kind)]
     namespaces = {id(step.__globals__): step.__globals__ for step in steps}
-    with torch.no_grad(), contextlib.ExitStack() as stack:
+    with torch.no_grad(), refuse_draws(f"the step of {type(shadow).__name__}"), contextlib.ExitStack() as stack:
         for namespace in namespaces.values():
             stack.enter_context(_symbolic_functions(namespace))
         type(shadow).step(shadow)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import operator
+import types
 from collections import OrderedDict, deque
 from collections.abc import Iterable, Iterator
 from operator import is_
@@ -11,15 +13,18 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from crossfade.capture.tokens import plain_token
+
 log = logging.getLogger("crossfade")
 
 _CONTAINERS = (dict, OrderedDict, list, set, deque)
 
 
 @contextlib.contextmanager
-def as_it_was(roots: Iterable[Any]) -> Iterator[None]:
+def as_it_was(roots: Iterable[Any], *, told: bool = True) -> Iterator[None]:
     """Give every module back the plain attributes it had, and the containers among them what was in them: a forward
-    that stores a tensor would keep a traced one. Roots that are modules, or methods of one, have modules.
+    that stores a tensor would keep a traced one. Roots that are modules, or methods of one, have modules. Users are
+    told of what training would need.
 
         >>> model = nn.ReLU()
         >>> model.seen = []
@@ -36,7 +41,8 @@ def as_it_was(roots: Iterable[Any]) -> Iterator[None]:
         yield
     finally:
         for module, attributes, contents in before:
-            _warn_of_counters(module, modules[module], attributes)
+            if told:
+                _warn_of_counters(module, modules[module], attributes)
             vars(module).clear()
             vars(module).update(attributes)
             for container, members in contents:
@@ -69,3 +75,20 @@ def _warn_of_counters(module: nn.Module, name: str, before: dict[str, Any]) -> N
                 "put back: if it computes with it, make it a buffer",
                 attribute, name or f"the {type(module).__name__}", f" (from {was} to {now})" if counts else "",
             )  # fmt: skip
+
+
+def position_of(iterator: Iterator[Any]) -> Any:
+    """How far an iterator has gone, as far as it can be seen.
+
+    >>> numbers = iter([1.0, 0.5])
+    >>> before = position_of(numbers)
+    >>> next(numbers), position_of(numbers) == before
+    (1.0, False)
+    """
+    if not isinstance(iterator, types.GeneratorType):
+        return operator.length_hint(iterator, -1), repr(iterator)
+    frame = iterator.gi_frame
+    if frame is None:
+        return "at its end"
+    held = [(name, plain_token(value) or id(value)) for name, value in frame.f_locals.items()]
+    return frame.f_lasti, held

@@ -18,7 +18,6 @@ from crossfade.capture.as_laid_out import AsLaidOut
 from crossfade.capture.constants import NoWrites
 from crossfade.capture.divide_batch import BatchLayout, arguments_of, is_split
 from crossfade.capture.draws import Draws, reuse_draws
-from crossfade.capture.side_effects import as_it_was
 from crossfade.capture.symbolic_sizes import SymbolicSizes
 from crossfade.capture.tracing import new_fake_mode, to_fake, trace, users_line
 from crossfade.errors import CaptureError, ModelError, NotYetError
@@ -71,6 +70,7 @@ def capture_forward_backward(
     sizes: SymbolicSizes | None = None,
     lines: dict[str, str] | None = None,
     with_sources: bool = True,
+    name_of: Callable[[Tensor], str] = lambda tensor: "",
 ) -> Program:
     """Forward, loss and backward on a batch of `batch_size` samples, as one functional program.
 
@@ -80,7 +80,8 @@ def capture_forward_backward(
     `plain_norms`, batch normalisation is captured in ATen's own spelling also where cuDNN would be used. `forward`
     gives the loss for a state by name and a batch, instead of the model and the loss function. With `sizes`, those of
     the batch's tensors are symbols; `lines` is given the line that asked for each condition on these. Without
-    sources, which take a fifth of the time, nodes do not know the lines that made them.
+    sources, which take a fifth of the time, nodes do not know the lines that made them. What the code stores meanwhile
+    stays: see `as_it_was`. `name_of` says in errors where a tensor was found.
 
         >>> model, batch = nn.Linear(2, 1), (torch.ones(4, 2), torch.ones(4, 1))
         >>> layout = BatchLayout.of(batch, ranks=1, accumulate=1, given="global")
@@ -107,16 +108,16 @@ def capture_forward_backward(
         # Until after the backward, which may run parts again.
         with torch.enable_grad(), swapped_state(model, state), as_if_compiling(), draws:
             filled = tree_unflatten(_fill(leaves, batch_values), spec)
-            with NoWrites(), AsLaidOut():
+            with NoWrites(name_of), AsLaidOut():
                 loss, more = loss_and_more(model, loss_fn, filled) if forward is None else (forward(state, filled), {})
                 shown.update({name: value.detach() for name, value in more.items()})
-            with NoWrites(), AsLaidOut():
+            with NoWrites(name_of), AsLaidOut():
                 gradients = _gradients(loss, wanted)
         return [loss.detach(), *gradients, *(state[name] for name in buffers), *parameter_values, *shown.values()]
 
     fakes = [to_fake(mode, p) for p in parameters.values()], [to_fake(mode, b) for b in buffers.values()], *tensors
     device = next(iter(parameters.values())).device
-    with as_it_was([model, loss_fn]), _plain_kernels(model, plain_norms), draws.counted(device):
+    with _plain_kernels(model, plain_norms), draws.counted(device):
         what = f"the forward and backward of {type(model).__name__}"
         is_symbolic = sizes is not None
         module = trace(mode, forward_backward, fakes, what, symbolic=is_symbolic, with_sources=with_sources)

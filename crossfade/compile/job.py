@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import logging
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -16,16 +18,23 @@ from crossfade.capture.elementwise import Shapes, check_elementwise
 from crossfade.capture.numbers import Learned
 from crossfade.capture.optimizer import parameter_names
 from crossfade.capture.optimizer_state import has_state
+from crossfade.capture.python_draws import capture_without_draws, or_switched_off
+from crossfade.capture.side_effects import as_it_was
 from crossfade.capture.symbolic_sizes import SymbolicCapture
+from crossfade.capture.tracing import is_about_data
 from crossfade.capture.training import LossFunction, capture_forward_backward, resized
+from crossfade.compile.captured import Captured
 from crossfade.compile.options import Options
 from crossfade.compile.place import Place
+from crossfade.compile.tensor_parallel import Forward
 from crossfade.errors import CaptureError
 from crossfade.graph.private import known_sizes
 from crossfade.graph.program import Program, rows_per_rank
 from crossfade.shard.batch_dims import mark_batch_dims, needs_batch_dims
 from crossfade.shard.loss_parts import LossParts, find_loss_parts
 from crossfade.shard.symbolic_parts import find_symbolic_parts
+
+log = logging.getLogger("crossfade")
 
 
 @dataclass(frozen=True)
@@ -129,6 +138,22 @@ class Job:
         several = layout.accumulate > 1
         return program, find_loss_parts(program, larger, times, trained, micro_batches=several)
 
+    def _warn_of(self, changed: Mapping[str, str], program: Program, capture: Callable[[], Program]) -> None:
+        """Warn of what code changes beside computing, if it computes something else from how that is now."""
+        mark = Captured.of((program, LossParts(None)), self.model, None).mark()
+        try:
+            with as_it_was([self.model, self.loss_fn], told=False):
+                again = Captured.of((capture(), LossParts(None)), self.model, None)
+        except Exception:  # whatever it met of what only the first capture can read
+            again = None
+        if again is not None and mark.is_of(again):
+            return
+        for path, how in changed.items():
+            log.warning(
+                "%s %s by the forward or the loss, which run only when a step is captured: every step computes with "
+                "what it was then. Keep it in a buffer of the model, or pass it with the batch, as a tensor", path, how
+            )  # fmt: skip
+
     def _larger(
         self, batch: tuple[Any, ...], layout: BatchLayout, trained: Sequence[str], times: int, symbolic: SymbolicCapture
     ) -> Program | None:
@@ -149,11 +174,10 @@ class Job:
         with_sources: bool = True,
     ) -> Program:
         """One capture; another one where the model fixes sizes that were to be symbols."""
-        tensor = self.place.tensor
-        while True:
-            forward = tensor.forward(resized(batch, size, layout)) if tensor is not None else None
-            self.place.begin_rows(self.options.keep_whole)
-            program = capture_forward_backward(
+        tensor, place, generators = self.place.tensor, self.place, self.baked_in.generators()
+
+        def run_code(forward: Forward | None) -> Program:
+            return capture_forward_backward(
                 self.model,
                 self.loss_fn,
                 batch,
@@ -165,7 +189,26 @@ class Job:
                 sizes=symbolic.sizes if symbolic is not None else None,
                 lines=symbolic.lines if symbolic is not None else None,
                 with_sources=with_sources,
+                name_of=self.baked_in.path_of,
             )
+
+        while True:
+            try:
+                forward = None
+                if tensor is not None:
+                    export = partial(tensor.forward, resized(batch, size, layout))
+                    forward = capture_without_draws(export, self.model, generators)
+                place.begin_rows(self.options.keep_whole)
+                capture = partial(run_code, forward)
+                with as_it_was([self.model, self.loss_fn]):
+                    changed = self.baked_in.watching_code() if tensor is None else dict
+                    program = capture_without_draws(capture, self.model, generators)
+                    if found := self.baked_in.untold(changed()):
+                        self._warn_of(found, program, capture)
+            except CaptureError as error:
+                if not is_about_data(error) or not (remedy := or_switched_off(self.model, "layerdrop")):
+                    raise
+                raise CaptureError(error.found, expected=error.expected, remedy=error.remedy + remedy) from error
             known = known_sizes(program.fake_mode) if symbolic is not None else {}
             fixed = {name: number for name, number in known.items() if symbolic and name in symbolic.sizes.hints}
             if symbolic is None or not fixed:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from crossfade.capture.divide_batch import BatchLayout
+from crossfade.capture.side_effects import as_it_was
 from crossfade.capture.training import LossFunction, capture_forward_backward, loss_of
 from crossfade.compile.tensor_parallel import run_local
 from crossfade.errors import CaptureError, CrossfadeError, PlanError
@@ -97,7 +98,7 @@ def _captured(
             model, run = _split(model, batch, loss_fn, ranks, plan)
         trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
         size = layout.micro_batch_size
-        with FusedAttention():
+        with FusedAttention(), as_it_was([model, loss_fn]):
             program = capture_forward_backward(
                 model, loss_fn, batch, batch_size=size, trained=trained, layout=layout, forward=run, with_sources=False
             )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from typing import Any
 
@@ -360,6 +361,13 @@ class PutsAttributes(Lion):
         super().step(closure)
 
 
+class DrawsInPython(Lion):
+    def step(self, closure: Any = None) -> None:
+        with torch.no_grad():
+            for p in self.param_groups[0]["params"]:
+                p.sub_(p.grad, alpha=random.random())
+
+
 REFUSED: dict[str, tuple[Callable[[nn.Module], Optimizer], str]] = {
     "differentiable": (
         lambda m: torch.optim.SGD(m.parameters(), lr=0.1, differentiable=True),
@@ -372,6 +380,7 @@ REFUSED: dict[str, tuple[Callable[[nn.Module], Optimizer], str]] = {
     "branches": (lambda m: Branches(m.parameters()), "control flow depends on tensor values in the step of Branches"),
     "counts": (lambda m: CountsFromTensors(m.parameters()), "is a Python number that the optimizer computes from"),
     "attributes": (lambda m: PutsAttributes(m.parameters()), "the step of PutsAttributes changes optimizer.count"),
+    "draws": (lambda m: DrawsInPython(m.parameters()), "the step of DrawsInPython draws numbers of Python's random"),
     "remembers": (lambda m: Remembers(m.parameters()), "the step of Remembers changes optimizer.seen"),
 }
 
