@@ -60,6 +60,16 @@ _ALONG_DIM = frozenset({
 })
 """Operators that keep a dim's size and let its elements see each other."""
 
+_ATTENTION = {
+    **dict.fromkeys(("_flash_attention_forward", "_efficient_attention_forward"), -3),
+    **dict.fromkeys(("_scaled_dot_product_flash_attention_for_cpu", "_scaled_dot_product_flash_attention"), -2),
+    **dict.fromkeys(("_scaled_dot_product_efficient_attention", "_scaled_dot_product_cudnn_attention"), -2),
+    **dict.fromkeys(("_scaled_dot_product_attention_math", "_scaled_dot_product_attention_math_for_mps"), -2),
+    **dict.fromkeys(("_scaled_dot_product_fused_attention_overrideable", "scaled_dot_product_attention"), -2),
+    "flex_attention": -2,
+}
+"""Operators by which each query sees all keys and values, their second and third argument, and along which dim."""
+
 _LIKE = frozenset({
     "new_ones", "new_zeros", "new_full", "new_empty", "new_empty_strided", "zeros_like", "ones_like", "full_like",
     "empty_like", "rand_like", "randn_like", "randint_like",
@@ -238,7 +248,7 @@ class _Walk:
     def _share(self, node: fx.Node) -> Share:
         given = [self.shares[source] for source in node.all_input_nodes]
         grown = self.grown[node]
-        if len(grown) > 1:
+        if len(grown) > 1 or self._attends_to_samples(node):
             raise _Unproved(node, "compares samples of one part with each other")
         if not isinstance(node.meta.get("val"), Tensor):  # each of several results is looked at by itself
             return self._several(node, given)
@@ -255,6 +265,14 @@ class _Walk:
         if any(share.holds is Holds.TOTAL for share in given):
             return self._of_totals(node)
         return Share(Holds.SAME, self._power(node))
+
+    def _attends_to_samples(self, node: fx.Node) -> bool:
+        """Whether an attention's keys or values are samples, of which a part of the batch has some only."""
+        along = _ATTENTION.get(_name(node.target))
+        if along is None:
+            return False
+        seen = [value for value in node.args[1:3] if isinstance(value, fx.Node)]
+        return any(value.meta["val"].dim() + along in self.grown[value] for value in seen)
 
     def _several(self, node: fx.Node, given: list[Share]) -> Share:
         """An operator with several results: their common share, if they have one."""
