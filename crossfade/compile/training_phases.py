@@ -178,6 +178,7 @@ def shard_data(step: StepCompilation) -> None:
         micro_batches=step.divided().accumulate,
         whole=step.divided().whole,
         unproved=parts.unproved,
+        buffers=parts.buffers,
     )
     by_rows = place.can_gather and place.machine is not None
     loss_is = _loss_is(step, parts)
