@@ -21,6 +21,7 @@ from crossfade.graph.program import complete_metadata
 from crossfade.tracebacks import without_torchs_account
 
 _ABOUT_DATA = "control flow depends on tensor values"
+_BATCH_NORMS = (torch.nn.BatchNorm1d, torch.nn.BatchNorm2d, torch.nn.BatchNorm3d, torch.nn.SyncBatchNorm)
 
 
 def new_fake_mode() -> FakeTensorMode:
@@ -72,6 +73,10 @@ def trace(
 def _capture_error(error: Exception, what: str) -> CaptureError:
     where = users_line(traceback.extract_tb(error.__traceback__))
     message = str(error).strip().splitlines()[0].rstrip(".") if str(error).strip() else ""
+    if (known := _known_to_depend_on_data(error)) is not None:
+        return CaptureError(
+            f"{known[0]} in {what}{where}", expected="one graph that is right for every batch", remedy=known[1]
+        )
     depends_on_data = any(word in f"{type(error).__name__} {error}" for word in ("DataDependent", "data-dependent"))
     if depends_on_data:
         return CaptureError(
@@ -83,6 +88,29 @@ def _capture_error(error: Exception, what: str) -> CaptureError:
         f"{type(error).__name__} while capturing {what}{where}: {message}",
         remedy="see that it runs on such a batch without crossfade; and on fake tensors: no numpy, no data access, no "
         "tensors on other devices",
+    )
+
+
+def _known_to_depend_on_data(error: Exception) -> tuple[str, str] | None:
+    """What of torch's own asks for a tensor's value, and what to write instead."""
+    if "_ctc_loss" in str(error):
+        return (
+            "F.ctc_loss reads the lengths that it is given to lay out its memory",
+            "compute it inside an operator of your own, with fixed sizes of what it returns: torch.library.custom_op, "
+            "register_fake and register_autograd, as docs/limits.md shows",
+        )
+    modules = [
+        owner
+        for frame, _ in traceback.walk_tb(error.__traceback__)
+        if isinstance(owner := frame.f_locals.get("self"), torch.nn.Module)
+    ]
+    norm = modules[-1] if modules else None
+    if not isinstance(norm, _BATCH_NORMS) or norm.momentum is not None:
+        return None
+    name = next((name for outer in modules for name, module in outer.named_modules() if module is norm), "")
+    return (
+        f"{type(norm).__name__} {name!r} with momentum=None reads how many batches it has seen",
+        f"give it a number: {type(norm).__name__}({norm.num_features}, momentum=0.1)",
     )
 
 

@@ -113,6 +113,8 @@ def capture_forward_backward(
                 shown.update({name: value.detach() for name, value in more.items()})
             with NoWrites(name_of), AsLaidOut():
                 gradients = _gradients(loss, wanted)
+        if layout.ranks * layout.accumulate > 1:
+            _check_dense(dict(zip(trained, gradients, strict=True)))
         return [loss.detach(), *gradients, *(state[name] for name in buffers), *parameter_values, *shown.values()]
 
     fakes = [to_fake(mode, p) for p in parameters.values()], [to_fake(mode, b) for b in buffers.values()], *tensors
@@ -154,6 +156,18 @@ def _gradients(loss: Tensor, wanted: list[Tensor]) -> list[Tensor | None]:
         return list(torch.autograd.grad(loss, wanted, allow_unused=True))
     loss.backward()
     return [tensor.grad for tensor in wanted]
+
+
+def _check_dense(gradients: Mapping[str, Tensor | None]) -> None:
+    """Refuse sparse gradients where they are to be put together from those of several parts."""
+    for name, gradient in gradients.items():
+        if gradient is not None and gradient.layout is not torch.strided:
+            raise CaptureError(
+                f"the gradient of {name} is sparse",
+                expected="dense gradients, which ranks and micro-batches can add up",
+                remedy=f"build the embedding that has {name} with sparse=False, and pass an optimizer for dense "
+                "gradients (Adam for SparseAdam)",
+            )
 
 
 def _has_python_functions(loss: Tensor) -> bool:

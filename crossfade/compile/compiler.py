@@ -42,6 +42,7 @@ from crossfade.ranks.join_batches import joined
 from crossfade.ranks.members import Members
 from crossfade.report.report import PassVerdict, Report, Table
 from crossfade.report.strict import Judged, Shortfall, shortfalls
+from crossfade.shard.average_buffers import UNPROVED_BUFFER, UNPROVED_BUFFER_REMEDY
 from crossfade.shard.loss_parts import LossParts
 from crossfade.tracebacks import users_level
 
@@ -231,6 +232,9 @@ class StepCompiler:
             return
         if warning := parts.warning(self.job.options.loss_is):
             warnings.warn(warning, stacklevel=users_level())
+        if parts.buffers:
+            found = f"{UNPROVED_BUFFER}: {'; '.join(parts.buffers)}. Remedy: {UNPROVED_BUFFER_REMEDY}."
+            warnings.warn(found, stacklevel=users_level())
         if layout is not None and layout.undivided:
             log.info("every rank computes all of this batch at once: %s", layout.undivided)
 

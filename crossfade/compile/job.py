@@ -31,6 +31,7 @@ from crossfade.errors import CaptureError
 from crossfade.graph.private import known_sizes
 from crossfade.graph.program import Program, rows_per_rank
 from crossfade.shard.batch_dims import mark_batch_dims, needs_batch_dims
+from crossfade.shard.buffer_parts import with_buffer_parts
 from crossfade.shard.loss_parts import LossParts, find_loss_parts
 from crossfade.shard.symbolic_parts import find_symbolic_parts
 
@@ -136,7 +137,10 @@ class Job:
         if needed:
             mark_batch_dims(program, larger)
         several = layout.accumulate > 1
-        return program, find_loss_parts(program, larger, times, trained, micro_batches=several)
+        parts = find_loss_parts(program, larger, times, trained, micro_batches=several)
+        if layout.ranks > 1:
+            parts = with_buffer_parts(parts, program, larger, times, micro_batches=several)
+        return program, parts
 
     def _warn_of(self, changed: Mapping[str, str], program: Program, capture: Callable[[], Program]) -> None:
         """Warn of what code changes beside computing, if it computes something else from how that is now."""

@@ -249,7 +249,7 @@ def _loss_parts(found: FileValue) -> LossParts:
     loss_is = found["loss_is"]
     put_together = None if loss_is.value is None else loss_is.one_of({"mean": "mean", "sum": "sum"})
     shared = found["shared_numbers"].read_as(tuple[str, ...])
-    return LossParts(put_together, found["unproved"].text(), shared)
+    return LossParts(put_together, found["unproved"].text(), shared, found["buffers"].read_as(tuple[str, ...]))
 
 
 def _has_symbols(value: Any) -> bool:

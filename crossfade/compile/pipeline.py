@@ -116,19 +116,21 @@ def batch_parallelism(
     micro_batches: int = 1,
     whole: bool = False,
     unproved: str = "",
+    buffers: tuple[str, ...] = (),
 ) -> list[Pass]:
     """Passes that split a program's batch over the ranks of an axis: what the forward means then.
 
     Where every rank has the `whole` batch, the forward means what it does on one device; what ranks keep is made equal
-    nevertheless, to the last bit. `unproved` says why the losses of parts may not make up that of the whole batch, for
-    the report.
+    nevertheless, to the last bit. `unproved` says why the losses of parts may not make up that of the whole batch, and
+    `buffers` of which buffers that is not known, for the report.
     """
     if semantics == "per-rank":
         return [BroadcastBuffers(axis)]
     if whole:
         return [AverageBuffers(axis)]
     counting = CountGlobally(axis, ranks, micro_batches, unproved)
-    return [counting, DrawGlobally(ranks), SynchronizeBatchNorm(axis, ranks, can_gather), AverageBuffers(axis)]
+    norms = SynchronizeBatchNorm(axis, ranks, can_gather)
+    return [counting, DrawGlobally(ranks), norms, AverageBuffers(axis, buffers)]
 
 
 def parameter_sharding(

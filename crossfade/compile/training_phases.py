@@ -187,27 +187,15 @@ def shard_data(step: StepCompilation) -> None:
     axes = place.axes
     assert axes is not None
     gathered_once = parameter_sharding(place.mode, axes.split.name, axes.split.size, place.kept_whole)[1]
+    divided, experts = step.divided(), keep_own_experts(step.made(), step.job.model, place)
     batch = batch_parallelism(
-        axes.whole.name,
-        axes.whole.size,
-        options.semantics,
-        can_gather=place.can_gather,
-        micro_batches=step.divided().accumulate,
-        whole=step.divided().whole,
-        unproved=parts.unproved,
-    )
-    by_rows = place.can_gather and place.machine is not None
-    loss_is = _loss_is(step, parts)
-    experts = keep_own_experts(step.made(), step.job.model, place)
+        axes.whole.name, axes.whole.size, options.semantics, can_gather=place.can_gather,
+        micro_batches=divided.accumulate, whole=divided.whole, unproved=parts.unproved, buffers=parts.buffers,
+    )  # fmt: skip
     exchange = gradient_exchange(
-        place.mode,
-        axes,
-        loss_is,
-        place.kept_whole,
-        gathers_rows=by_rows,
-        gradients=options.exchange != "later",
-        experts=experts,
-    )
+        place.mode, axes, _loss_is(step, parts), place.kept_whole, experts=experts,
+        gathers_rows=place.can_gather and place.machine is not None, gradients=options.exchange != "later",
+    )  # fmt: skip
     step.run([*gathered_once, *batch, *spreading(experts, place), *exchange, *compression(place.reduce_dtypes)])
 
 

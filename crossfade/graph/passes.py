@@ -17,7 +17,7 @@ from typing import Any, ClassVar
 import torch
 from torch import fx
 
-from crossfade.errors import MemoryLimitError, PassError
+from crossfade.errors import CrossfadeError, MemoryLimitError, PassError
 from crossfade.graph.history import Outcome, PassRecord, Verdict
 from crossfade.graph.nested import closed, nested_graphs, node_count, opened, why_closed
 from crossfade.graph.operators import remembered
@@ -401,6 +401,9 @@ def _blame(pass_: Pass, what: str, error: Exception) -> PassError:
     node: Any = getattr(error, "node", None)
     line = source_line(node) if isinstance(node, fx.Node) else ""
     where = f" at node {node.name}" + (f" [{line}]" if line else "") if isinstance(node, fx.Node) else ""
+    if isinstance(error, CrossfadeError) and what == "failed":  # raised on purpose: what to do is known better there
+        found = f"pass {pass_.spelling} which {what}{where}: {type(error).__name__}: {error.found}"
+        return PassError(found, expected=error.expected, remedy=error.remedy)
     message = re.sub(r"\s+", " ", str(error)).rstrip(".")
     return PassError(
         f"pass {pass_.spelling} which {what}{where}: {type(error).__name__}: {message}",

@@ -18,11 +18,12 @@ import torch
 from torch import Tensor, fx
 
 from crossfade.graph.effects import is_random
-from crossfade.graph.operators import arguments, remembered
+from crossfade.graph.operators import arguments
 from crossfade.graph.order import with_ancestors
 from crossfade.graph.program import InputKind, OutputKind, Program, source_line
 from crossfade.shard.batch_dims import growing_dims
 from crossfade.shard.grouped_rows import counts_groups, ends_of_groups
+from crossfade.shard.mixed_samples import mixes_samples, operator_name
 
 _aten = torch.ops.aten
 
@@ -36,12 +37,12 @@ NLL_BACKWARD = {
 }
 """Losses that divide by a count of their own, each with its backward."""
 
-_MEAN, _SUM = 1, 2
+BY_MEAN, BY_SUM = 1, 2
 """ATen's numbers for the ways to reduce a loss."""
 
 MULTIPLIES = {_aten.mul.Tensor, _aten.mul.Scalar}
-_DIV = {_aten.div.Tensor, _aten.div.Scalar}
-_ADD = {_aten.add.Tensor, _aten.add.Scalar, _aten.sub.Tensor, _aten.sub.Scalar}
+DIVIDES = {_aten.div.Tensor, _aten.div.Scalar}
+ADDS = {_aten.add.Tensor, _aten.add.Scalar, _aten.sub.Tensor, _aten.sub.Scalar}
 _PRODUCTS = {_aten.mm.default, _aten.mv.default, _aten.dot.default, _aten.vdot.default, _aten.bmm.default}
 _ZEROS = {_aten.zeros.default, _aten.zeros_like.default, _aten.new_zeros.default}
 
@@ -54,13 +55,7 @@ _LINEAR = frozenset({
 })
 """Operators that do to a total what they do to its parts. What they fill in must be zero, or totals alike."""
 
-_ALONG_DIM = frozenset({
-    "softmax", "_softmax", "log_softmax", "_log_softmax", "cumsum", "cumprod", "logcumsumexp", "cummax", "cummin",
-    "flip", "roll", "sort", "argsort", "topk", "kthvalue",
-})
-"""Operators that keep a dim's size and let its elements see each other."""
-
-_LIKE = frozenset({
+LIKE = frozenset({
     "new_ones", "new_zeros", "new_full", "new_empty", "new_empty_strided", "zeros_like", "ones_like", "full_like",
     "empty_like", "rand_like", "randn_like", "randint_like",
 })
@@ -88,7 +83,7 @@ class Share:
 UNPROVED = "losses of parts of the batch may not make up the loss of the whole batch"
 UNPROVED_REMEDY = "reduce the loss by a sum or a mean over samples, or pass loss_is= to say how parts are put together"
 _OTHERWISE = "is not computed in the same way on a batch of another size"
-_SAME, _SAMPLES = Share(Holds.SAME), Share(Holds.SAMPLES)
+SAME, SAMPLES = Share(Holds.SAME), Share(Holds.SAMPLES)
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +94,8 @@ class LossParts:
     unproved: str = ""
     shared_numbers: tuple[str, ...] = ()
     """Inputs without a dim that the loss depends on: numbers that must be the same on every rank."""
+    buffers: tuple[str, ...] = ()
+    """Buffers whose new value for the whole batch does not follow from those of its parts, each with why."""
 
     def put_together(self, requested: str) -> Literal["mean", "sum"]:
         """How to put the losses of parts together: as found, else as requested."""
@@ -114,7 +111,7 @@ class LossParts:
         return f'loss_is="{requested}", but {found}. Remedy: leave loss_is out.'
 
 
-class _Unproved(Exception):
+class Unproved(Exception):
     """Why the whole batch's loss does not follow from those of its parts."""
 
     def __init__(self, node: fx.Node, reason: str) -> None:
@@ -123,7 +120,7 @@ class _Unproved(Exception):
         super().__init__(f"{node.name} ({operation}{f', {line}' if line else ''}) {reason}")
 
 
-class _Again(Exception):
+class Again(Exception):
     """Something is to be counted or scaled that was not when the walk began."""
 
 
@@ -146,11 +143,11 @@ def find_loss_parts(
         >>> find_loss_parts(parse(text.format(4)), parse(text.format(8)), 2, []).loss_is
         'mean'
     """
-    walk = _Walk(program, frozenset(trained), micro_batches)
+    walk = Walk(program, frozenset(trained), micro_batches)
     try:
         walk.compare(larger, times)
         share = walk.loss_share()
-    except _Unproved as reason:
+    except Unproved as reason:
         return LossParts(None, str(reason))
     walk.mark()
     shared = tuple(item.name for item, node in program.named_inputs() if walk.is_shared_number(item.kind, node))
@@ -158,7 +155,7 @@ def find_loss_parts(
 
 
 @dataclass
-class _Walk:
+class Walk:
     """One walk from the batch to the loss."""
 
     program: Program
@@ -176,20 +173,28 @@ class _Walk:
     """Products and quotients, and the argument to be scaled by the number of parts."""
 
     def __post_init__(self) -> None:
-        self.loss = _loss_of(self.program)
-        self.forward = with_ancestors(self.loss)
+        self.kinds = {node: item for item, node in self.program.named_inputs()}
+        self.updated = {out.name for out in self.program.outputs if out.kind is OutputKind.UPDATE}
+        self.ends = self.ends_in(self.program)
+        self.forward = with_ancestors(*self.ends)
+
+    def ends_in(self, program: Program) -> list[fx.Node]:
+        """The values that are followed back to the batch."""
+        return [loss_node(program)]
 
     def compare(self, larger: Program, times: int) -> None:
         """Note the dims and numbers that grow with the batch."""
-        others = with_ancestors(_loss_of(larger))
+        others = with_ancestors(*self.ends_in(larger))
         if len(self.forward) != len(others):
-            raise _Unproved(self.loss, _OTHERWISE)
+            raise Unproved(self.ends[0], _OTHERWISE)
         for node, other in zip(self.forward, others, strict=True):
             small, large = node.meta.get("val"), other.meta.get("val")
             if node.op != other.op or (node.op == "call_function" and node.target != other.target):
-                raise _Unproved(node, _OTHERWISE)
+                raise Unproved(node, _OTHERWISE)
             if isinstance(small, Tensor) and small.dim() != getattr(large, "ndim", -1):
-                raise _Unproved(node, _OTHERWISE)
+                raise Unproved(node, _OTHERWISE)
+            if any(_is_number(value) and value != other.kwargs.get(key) for key, value in node.kwargs.items()):
+                raise Unproved(node, "uses a number that grows with the batch")
             self.grown[node] = growing_dims(small, large)
             for place, (here, there) in enumerate(
                 zip(_numbers(self.program, node), _numbers(larger, other), strict=False)
@@ -202,31 +207,33 @@ class _Walk:
         while True:
             try:
                 share = self._walked()
-            except _Again:
+            except Again:
                 continue
             if share.holds is Holds.TOTAL and share.power not in (0, 1):
-                raise _Unproved(self.loss, "is divided by the number of samples more than once")
+                raise Unproved(self.ends[0], "is divided by the number of samples more than once")
             return share
 
     def _walked(self) -> Share:
-        kinds = {node: item for item, node in self.program.named_inputs()}
-        updated = {out.name for out in self.program.outputs if out.kind is OutputKind.UPDATE}
         for node in self.forward:
-            item = kinds.get(node)
-            if item is None:
-                self._inherit(node)
-                self.shares[node] = self._share(node) if node not in self.counts else self._counted(node)
-                continue
-            holds_samples = item.kind is InputKind.INPUT and bool(node.meta["val"].dim())
-            self.shares[node] = _SAMPLES if holds_samples else _SAME
-            if item.kind is InputKind.PARAMETER and item.name in self.trained:
-                self.learned.add(node)
-            if item.name in updated:
-                self.late.add(node)
-        return self.shares[self.loss]
+            self.visit(node)
+        return self.shares[self.ends[0]]
+
+    def visit(self, node: fx.Node) -> None:
+        """Find the share of a node whose operands' shares are known."""
+        item = self.kinds.get(node)
+        if item is None:
+            self._inherit(node)
+            self.shares[node] = self.share_of(node) if node not in self.counts else self._counted(node)
+            return
+        holds_samples = item.kind is InputKind.INPUT and bool(node.meta["val"].dim())
+        self.shares[node] = SAMPLES if holds_samples else SAME
+        if item.kind is InputKind.PARAMETER and item.name in self.trained:
+            self.learned.add(node)
+        if item.name in self.updated:
+            self.late.add(node)
 
     def _counted(self, node: fx.Node) -> Share:
-        return _SAMPLES if node.target in NLL_BACKWARD else _SAME
+        return SAMPLES if node.target in NLL_BACKWARD else SAME
 
     def _inherit(self, node: fx.Node) -> None:
         for marks in (self.learned, self.late):
@@ -235,20 +242,19 @@ class _Walk:
         if is_random(node):
             self.late.add(node)
 
-    def _share(self, node: fx.Node) -> Share:
+    def share_of(self, node: fx.Node) -> Share:
         given = [self.shares[source] for source in node.all_input_nodes]
         grown = self.grown[node]
-        if len(grown) > 1:
-            raise _Unproved(node, "compares samples of one part with each other")
+        if len(grown) > 1 or mixes_samples(node, self.grown):
+            raise Unproved(node, "compares samples of one part with each other")
         if not isinstance(node.meta.get("val"), Tensor):  # each of several results is looked at by itself
             return self._several(node, given)
-        if node.target is operator.getitem and not grown and _SAMPLES in given:
+        if node.target is operator.getitem and not grown and SAMPLES in given:
             return self._element(node)
-        if _name(node.target) in _LIKE:
-            return _SAMPLES if grown else _SAME
+        if operator_name(node.target) in LIKE:
+            return SAMPLES if grown else SAME
         if grown:
-            self._check_along_dim(node)
-            self._make_whole(node)
+            self.make_whole(node)
             return Share(Holds.SAMPLES, self._power(node))
         if any(share.holds is Holds.SAMPLES for share in given):
             return self._added_up(node)
@@ -259,44 +265,44 @@ class _Walk:
     def _several(self, node: fx.Node, given: list[Share]) -> Share:
         """An operator with several results: their common share, if they have one."""
         if any(share.holds is Holds.SAMPLES for share in given):
-            self._make_whole(node)
-            return _SAMPLES
-        return self._of_totals(node) if any(share.holds is Holds.TOTAL for share in given) else _SAME
+            self.make_whole(node)
+            return SAMPLES
+        return self._of_totals(node) if any(share.holds is Holds.TOTAL for share in given) else SAME
 
     def _element(self, node: fx.Node) -> Share:
         """A result without samples of an operator on samples."""
         source: Any = node.args[0]
         if source.target not in NLL_BACKWARD:
-            raise _Unproved(source, "reduces the samples of one part")
+            raise Unproved(source, "reduces the samples of one part")
         reduction = arguments(source)["reduction"]
-        if node.args[1] == 1 or reduction == _SUM:
+        if node.args[1] == 1 or reduction == BY_SUM:
             return Share(Holds.TOTAL)
         if self.micro_batches and arguments(source)["target"] in self.late:
-            raise _Unproved(source, "counts what is known only when a micro-batch has run")
+            raise Unproved(source, "counts what is known only when a micro-batch has run")
         self.counts[source] = 1
         return Share(Holds.TOTAL, 1)
 
     def _added_up(self, node: fx.Node) -> Share:
         """Samples reduced to what has no dim of samples left."""
-        self._make_whole(node)
-        power, name, given = self._power_of_inputs(node), _name(node.target), arguments(node)
-        if name == "mean" or given.get("reduction") == _MEAN:
+        self.make_whole(node)
+        power, name, given = self._power_of_inputs(node), operator_name(node.target), arguments(node)
+        if name == "mean" or given.get("reduction") == BY_MEAN:
             return Share(Holds.TOTAL, power + 1)
-        adds = name in ("sum", "count_nonzero") or given.get("reduction") == _SUM or node.target in _PRODUCTS
+        adds = name in ("sum", "count_nonzero") or given.get("reduction") == BY_SUM or node.target in _PRODUCTS
         if adds or counts_groups(node, set(self.forward)):
             return Share(Holds.TOTAL, power)
-        raise _Unproved(node, "reduces the samples of one part")
+        raise Unproved(node, "reduces the samples of one part")
 
     def _of_totals(self, node: fx.Node) -> Share:
         """What becomes of totals: totals again as long as nothing but sums and factors come to them."""
-        if node.target in MULTIPLIES | _DIV and self._is_factor(node, 1):
+        if node.target in MULTIPLIES | DIVIDES and self._is_factor(node, 1):
             return Share(Holds.TOTAL, self._power(node))
         if node.target in MULTIPLIES and self._is_factor(node, 0):
             return Share(Holds.TOTAL, self._power(node))
-        if node.target in _ADD or _name(node.target) in _LINEAR:
+        if node.target in ADDS or operator_name(node.target) in _LINEAR:
             return Share(Holds.TOTAL, self._sum_power(node))
-        self._make_whole(node)
-        return _SAME
+        self.make_whole(node)
+        return SAME
 
     def _is_factor(self, node: fx.Node, place: int) -> bool:
         """Whether an argument is, or can be counted to be, the same for all parts."""
@@ -312,26 +318,26 @@ class _Walk:
         known_early = node not in self.late or not self.micro_batches
         return share.holds is Holds.TOTAL and node not in self.learned and known_early and share.power in (0, 1)
 
-    def _make_whole(self, node: fx.Node) -> None:
+    def make_whole(self, node: fx.Node) -> None:
         """Have the totals that a node uses counted over the whole batch; refuse it if that cannot be."""
         own = ends_of_groups(node)
         for source in node.all_input_nodes:
             if self.shares[source].holds is Holds.TOTAL and source is not own:
                 if not self._can_be_whole(source):
-                    raise _Unproved(node, "uses a total over the samples of one part")
+                    raise Unproved(node, "uses a total over the samples of one part")
                 self._count(source)
 
     def _count(self, node: fx.Node) -> None:
         self.counts[node] = self.shares[node].power
-        raise _Again
+        raise Again
 
     def _power(self, node: fx.Node) -> int:
         """The power of a product is the sum of its factors'; nothing else mixes powers."""
         if node.target in MULTIPLIES:
             return self._operand_power(node, 0) + self._operand_power(node, 1) + (node in self.scaled)
-        if node.target in _DIV:
+        if node.target in DIVIDES:
             return self._operand_power(node, 0) - self._operand_power(node, 1) + (node in self.scaled)
-        if node.target in _ADD or _name(node.target) in _LINEAR:
+        if node.target in ADDS or operator_name(node.target) in _LINEAR:
             return self._sum_power(node)
         return self._power_of_inputs(node)
 
@@ -341,51 +347,51 @@ class _Walk:
 
     def _power_of_inputs(self, node: fx.Node) -> int:
         """For operators that are not linear: nothing that they use may be short of a factor."""
-        if node.target in _PRODUCTS or _name(node.target) in _LINEAR:
+        if node.target in _PRODUCTS or operator_name(node.target) in _LINEAR:
             return sum(self.shares[source].power for source in node.all_input_nodes)
         if any(self.shares[source].power for source in node.all_input_nodes):
-            raise _Unproved(node, "uses a number that grows with the batch")
+            raise Unproved(node, "uses a number that grows with the batch")
         if node.all_input_nodes or self.grown[node]:
             return 0
         return sum(power for (user, _), power in self.literal_powers.items() if user is node)
 
     def _sum_power(self, node: fx.Node) -> int:
         """The power that all terms of a sum have, made alike if possible; a number may be added to a mean only."""
-        terms = [source for source in _terms(node) if not _is_zero(source)]
+        terms = [source for source in terms_of(node) if not is_zero(source)]
         parts = [term for term in terms if self.shares[term].holds is not Holds.SAME]
         powers = {self.shares[term].power for term in parts or terms}
         if powers == {0, 1}:
             for term in parts:
                 self._raise_power(term)
-            raise _Again
+            raise Again
         if len(powers) > 1:
-            raise _Unproved(node, "adds a sum over samples to a mean of them")
+            raise Unproved(node, "adds a sum over samples to a mean of them")
         power = next(iter(powers), 0)
         is_total = any(self.shares[part].holds is Holds.TOTAL for part in parts)
-        if parts and power != is_total and (len(parts) < len(terms) or _adds_a_number(node)):
-            raise _Unproved(node, "adds a number to a sum over samples")
+        if parts and power != is_total and (len(parts) < len(terms) or adds_a_number(node)):
+            raise Unproved(node, "adds a number to a sum over samples")
         return power
 
     def _raise_power(self, node: fx.Node) -> None:
         """Make a sum of parts a mean of them: scale a factor that is not trained, where it comes in, and backward."""
         share = self.shares[node]
-        if share.power or share.holds is Holds.SAME or _is_zero(node):
+        if share.power or share.holds is Holds.SAME or is_zero(node):
             return
         if (place := self._free_factor(node)) is not None:
             self._scale(node, place)
-        elif node.target in _ADD or _name(node.target) in _LINEAR:
-            for source in _terms(node):
+        elif node.target in ADDS or operator_name(node.target) in _LINEAR:
+            for source in terms_of(node):
                 self._raise_power(source)
-        elif node.target in MULTIPLIES | _DIV:
-            self._raise_power(next(term for term in _terms(node) if self.shares[term].holds is not Holds.SAME))
+        elif node.target in MULTIPLIES | DIVIDES:
+            self._raise_power(next(term for term in terms_of(node) if self.shares[term].holds is not Holds.SAME))
         else:
-            raise _Unproved(node, "is a sum over samples, added to a mean of them")
+            raise Unproved(node, "is a sum over samples, added to a mean of them")
 
     def _free_factor(self, node: fx.Node) -> int | None:
         """The argument of a product or quotient that no gradient is asked for, where the other depends on what is."""
-        if node.target not in MULTIPLIES | _DIV:
+        if node.target not in MULTIPLIES | DIVIDES:
             return None
-        for place, other in ((1, 0),) if node.target in _DIV else ((1, 0), (0, 1)):
+        for place, other in ((1, 0),) if node.target in DIVIDES else ((1, 0), (0, 1)):
             factor, value = node.args[place], node.args[other]
             if isinstance(factor, fx.Node) and factor not in self.learned and value in self.learned:
                 return place
@@ -396,8 +402,8 @@ class _Walk:
         forward = set(self.forward)
         for user in factor.users:
             if user in forward and user is not node and user in self.learned:
-                raise _Unproved(user, "shares a factor with a sum over samples that is added to a mean of them")
-            if user is node or (user not in forward and user.target in MULTIPLIES | _DIV):
+                raise Unproved(user, "shares a factor with a sum over samples that is added to a mean of them")
+            if user is node or (user not in forward and user.target in MULTIPLIES | DIVIDES):
                 self.scaled[user] = place if user is node else user.args.index(factor)
 
     def mark(self) -> None:
@@ -411,17 +417,9 @@ class _Walk:
         """Whether an input is a number that the loss depends on."""
         return kind is InputKind.INPUT and node in self.shares and not node.meta["val"].dim()
 
-    def _check_along_dim(self, node: fx.Node) -> None:
-        if _name(node.target) in _ALONG_DIM:
-            given = arguments(node)
-            dims = given.get("dim", given.get("dims"))
-            listed = dims if isinstance(dims, (list, tuple)) else [dims]
-            rank = node.meta["val"].dim()
-            if any(isinstance(dim, int) and dim % rank in self.grown[node] for dim in listed):
-                raise _Unproved(node, "compares samples of one part with each other")
 
-
-def _loss_of(program: Program) -> fx.Node:
+def loss_node(program: Program) -> fx.Node:
+    """The loss among the results of a program."""
     return next(value for out, value in program.named_results() if out.kind is OutputKind.LOSS)
 
 
@@ -439,34 +437,29 @@ def _power_of(node: fx.Node, ratio: float, times: int) -> int:
         return 1
     if abs(ratio - times) < 1e-6 * times:
         return -1
-    return 0 if node.target not in MULTIPLIES | _DIV | _ADD else 2
+    return 0 if node.target not in MULTIPLIES | DIVIDES | ADDS else 2
 
 
 def _is_number(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
-@remembered
-def _name(target: Any) -> str:
-    """An operator's name without its overload."""
-    packet = getattr(target, "overloadpacket", target)
-    return getattr(packet, "__name__", str(packet))
-
-
-def _terms(node: fx.Node) -> list[fx.Node]:
+def terms_of(node: fx.Node) -> list[fx.Node]:
     """What a linear operator puts together: its first argument or list of them; not what it is steered by."""
-    if _name(node.target) == "where":
+    if operator_name(node.target) == "copy":
+        return [node.args[1]]  # type: ignore[list-item]
+    if operator_name(node.target) == "where":
         return [value for value in node.args[1:] if isinstance(value, fx.Node)]
-    if node.target in _ADD | MULTIPLIES | _DIV:
+    if node.target in ADDS | MULTIPLIES | DIVIDES:
         return [value for value in node.args[:2] if isinstance(value, fx.Node)]
     first = node.args[0]
     return [value for value in first if isinstance(value, fx.Node)] if isinstance(first, (list, tuple)) else [first]  # type: ignore[list-item]
 
 
-def _is_zero(node: fx.Node) -> bool:
+def is_zero(node: fx.Node) -> bool:
     fills = {_aten.full.default: 1, _aten.full_like.default: 1, _aten.scalar_tensor.default: 0}
     return node.target in _ZEROS or (node.target in fills and bool(node.args[fills[node.target]] == 0))
 
 
-def _adds_a_number(node: fx.Node) -> bool:
-    return node.target in _ADD and _is_number(node.args[1]) and bool(node.args[1] != 0)
+def adds_a_number(node: fx.Node) -> bool:
+    return node.target in ADDS and _is_number(node.args[1]) and bool(node.args[1] != 0)

@@ -17,6 +17,7 @@ from crossfade.graph.strides import plain_strides
 from crossfade.graph.with_sizes import with_sizes
 from crossfade.shard.batch_blocks import blocks_of
 from crossfade.shard.batch_dims import BATCH_DIMS, batch_dims, mark_batch_dims, needs_batch_dims, of_whole_batch
+from crossfade.shard.buffer_parts import OVER_RANKS, READS_WHOLE, TIMES_RANKS, with_buffer_parts
 from crossfade.shard.loss_parts import COUNT, SCALED, LossParts, find_loss_parts
 
 
@@ -36,12 +37,14 @@ def find_symbolic_parts(
     small, copies = with_sizes(program, hints)
     more = hints if samples is None else {**hints, samples: hints[samples] * times}
     large, _ = with_sizes(program if larger is None else larger, more)
-    marks = [COUNT, SCALED]
+    marks = [COUNT, SCALED, OVER_RANKS, READS_WHOLE, TIMES_RANKS]
     if several_ranks and needs_batch_dims(program):
         mark_batch_dims(small, large)
         _check_draws(small, times)
         marks.append(BATCH_DIMS)
     parts = find_loss_parts(small, large, times, trained, micro_batches=micro_batches)
+    if several_ranks:
+        parts = with_buffer_parts(parts, small, large, times, micro_batches=micro_batches)
     for node, copy in copies.items():
         for key in marks:
             if key in copy.meta:

@@ -19,6 +19,13 @@ _FORWARD = _aten._native_batch_norm_legit_functional.default
 _FORWARD_ALONE = _aten._native_batch_norm_legit.no_stats
 """The forward of a module that keeps no running statistics."""
 _BACKWARD = _aten.native_batch_norm_backward.default
+_TRAINING = {_FORWARD: 5, _FORWARD_ALONE: 3, _BACKWARD: 7}
+"""The argument that says whether statistics are taken."""
+
+
+def is_synchronized(node: fx.Node, dims: tuple[int, ...]) -> bool:
+    """Whether a node is a batch norm's forward over samples, which lie along `dims` of what it is given."""
+    return node.target in (_FORWARD, _FORWARD_ALONE) and bool(node.args[_TRAINING[node.target]]) and 0 in dims
 
 
 @dataclass(frozen=True)
@@ -94,10 +101,9 @@ class SynchronizeBatchNorm(Pass):
         return PassResult(bool(count), {"synchronized": count}, tuple(verdicts))
 
     def _reason_against(self, node: fx.Node) -> str | None:
-        if node.target not in (_FORWARD, _FORWARD_ALONE, _BACKWARD):
+        if node.target not in _TRAINING:
             return f"{node.target} is not one of the spellings known here: statistics stay per rank"
-        training = {_FORWARD: 5, _FORWARD_ALONE: 3, _BACKWARD: 7}[node.target]
-        if not node.args[training]:
+        if not node.args[_TRAINING[node.target]]:
             return "it uses running statistics, the same on every rank"
         source: Any = node.args[0]
         if 0 not in batch_dims(source):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -10,6 +11,7 @@ from crossfade.capture.accumulate import accumulate
 from crossfade.capture.divide_batch import BatchLayout, batch_key
 from crossfade.capture.optimizer import append_optimizer, parameter_names
 from crossfade.capture.training import capture_forward_backward
+from crossfade.errors import CaptureError
 from crossfade.graph.program import OutputKind, Program, source_line
 from crossfade.graph.verify import verify
 
@@ -25,8 +27,8 @@ class Scale(nn.Module):
         return x * self.weight
 
 
-def capture(model: nn.Module, *batch: Tensor, trained: list[str] | None = None) -> Program:
-    layout = BatchLayout.of(batch, ranks=1, accumulate=1, given="global")
+def capture(model: nn.Module, *batch: Tensor, trained: list[str] | None = None, ranks: int = 1) -> Program:
+    layout = BatchLayout.of(batch, ranks=ranks, accumulate=1, given="global")
     names = trained if trained is not None else [name for name, _ in model.named_parameters()]
     size = layout.micro_batch_size
     return capture_forward_backward(model, F.mse_loss, batch, batch_size=size, trained=names, layout=layout)
@@ -111,3 +113,27 @@ def test_a_batch_key_sees_shapes_dtypes_and_values() -> None:
     assert key != batch_key((torch.ones(3), 3))
     assert key != batch_key((torch.ones(2), 4))
     assert key != batch_key((torch.ones(2, dtype=torch.float64), 3))
+
+
+def test_sparse_gradients_of_several_ranks_are_refused() -> None:
+    batch = torch.ones(4, dtype=torch.int64), torch.ones(4, 3)
+    model = nn.Sequential(nn.Embedding(5, 3, sparse=True))
+    capture(model, *batch)
+    with pytest.raises(CaptureError, match=r"the gradient of 0\.weight is sparse.*Remedy: .*sparse=False"):
+        capture(model, *batch, ranks=2)
+
+
+class Transcribe(nn.Linear):
+    """Letters from sounds, their loss in the place of an output."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        letters, lengths = torch.ones(4, 2, dtype=torch.int64), torch.full((4,), 2)
+        return F.ctc_loss(super().forward(x).log_softmax(-1).transpose(0, 1), letters, lengths + 1, lengths)
+
+
+def test_torchs_own_that_reads_values_is_named_with_what_to_write_instead() -> None:
+    norm = nn.Sequential(nn.Linear(3, 3), nn.Sequential(nn.BatchNorm1d(3, momentum=None)))
+    with pytest.raises(CaptureError, match=r"BatchNorm1d '1\.0' with momentum=None.*BatchNorm1d\(3, momentum=0\.1\)"):
+        capture(norm, torch.ones(4, 3), torch.ones(4, 3))
+    with pytest.raises(CaptureError, match=r"F\.ctc_loss reads the lengths.*custom_op"):
+        capture(Transcribe(3, 5), torch.ones(4, 3, 3), torch.ones(4, 3))

@@ -169,3 +169,42 @@ def train_warned(name: str, options: dict[str, Any]) -> Any:
     for message in said:
         warnings.warn(message, stacklevel=1)
     return found, whole, said
+
+
+class Counts(nn.Module):
+    """Buffers that follow from samples as a sum, a number, a maximum and a function of means."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        for name in ("total", "largest", "spread"):
+            self.register_buffer(name, torch.zeros(4))
+        self.register_buffer("seen", torch.tensor(0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.total.mul_(0.9).add_(x.sum(0), alpha=0.1)
+            self.largest.copy_(torch.maximum(self.largest, x.amax(0)))
+            self.spread.lerp_((x * x).mean(0) - x.mean(0).square(), 0.1)
+            self.seen += len(x)
+        return self.layer(x).square().mean()
+
+
+def count_on_ranks(ranks: int, accumulate: int) -> dict[str, Tensor]:
+    torch.manual_seed(0)
+    model = Counts()
+    batches = [torch.randn(8, 4) for _ in range(2)]
+    if ranks > 1:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        step = cf.compile_step(model, None, optimizer, {"dp": ranks}, timeout=30.0, accumulate=accumulate)
+    for batch in batches:
+        step(batch) if ranks > 1 else [model(part) for part in batch.chunk(accumulate)]
+    return {name: buffer.clone() for name, buffer in model.named_buffers()}
+
+
+@pytest.mark.ranks
+def test_buffers_become_what_they_would_on_the_whole_batch(ranks: Any) -> None:
+    expected = count_on_ranks(1, 2)
+    for found in ranks(2).run(count_on_ranks, 2, 2):
+        for name, value in expected.items():
+            torch.testing.assert_close(found[name], value)

@@ -148,14 +148,16 @@ def test_left(reason: str):
     [
         ("aten.rand_like(x)", (0, 1), r"whose dims \(0, 1\) all grow with the batch"),
         ("aten.poisson(x)", (0,), "whose numbers cannot be drawn for the whole batch"),
+        ("aten.mul.Tensor(x, x)\nz: i64[4] = aten.randperm(4)", (0,), "randperm.* cannot be drawn for the whole batch"),
     ],
 )
 def test_draws_that_cannot_be_divided_are_refused(call, dims, message):
     program = parse(f'x: f32[4, 4] = input("x")\ny: f32[4, 4] = {call}\nreturn output("y", y)')
     for node in program.graph.nodes:
         node.meta[BATCH_DIMS] = dims
-    with pytest.raises(PassError, match=f'{message}.*semantics="per-rank"'):
+    with pytest.raises(PassError, match=f'{message}.*Remedy: pass semantics="per-rank"') as caught:
         run_passes(program, [DrawGlobally()])
+    assert "leave draw-globally out" not in str(caught.value)
 
 
 def test_integers_drawn_for_the_batch_are_those_of_the_whole():

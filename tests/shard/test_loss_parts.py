@@ -61,6 +61,12 @@ UNPROVED = {
         "s: f32[{b}] = aten._softmax(y, 0, False)\nloss: f32[] = aten.mean(s)",
         "s (_softmax.default) compares samples of one part with each other",
     ),
+    "attention over samples": (
+        "q: f32[1, 1, {b}, 3] = aten.view(x, [1, 1, {b}, 3])\n"
+        "a: (f32[1, 1, {b}, 3], f32[1, 1, {b}]) = aten._scaled_dot_product_flash_attention_for_cpu(q, q, q)\n"
+        "o: f32[1, 1, {b}, 3] = a[0]\nloss: f32[] = aten.mean(o)",
+        "a (_scaled_dot_product_flash_attention_for_cpu.default) compares samples of one part with each other",
+    ),
     "a centred value": (
         "s: f32[] = aten.mean(y)\nc: f32[{b}] = aten.sub.Tensor(y, s)\nt: f32[{b}] = aten.abs(c)\n"
         "loss: f32[] = aten.mean(t)",
