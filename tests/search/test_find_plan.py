@@ -77,7 +77,6 @@ def test_nothing_fits_tells_the_least_memory_that_would() -> None:
         ({"memory": "80 gigs"}, CrossfadeError, "memory='80 gigs'"),
         ({"memory": True}, CrossfadeError, "memory=True"),
         ({"ranks": 0}, MeshError, "ranks=0"),
-        ({"ranks": 5}, BatchError, "8 samples on 5 ranks.*Remedy: pass a batch of 10 samples"),
         ({"machine": "h10"}, MachineError, "no machine named 'h10'"),
         ({"accumulate": (0,)}, BatchError, "accumulate"),
     ],
@@ -85,6 +84,10 @@ def test_nothing_fits_tells_the_least_memory_that_would() -> None:
 def test_what_cannot_be_searched_for_is_refused(options: dict[str, object], kind: type, message: str) -> None:
     with pytest.raises(kind, match=message):
         found(**options)
+
+
+def test_ranks_that_divide_neither_the_batch_nor_the_heads_split_the_model() -> None:
+    assert found(ranks=5).best.candidate.mesh == {"tp": 5}
 
 
 def test_a_batch_that_is_no_tuple_is_refused() -> None:
