@@ -57,7 +57,8 @@ LONG = {"properties", "ranks", "models", "loops", "test_cli", "test_cli_shard", 
 SAMPLED = {
     "test_uneven_batches": 7, "test_optimizers_on_ranks": 8, "test_lengths": 5, "test_trained_models": 7,
     "test_zero": 2, "test_draws_on_ranks": 2, "test_any_optimizer": 2, "test_from_other_tools": 4,
-    "test_frameworks": 3, "test_habits_on_ranks": 4, "test_saving_everything": 2,
+    "test_frameworks": 3, "test_habits_on_ranks": 4, "test_saving_everything": 2, "test_checkpoint": 2,
+    "test_memory_on_ranks": 2, "test_alike": 2, "test_experts_on_ranks": 2,
 }  # fmt: skip
 """Files on ranks of which one test in so many runs by itself; `make models` runs the others."""
 
