@@ -8,7 +8,8 @@ What is measured, each time on all ranks at once and counted by the slowest:
 - Pieces: 8 MB all-reduced, gathered and exchanged in one, in two, four and eight: the largest piece that is nearly as
   fast as any, see `best_piece`.
 - Launch: the time in which a start of a small collective returns.
-- Arithmetic: square matrix products of growing size until one takes a few milliseconds.
+- Arithmetic: the three products of a layer with a square weight, of growing size until one takes a few milliseconds.
+- Convolutions: one with both of its gradients, as a share of that rate.
 - Memory: additions of two tensors of 4 MB into a third, rotating through 64 MB and more.
 - Overhead: an addition of eight elements, with fresh memory for its result; on a GPU, behind other work.
 - Host: copies of many bytes and of few to the host's memory (pinned, for a GPU) and back, the slower way.
@@ -111,6 +112,8 @@ def rows(machine: Machine) -> list[tuple[str, str, str, str]]:
         slower = f"computation {fabric.slows_compute:.0%} slower meanwhile"
         lines.append(("launch", axis, _microseconds(fabric.launch), slower))
     lines += [("matrix product", dtype, "", _rate(rate, "FLOP/s")) for dtype, rate in machine.flops.items()]
+    if machine.convolutions != 1.0:
+        lines.append(("convolution", machine.device, "", f"{machine.convolutions:.0%} of the products' rate"))
     if machine.host is not None:
         rate = _rate(machine.host.bandwidth, "B/s")
         lines.append(("copy to the host", machine.device, _microseconds(machine.host.latency), rate))
@@ -207,6 +210,7 @@ class _Calibration:
             source=self._source(axes),
             host=self._host_link(),
         )
+        found = dataclasses.replace(found, convolutions=self._convolutions(found.flops["float32"]))
         if self.unsteady and self.ranks.is_first:
             log.warning(
                 "times of the same collective that vary while calibrating: %s; predictions for this machine may "
@@ -225,19 +229,33 @@ class _Calibration:
         return "; ".join([when, *groups, *threads, *unsteady])
 
     def _flops(self, dtype: torch.dtype) -> float:
-        """Operations a second of a matrix product that takes some milliseconds."""
+        """Operations a second of a layer's products: of its result, and of the gradients of its input and weight."""
         size = 128
         while True:
-            left = self.numbers(size).to(dtype)
-            product = functools.partial(torch.mm, left, left)
-            if self.agreed(product, 0.0) > _PRODUCT_SECONDS or size >= 8192:
-                return rounded(2 * size**3 / self.agreed(product, self.seconds / len(DTYPES) / 2))
+            x, weight, gradient = (self.numbers(size, size, seed=seed).to(dtype) for seed in range(3))
+            layer = functools.partial(_products_of_layer, x, weight, gradient)
+            if self.agreed(layer, 0.0) > 3 * _PRODUCT_SECONDS or size >= 8192:
+                return rounded(3 * 2 * size**3 / self.agreed(layer, self.seconds / len(DTYPES) / 2))
             size *= 2
 
-    def numbers(self, size: int) -> Tensor:
-        """A square matrix of random numbers: a GPU multiplies numbers that are alike faster than a model's."""
-        generator = torch.Generator(self.device).manual_seed(0)  # the user's own draws go on as if nothing had been
-        return torch.randn(size, size, device=self.device, generator=generator)
+    def _convolutions(self, rate: float) -> float:
+        """The share of a rate of products that a convolution of 3 x 3 and both of its gradients reach."""
+        images, channels, pixels = (8, 64, 32) if self.device == "cpu" else (64, 256, 56)
+        x, gradient = (self.numbers(images, channels, pixels, pixels, seed=seed) for seed in (0, 1))
+        weight = self.numbers(channels, channels, 3, 3, seed=2)
+        how: tuple[Any, ...] = ([1, 1], [1, 1], [1, 1], False, [0, 0], 1)
+
+        def layer() -> None:
+            torch.ops.aten.convolution(x, weight, None, *how)
+            torch.ops.aten.convolution_backward(gradient, x, weight, None, *how, [True, True, False])
+
+        operations = 3 * 2 * images * pixels**2 * 9 * channels**2
+        return rounded(operations / self.agreed(layer, self.seconds / 16) / rate)
+
+    def numbers(self, *sizes: int, seed: int = 0) -> Tensor:
+        """Random numbers: a GPU multiplies numbers that are alike faster than a model's."""
+        generator = torch.Generator(self.device).manual_seed(seed)  # the user's own draws go on as if nothing had been
+        return torch.randn(*sizes, device=self.device, generator=generator)
 
     def _memory_bandwidth(self) -> float:
         elements = MB if self.device == "cpu" else 64 * MB
@@ -275,7 +293,7 @@ class _Calibration:
     def _behind(self, work: Callable[[], Any]) -> float:
         """Seconds of kernels on a GPU that is still busy while they are launched: the host runs ahead, as in a step."""
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        busy = self.numbers(8192)
+        busy = self.numbers(8192, 8192)
         torch.mm(busy, busy)
         start.record()
         work()
@@ -399,7 +417,7 @@ class _Axis:
     def slows_compute(self, link: Link) -> float:
         """By which share matrix products take longer while all-reduces travel."""
         size = 256 if self.calibration.device == "cpu" else 2048
-        left = self.calibration.numbers(size)
+        left = self.calibration.numbers(size, size)
         product = functools.partial(torch.mm, left, left)
         alone = self.calibration.agreed(product, self.calibration.seconds / 8)
         window = max(0.05, 20 * alone)
@@ -422,6 +440,12 @@ class _Axis:
             self.calibration.synchronize()
             count += 1
         return (time.perf_counter() - start) / count
+
+
+def _products_of_layer(x: Tensor, weight: Tensor, gradient: Tensor) -> None:
+    """What a layer multiplies in a step: some of the matrices are transposed, which libraries do slower."""
+    for left, right in ((x, weight.t()), (gradient, weight), (gradient.t(), x)):
+        torch.mm(left, right)
 
 
 def _repeats(seconds: float, once: float) -> int:

@@ -8,11 +8,11 @@ from typing import Any
 from torch import fx
 
 from crossfade.cost.collective_matmul import Forecast, forecast
-from crossfade.cost.flops import flops_of, formula_of
+from crossfade.cost.flops import flops_of, formula_of, is_convolution
 from crossfade.cost.fused import FusedCollective, FusedProduct, is_fused, read_fused
 from crossfade.cost.keys import Keys
 from crossfade.cost.machine import Machine
-from crossfade.cost.products import is_aligned, is_attention, shape_of
+from crossfade.cost.products import is_aligned, shape_of, share_of_attention
 from crossfade.cost.timeline import Costs, Within
 from crossfade.errors import MachineError
 from crossfade.graph import collectives, offload
@@ -133,13 +133,15 @@ class Estimator:
         first = next(tensor for source in node.all_input_nodes for tensor in self.keys.tensors(source))
         rates = self.machine.flops
         rate = rates.get(str(first.dtype).removeprefix("torch."), rates["float32"])
+        if is_convolution(node.target):
+            rate *= self.machine.convolutions
         products = self.machine.products
         if products is None:
             return flops_of(node, self.keys) / rate
         shape = shape_of(node, self.keys)
         if shape is not None:
             return products.seconds(*shape, rate, aligned=is_aligned(node, self.keys))
-        return flops_of(node, self.keys) / (rate * (products.attention if is_attention(node) else 1.0))
+        return flops_of(node, self.keys) / (rate * share_of_attention(products, node))
 
     def is_view(self, node: fx.Node) -> bool:
         """Whether the result is its first argument's memory; some operators copy, depending on how that lies."""

@@ -42,6 +42,17 @@ def flops_of(node: fx.Node, keys: Keys | None = None) -> float:
 
 
 @remembered
+def is_convolution(target: Any) -> bool:
+    """Whether an operator is a convolution or its gradient, which libraries compute in ways of their own.
+
+    >>> import torch
+    >>> is_convolution(torch.ops.aten.convolution_backward.default), is_convolution(torch.ops.aten.mm.default)
+    (True, False)
+    """
+    return formula_of(target) in (_convolution, _transposed_convolution, _convolution_backward)
+
+
+@remembered
 def formula_of(target: Any) -> Formula | None:
     """How to count an operator's operations; None if it has no matrix product."""
     schema = schema_of(target)

@@ -27,7 +27,8 @@ class ShardLayers(Pass):
 
     Each rank keeps a part of every parameter in `kept` precision and gathers it in the program's. With `reshard`, a
     layer's parameters are dropped after its forward and gathered again for its backward. Gradients are reduced in the
-    precision `reduced`. What lies outside of layers is gathered at first use and kept.
+    precision `reduced`. What lies outside of layers is gathered at first use and kept. Unless `ahead`, each collective
+    is waited for where it starts.
 
     Also known as: FSDP2's `fully_shard` of each block, with its implicit prefetch and `MixedPrecisionPolicy`.
 
@@ -62,6 +63,7 @@ class ShardLayers(Pass):
     reshard: bool = True
     kept: str = "float32"
     reduced: str = "float32"
+    ahead: bool = True
 
     def run(self, program: Program) -> PassResult:
         """Replace parameters by parts, and gradients by theirs."""
@@ -174,7 +176,9 @@ class _Sharding:
         self.verdicts.append(Verdict.inserted(started, reason, made_for=unit.names[0], bytes=size))
 
     def _ahead(self, unit: _Unit, phase: str, before: fx.Node) -> fx.Node:
-        """Where a gather is launched: when the layer ahead begins."""
+        """Where a gather is launched: when the layer ahead begins, or where it is needed."""
+        if not self.options.ahead:
+            return before
         ahead = (unit.number - 1, FORWARD) if phase == FORWARD else (unit.number + 1, BACKWARD)
         return self.first.get(ahead, before) if unit.number != _OUTSIDE else before
 
@@ -187,7 +191,9 @@ class _Sharding:
                 groups.setdefault(self.unit_of[out.name], []).append(index)
         ready = [(max((results[index][1] for index in each), key=self._place), each) for each in groups.values()]
         ready.sort(key=lambda pair: self._place(pair[0]))
-        ends = [*(last.next for last, _ in ready[1:]), self.program.output_node] if ready else []
+        ends = [last.next for last, _ in ready]
+        if self.options.ahead and ready:
+            ends = [*ends[1:], self.program.output_node]
         for (last, indices), end in zip(ready, ends, strict=True):
             nodes = [results[index][1] for index in indices]
             for index, part in zip(indices, self._scatter(nodes, last, end), strict=True):
@@ -195,7 +201,7 @@ class _Sharding:
         self.program.set_results([value for _, value in results], tuple(out for out, _ in results))
 
     def _scatter(self, nodes: list[fx.Node], last: fx.Node, end: fx.Node) -> Sequence[fx.Node]:
-        """Launched behind the last gradient, waited for when the next unit's are ready."""
+        """Launched behind the last gradient, waited for at `end`."""
         ranks, group, reduced = self.options.ranks, self.options.group, getattr(torch, self.options.reduced)
         sizes = [math.ceil(node.meta["val"].numel() / ranks) for node in nodes]
 

@@ -125,12 +125,12 @@ class Forecaster:
     def _build(self, setting: Setting, on_mesh: Machine) -> Built:
         planned = on_mesh if setting.way.planned else None
         key = (tuple(setting.mesh.items()), setting.way.name, setting.recompute, setting.float8, setting.compiled,
-               setting.accumulate, setting.spread, setting.expandable, planned)  # fmt: skip
+               setting.accumulate, setting.spread, setting.expandable, on_mesh.device, planned)  # fmt: skip
         if key not in self._built:
             ranks = setting.mesh.get(TENSOR_AXIS, 1)
             if ranks not in self._captured:
                 self._captured[ranks] = capture_model(self.model, self.batch, self.loss_fn, ranks=ranks, plan=self.plan)
-            self._built = {key: build(self._captured[ranks].program, setting, planned)}
+            self._built = {key: build(self._captured[ranks].program, setting, on_mesh.device, planned)}
         return self._built[key]
 
 
@@ -204,13 +204,16 @@ class Built:
         return Spent((seconds + after) * slower, spent, bounds, timeline)
 
 
-def build(captured: Program, setting: Setting, planned_for: Machine | None = None) -> Built:
-    """Run the passes of a way over a captured program; with a machine to plan for, plan its buckets and order."""
+def build(captured: Program, setting: Setting, device: str, planned_for: Machine | None = None) -> Built:
+    """Run the passes of a way over a captured program, for a type of device.
+
+    With a machine to plan for, plan its buckets and order.
+    """
     data = setting.mesh.get(DATA_AXIS, 1)
     captured.groups = dict(setting.mesh)
     flops = sum(flops_of(node) for node in captured.graph.nodes if node.op == "call_function")
     again: list[Pass] = recomputation(setting.recompute)
-    exchanging = setting.way.passes(data) if data > 1 else []
+    exchanging = setting.way.passes(data, device) if data > 1 else []
     plain = run_passes(captured, again) if again else captured
     last = run_passes(plain, exchanging) if exchanging else plain
     if planned_for is not None and data > 1:

@@ -26,7 +26,8 @@ class Way:
 
     name: str
     says: str
-    passes: Callable[[int], list[Pass]]
+    passes: Callable[[int, str], list[Pass]]
+    """The passes for so many ranks, by the type of their devices."""
     split: bool = False
     after: bool = False
     planned: bool = False
@@ -34,12 +35,21 @@ class Way:
     """Whether buckets for all gradients lie beside these as long as training goes."""
 
 
-def _ddp(ranks: int) -> list[Pass]:
+def _ddp(ranks: int, device: str) -> list[Pass]:
     return [AverageGradients(DATA_AXIS), BucketAllReduces(cap_mb=25.0, first_mb=1.0), SinkWaits()]
 
 
-def _megatron_bucketed(ranks: int) -> list[Pass]:
+def _megatron_bucketed(ranks: int, device: str) -> list[Pass]:
     return [AverageGradients(DATA_AXIS), BucketAllReduces(cap_mb=80.0), SinkWaits()]
+
+
+def _fsdp(ranks: int, device: str) -> list[Pass]:
+    """FSDP2 waits for each collective where it starts it if parameters are on CPUs."""
+    return [ShardLayers(DATA_AXIS, ranks, ahead=device != "cpu")]
+
+
+def _fsdp_kept(ranks: int, device: str) -> list[Pass]:
+    return [ShardLayers(DATA_AXIS, ranks, reshard=False, ahead=device != "cpu")]
 
 
 WAYS: Mapping[str, Way] = {
@@ -48,15 +58,15 @@ WAYS: Mapping[str, Way] = {
         Way("ddp", "replicated; gradients all-reduced in buckets of 25 MB while the backward runs (torch's DDP)", _ddp,
             buckets=True),
         Way("fsdp", "parameters in parts, each layer's gathered one layer ahead, dropped and gathered again (FSDP2)",
-            lambda ranks: [ShardLayers(DATA_AXIS, ranks)], split=True),
+            _fsdp, split=True),
         Way("fsdp-kept", "the same, but gathered once and kept for the backward",
-            lambda ranks: [ShardLayers(DATA_AXIS, ranks, reshard=False)], split=True),
-        Way("megatron", "replicated; gradients all-reduced in one piece after the backward", lambda ranks: [],
-            after=True),
+            _fsdp_kept, split=True),
+        Way("megatron", "replicated; gradients all-reduced in one piece after the backward",
+            lambda ranks, device: [], after=True),
         Way("megatron-bucketed", "replicated; gradients all-reduced in large buckets while the backward runs",
             _megatron_bucketed),
         Way("crossfade", "replicated; buckets and order planned for the machine by simulation",
-            lambda ranks: [AverageGradients(DATA_AXIS)], planned=True),
+            lambda ranks, device: [AverageGradients(DATA_AXIS)], planned=True),
     )
 }  # fmt: skip
 """All ways, by name."""

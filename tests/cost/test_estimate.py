@@ -128,6 +128,43 @@ def test_products_of_rows_that_are_not_aligned_are_slower(text: str, share: floa
     assert estimate(program, machine).compute[node] == pytest.approx(expected)
 
 
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("backward", [False, True])
+def test_convolutions_reach_a_share_of_the_products_rate(transposed: bool, backward: bool) -> None:
+    how = f"[1, 1], [1, 1], [1, 1], {transposed}, [0, 0], 1"
+    made = f"aten.convolution(x, w, None, {how})"
+    if backward:
+        made = f"aten.convolution_backward(x, x, w, None, {how}, [True, True, False])"
+    program = parse(f"""
+        x: f32[2, 4, 6, 6] = input("x")
+        w: f32[4, 4, 3, 3] = input("w")
+        y = {made}
+        return output("x", x)
+        """)
+    node = list(program.graph.nodes)[2]
+    whole = replace(toy_machine(), overhead=0.0, memory_bandwidth=1e300)
+    half = replace(whole, convolutions=0.5)
+    assert estimate(program, half).compute[node] == pytest.approx(2 * estimate(program, whole).compute[node])
+    assert last_compute(binary("aten.mm", "[8, 8]", "[8, 8]"), convolutions=0.5) == pytest.approx(
+        last_compute(binary("aten.mm", "[8, 8]", "[8, 8]"))
+    )
+
+
+def test_the_gradient_of_attention_is_slower_than_attention() -> None:
+    inputs = "\n".join(f'{name}: f32[2, 4, 16, 8] = input("{name}")' for name in ("g", "q", "k", "v"))
+    program = parse(f"""{inputs}
+l: f32[2, 16, 4] = input("l")
+y = aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, False)
+z = aten._scaled_dot_product_flash_attention_for_cpu_backward(g, q, k, v, g, l, 0.0, False)
+return output("g", g)""")
+    products = Products(processors=4, attention=0.5, attention_backward=0.8)
+    machine = replace(toy_machine(), products=products, overhead=0.0, memory_bandwidth=1e300)
+    forward, backward = list(program.graph.nodes)[5:7]
+    seconds, scores = estimate(program, machine).compute, 2 * 2 * 4 * 16 * 16 / machine.flops["float32"]
+    assert seconds[forward] == pytest.approx(scores * (8 + 8) / 0.5)
+    assert seconds[backward] == pytest.approx(scores * (3 * 8 + 2 * 8) / (0.5 * 0.8))
+
+
 def test_each_dtype_has_its_rate_and_an_unknown_one_float32s() -> None:
     machine = {"memory_bandwidth": 1e12, "overhead": 0.0}
     seconds = {

@@ -95,6 +95,19 @@ def test_each_layer_is_gathered_twice_and_scattered_once() -> None:
     assert [travel.kind for travel in kept.timeline.communication].count("all_gather") == 6 + 2
 
 
+def test_on_cpus_fsdp_waits_for_each_collective() -> None:
+    """FSDP2 itself waits there: nothing of what it exchanges is hidden."""
+    model, batch = tower(6), tokens()
+    for device, hidden in (("cuda", True), ("cpu", False)):
+        machine = dataclasses.replace(preset("h100-nvlink-node"), device=device, launching=Launching())
+        for way in ("fsdp", "fsdp-kept"):
+            found = cf.simulate(model, batch, mesh={"dp": 4}, way=way, machine=machine)
+            travels = found.timeline.communication
+            taken = [travel.finish - travel.start for travel in travels]
+            overlapped = [travel.exposed < 0.99 * took for travel, took in zip(travels, taken, strict=True)]
+            assert overlapped and any(overlapped) == hidden
+
+
 def test_recomputing_layers_takes_their_forward_again_and_frees_memory() -> None:
     program = capture_model(tower(6, 64), tokens(16, 64)).program
     full = run_passes(program, [RecomputeLayers()])
