@@ -23,7 +23,7 @@ from crossfade.graph.order import with_ancestors
 from crossfade.graph.program import InputKind, OutputKind, Program, source_line
 from crossfade.shard.batch_dims import growing_dims
 from crossfade.shard.grouped_rows import counts_groups, ends_of_groups
-from crossfade.shard.mixed_samples import mixes_samples, operator_name
+from crossfade.shard.mixed_samples import is_place, mixes_samples, operator_name, orders
 
 _aten = torch.ops.aten
 
@@ -266,8 +266,10 @@ class Walk:
         """An operator with several results: their common share, if they have one."""
         if any(share.holds is Holds.SAMPLES for share in given):
             self.make_whole(node)
-            return SAMPLES
-        return self._of_totals(node) if any(share.holds is Holds.TOTAL for share in given) else SAME
+            return Share(Holds.SAMPLES, self._power(node))
+        if any(share.holds is Holds.TOTAL for share in given):
+            return self._of_totals(node)
+        return Share(Holds.SAME, self._power(node))
 
     def _element(self, node: fx.Node) -> Share:
         """A result without samples of an operator on samples."""
@@ -337,8 +339,12 @@ class Walk:
             return self._operand_power(node, 0) + self._operand_power(node, 1) + (node in self.scaled)
         if node.target in DIVIDES:
             return self._operand_power(node, 0) - self._operand_power(node, 1) + (node in self.scaled)
+        if is_place(node):
+            return 0
         if node.target in ADDS or operator_name(node.target) in _LINEAR:
             return self._sum_power(node)
+        if orders(node):
+            return self.shares[node.all_input_nodes[0]].power
         return self._power_of_inputs(node)
 
     def _operand_power(self, node: fx.Node, place: int) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Mapping
 from typing import Any
 
@@ -12,10 +13,10 @@ from crossfade.graph.operators import arguments, remembered
 # fmt: off
 _ALONG_DIM = frozenset({
     "softmax", "_softmax", "log_softmax", "_log_softmax", "cumsum", "cumprod", "logcumsumexp", "cummax", "cummin",
-    "flip", "roll", "sort", "argsort", "topk", "kthvalue",
+    "flip", "roll", "sort", "argsort", "topk",
 })
 # fmt: on
-"""Operators that keep a dim's size and let its elements see each other."""
+"""Operators that keep a dim and let its elements see each other."""
 
 _ATTENTION = {
     **dict.fromkeys(("_flash_attention_forward", "_efficient_attention_forward"), -3),
@@ -28,19 +29,46 @@ _ATTENTION = {
 """Operators by which each query sees all keys and values, their second and third argument, and along which dim."""
 
 
+_ORDERING = frozenset(
+    {"max", "min", "aminmax", "topk", "sort", "cummax", "cummin", "kthvalue", "median", "nanmedian", "mode"}
+)
+
+
 def mixes_samples(node: fx.Node, grown: Mapping[fx.Node, tuple[int, ...]]) -> bool:
-    """Whether an operator that has samples for its result computes each from several; `grown` says where they lie."""
+    """Whether an operator that keeps samples computes each from several; `grown` says where they lie in values."""
     name = operator_name(node.target)
     if (along := _ATTENTION.get(name)) is not None:
         seen = [value for value in node.args[1:3] if isinstance(value, fx.Node)]
         return any(value.meta["val"].dim() + along in grown[value] for value in seen)
-    if name not in _ALONG_DIM or not grown[node]:
+    source: Any = node.args[0] if node.args else None
+    samples = grown[source] if isinstance(source, fx.Node) else ()
+    if not samples:
+        return False
+    rank = source.meta["val"].dim()
+    if name == "native_layer_norm":
+        return max(samples) >= rank - len(arguments(node)["normalized_shape"])
+    if name == "native_group_norm":
+        return max(samples) > 0
+    if name not in _ALONG_DIM:
         return False
     given = arguments(node)
     dims = given.get("dim", given.get("dims"))
-    rank = node.meta["val"].dim()
     listed = dims if isinstance(dims, (list, tuple)) else [dims]
-    return any(isinstance(dim, int) and dim % rank in grown[node] for dim in listed)
+    return not listed or any(isinstance(dim, int) and dim % rank in samples for dim in listed)
+
+
+def orders(node: fx.Node) -> bool:
+    """Whether an operator finds values, and their places, by comparing them: values times as large give as large ones.
+
+    Its results after the first are places, but for both of `aminmax`.
+    """
+    return operator_name(node.target) in _ORDERING
+
+
+def is_place(node: fx.Node) -> bool:
+    """Whether a node is a result that tells where values lie, which does not depend on how large all of them are."""
+    source: Any = node.args[0] if node.target is operator.getitem else None
+    return source is not None and orders(source) and bool(node.args[1]) and operator_name(source.target) != "aminmax"
 
 
 @remembered

@@ -70,6 +70,8 @@ LOSSES: dict[str, Callable[..., Tensor]] = {
     ),
     "divided by the batch": lambda o, y, m, n: each(o, y).sum() / o.shape[0],
     "times a part of the batch": lambda o, y, m, n: (each(o, y) * (1 / o.numel())).sum(),
+    "halves, divided by the batch": lambda o, y, m, n: sum(h.sum() for h in (o / len(o)).split(6, -1)),
+    "the largest, divided by the batch": lambda o, y, m, n: (o / len(o)).max(-1).values.sum(),
     "a sum": lambda o, y, m, n: each(o, y).sum() * 0.01,
     "a list of losses": lambda o, y, m, n: torch.stack(
         [F.cross_entropy(o.flatten(0, 1), y.flatten()), F.mse_loss(o, torch.ones_like(o))]
@@ -155,6 +157,26 @@ def test_a_loss_of_parts_that_do_not_add_up_is_warned_of() -> None:
     with pytest.warns(UserWarning, match=r"may not make up the loss of the whole batch: sqrt"):
         step(torch.randn(4, 3), torch.randn(4, 1))
     assert any("may not make up" in verdict.reason for _, verdict in step.report.verdicts)
+
+
+def highest_half(output: Tensor) -> Tensor:
+    return output.square().sum(1).topk(len(output) // 2).values.mean()
+
+
+def warnings_of(loss: Callable[[Tensor], Tensor], ranks: int) -> list[str]:
+    torch.manual_seed(0)
+    model = nn.Linear(3, 2)
+    step = cf.compile_step(model, loss, torch.optim.SGD(model.parameters(), lr=0.1), {"dp": ranks}, timeout=30.0)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        step(torch.randn(8, 3))
+    return [str(warning.message) for warning in said]
+
+
+@pytest.mark.ranks
+def test_ranks_warn_of_a_choice_among_their_own_samples(ranks: Any) -> None:
+    said = ranks(2).run(warnings_of, highest_half, 2)[0]
+    assert any("topk.default" in message and "compares samples of one part" in message for message in said)
 
 
 def test_a_sum_that_is_called_a_mean_is_summed_with_a_warning() -> None:

@@ -38,6 +38,27 @@ PROVED = {
     "a loss that is a sum": ("loss: f32[] = aten.mse_loss(y, m, 2)", "sum"),
     "a mean and a number": ("s: f32[] = aten.mean(y)\nloss: f32[] = aten.add.Tensor(s, 3)", "mean"),
     "a product over samples": ("loss: f32[] = aten.dot(y, m)", "sum"),
+    "halves of what is divided by the batch": (
+        "d: f32[{b}, 3] = aten.div.Tensor(x, {b})\np: (f32[{b}, 2], f32[{b}, 1]) = aten.split.Tensor(d, 2, 1)\n"
+        "h: f32[{b}, 2] = p[0]\nloss: f32[] = aten.sum(h)",
+        "mean",
+    ),
+    "the largest of what is divided by the batch": (
+        "d: f32[{b}, 3] = aten.div.Tensor(x, {b})\np: (f32[{b}], i64[{b}]) = aten.max.dim(d, 1)\n"
+        "h: f32[{b}] = p[0]\nloss: f32[] = aten.sum(h)",
+        "mean",
+    ),
+    "places of what is divided by the batch": (
+        "d: f32[{b}, 3] = aten.div.Tensor(x, {b})\np: (f32[{b}], i64[{b}]) = aten.max.dim(d, 1)\n"
+        "h: i64[{b}] = p[1]\nloss: i64[] = aten.sum(h)",
+        "sum",
+    ),
+    "one of several parts of the batch": (
+        "f: f32[3] = aten.full([3], 1.0)\nd: f32[3] = aten.div.Tensor(f, {b})\n"
+        "p: (f32[], f32[], f32[]) = aten.unbind.int(d)\n"
+        "h: f32[] = p[0]\ns: f32[] = aten.sum(y)\nloss: f32[] = aten.mul.Tensor(s, h)",
+        "mean",
+    ),
 }
 
 
@@ -60,6 +81,36 @@ UNPROVED = {
     "a softmax over samples": (
         "s: f32[{b}] = aten._softmax(y, 0, False)\nloss: f32[] = aten.mean(s)",
         "s (_softmax.default) compares samples of one part with each other",
+    ),
+    "samples sorted": (
+        "p: (f32[{b}], i64[{b}]) = aten.sort(y)\nh: f32[{b}] = p[0]\nt: f32[{b}] = aten.mul.Tensor(h, m)\n"
+        "loss: f32[] = aten.mean(t)",
+        "p (sort.default) compares samples of one part with each other",
+    ),
+    "the largest samples": (
+        "p: (f32[2], i64[2]) = aten.topk(y, 2)\nh: f32[2] = p[0]\nloss: f32[] = aten.mean(h)",
+        "p (topk.default) compares samples of one part with each other",
+    ),
+    "a norm over samples": (
+        "p: (f32[{b}, 3], f32[1, 1], f32[1, 1]) = aten.native_layer_norm(x, [{b}, 3], None, None, 1e-05)\n"
+        "h: f32[{b}, 3] = p[0]\nloss: f32[] = aten.mean(h)",
+        "p (native_layer_norm.default) compares samples of one part with each other",
+    ),
+    "a norm of groups over samples": (
+        "v: f32[1, {b}, 3] = aten.unsqueeze(x, 0)\n"
+        "p: (f32[1, {b}, 3], f32[1, 1], f32[1, 1]) = aten.native_group_norm(v, None, None, 1, {b}, 3, 1, 1e-05)\n"
+        "h: f32[1, {b}, 3] = p[0]\nloss: f32[] = aten.mean(h)",
+        "p (native_group_norm.default) compares samples of one part with each other",
+    ),
+    "samples rolled in one row": (
+        "h: f32[{b}, 3] = aten.roll(x, [1])\nloss: f32[] = aten.mean(h)",
+        "h (roll.default) compares samples of one part with each other",
+    ),
+    "a norm of what is divided by the batch": (
+        "d: f32[{b}, 3] = aten.div.Tensor(x, {b})\n"
+        "p: (f32[{b}, 3], f32[{b}, 1], f32[{b}, 1]) = aten.native_layer_norm(d, [3], None, None, 1e-05)\n"
+        "h: f32[{b}, 3] = p[0]\nloss: f32[] = aten.mean(h)",
+        "p (native_layer_norm.default) uses a number that grows with the batch",
     ),
     "attention over samples": (
         "q: f32[1, 1, {b}, 3] = aten.view(x, [1, 1, {b}, 3])\n"
