@@ -55,7 +55,7 @@ soak: $(READY) ## 200 ranks killed, paused and delayed while they train and save
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.soak
 
 models: $(READY) ## real models in all combinations (an hour): simplified, trained, split over ranks; docs/models.md
-	$(BIN)/python -m pytest tests/models tests/ranks tests/shard tests/cost tests/loops tests/docs tests/capture -m models
+	$(BIN)/python -m pytest tests -m models
 	$(BIN)/python -m tests.models.table
 
 clean: ## remove the virtual environments and caches

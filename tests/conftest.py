@@ -58,9 +58,10 @@ SAMPLED = {
     "test_uneven_batches": 7, "test_optimizers_on_ranks": 8, "test_lengths": 5, "test_trained_models": 7,
     "test_zero": 2, "test_draws_on_ranks": 2, "test_any_optimizer": 2, "test_from_other_tools": 4,
     "test_frameworks": 3, "test_habits_on_ranks": 4, "test_saving_everything": 2, "test_checkpoint": 2,
-    "test_memory_on_ranks": 2, "test_alike": 2, "test_experts_on_ranks": 2,
+    "test_memory_on_ranks": 2, "test_alike": 2, "test_experts_on_ranks": 2, "test_find_plan": 2, "test_auto": 2,
+    "test_building": 2, "test_fit_memory": 2, "test_cache": 2, "test_torch_compile": 2,
 }  # fmt: skip
-"""Files on ranks of which one test in so many runs by itself; `make models` runs the others."""
+"""Files of which one test in so many runs by itself; `make models` runs the others."""
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -6,6 +6,8 @@ import itertools
 import random
 from collections.abc import Callable
 
+import pytest
+
 from crossfade.cost.timeline import Costs
 from crossfade.graph.text import parse
 from crossfade.schedule.choose_recompute import Frontier, frontier
@@ -103,6 +105,7 @@ def test_what_is_asked_for_is_in_every_choice():
     assert all(asked in choice.cells for choice in found.choices)
 
 
+@pytest.mark.models
 def test_its_work_grows_with_the_program():
     def work(size: int) -> Callable[[], object]:
         values = forward_and_backward(size, seed=0, skips=0.1)
@@ -112,6 +115,6 @@ def test_its_work_grows_with_the_program():
 
 
 def test_large_programs_take_little_more_than_half_their_memory():
-    values = forward_and_backward(1_500, seed=0, skips=0.1)
+    values = forward_and_backward(700, seed=0, skips=0.1)
     found = frontier(values)
     assert found.least.peak < 0.6 * found.choices[0].peak
