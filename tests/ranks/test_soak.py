@@ -26,5 +26,5 @@ def test_survivors_name_the_rank_in_time_and_training_goes_on_from_the_checkpoin
         "--torchrun",
         "0.1",
     ]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=400, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=900, check=False)
     assert done.returncode == 0, done.stdout + done.stderr[-4000:]
