@@ -29,6 +29,7 @@ _ATTENTION = {
 """Operators by which each query sees all keys and values, their second and third argument, and along which dim."""
 
 
+_SAME_NUMBERS = frozenset({"_to_copy", "detach", "alias", "clone"})
 _ORDERING = frozenset(
     {"max", "min", "aminmax", "topk", "sort", "cummax", "cummin", "kthvalue", "median", "nanmedian", "mode"}
 )
@@ -49,12 +50,24 @@ def mixes_samples(node: fx.Node, grown: Mapping[fx.Node, tuple[int, ...]]) -> bo
         return max(samples) >= rank - len(arguments(node)["normalized_shape"])
     if name == "native_group_norm":
         return max(samples) > 0
-    if name not in _ALONG_DIM:
+    if name not in _ALONG_DIM or (name == "sort" and not _values_are_used(node)):
         return False
     given = arguments(node)
     dims = given.get("dim", given.get("dims"))
     listed = dims if isinstance(dims, (list, tuple)) else [dims]
     return not listed or any(isinstance(dim, int) and dim % rank in samples for dim in listed)
+
+
+def _values_are_used(sort: fx.Node) -> bool:
+    """Whether sorted values are used but to count them: by their order alone, each sample is put somewhere else."""
+    queue = [result for result in sort.users if result.args[1] == 0]
+    for value in queue:
+        for user in value.users:
+            if operator_name(user.target) in _SAME_NUMBERS:
+                queue.append(user)
+            elif operator_name(user.target) != "histc":
+                return True
+    return False
 
 
 def orders(node: fx.Node) -> bool:
