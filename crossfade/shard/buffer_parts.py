@@ -173,14 +173,10 @@ class _BufferWalk(Walk):
             self.shares[node] = SAME
         else:
             self.shares[node] = self.share_of(node)
-            self._check_numbers(node)
 
-    def _check_numbers(self, node: fx.Node) -> None:
-        """Refuse numbers that grow with the batch but as factors, divisors and terms, which are looked at there."""
-        if self.grown[node] or not node.all_input_nodes or node.target in MULTIPLIES | DIVIDES | ADDS:
-            return
-        if any((node, place) in self.literal_powers for place in range(len(node.args))):
-            raise Unproved(node, "uses a number that grows with the batch")
+    def check_numbers(self, node: fx.Node, counted: frozenset[Any] = frozenset(MULTIPLIES | DIVIDES | ADDS)) -> None:
+        """Numbers that are added may be of samples, too."""
+        super().check_numbers(node, counted)
 
     def _element(self, node: fx.Node) -> Share:
         source: Any = node.args[0]

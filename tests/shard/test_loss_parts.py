@@ -5,6 +5,7 @@ from __future__ import annotations
 import textwrap
 
 import pytest
+import torch
 
 from crossfade.graph.passes import run_passes
 from crossfade.graph.program import Program
@@ -53,6 +54,21 @@ PROVED = {
         "h: i64[{b}] = p[1]\nloss: i64[] = aten.sum(h)",
         "sum",
     ),
+    "a part of the batch, for each sample": (
+        "f: f32[{b}] = aten.full([{b}], 1.0)\nd: f32[{b}] = aten.div.Tensor(f, {b})\n"
+        "h: f32[{b}] = aten.mul.Tensor(y, d)\nloss: f32[] = aten.sum(h)",
+        "mean",
+    ),
+    "filled with the batch": (
+        "f: f32[3] = aten.new_full(y, [3], {b})\ns: f32[3] = aten.sum.dim_IntList(x, [0])\n"
+        "h: f32[3] = aten.div.Tensor(s, f)\nloss: f32[] = aten.sum(h)",
+        "mean",
+    ),
+    "a sum filled with zeros": (
+        "s: f32[3] = aten.sum.dim_IntList(x, [0])\nf: f32[4] = aten.constant_pad_nd(s, [1, 0])\n"
+        "loss: f32[] = aten.sum(f)",
+        "sum",
+    ),
     "one of several parts of the batch": (
         "f: f32[3] = aten.full([3], 1.0)\nd: f32[3] = aten.div.Tensor(f, {b})\n"
         "p: (f32[], f32[], f32[]) = aten.unbind.int(d)\n"
@@ -81,6 +97,23 @@ UNPROVED = {
     "a softmax over samples": (
         "s: f32[{b}] = aten._softmax(y, 0, False)\nloss: f32[] = aten.mean(s)",
         "s (_softmax.default) compares samples of one part with each other",
+    ),
+    "a power of the batch": (
+        "h: f32[{b}] = aten.pow.Tensor_Scalar(y, {b})\nloss: f32[] = aten.mean(h)",
+        "h (pow.Tensor_Scalar) uses a number that grows with the batch",
+    ),
+    "the batch added": (
+        "h: f32[{b}] = aten.add.Tensor(y, {b})\nloss: f32[] = aten.mean(h)",
+        "h (add.Tensor) uses a number that grows with the batch",
+    ),
+    "a part of the batch added": (
+        "f: f32[{b}] = aten.full([{b}], {b}.0)\nh: f32[{b}] = aten.add.Tensor(y, f)\nloss: f32[] = aten.mean(h)",
+        "h (add.Tensor) uses a number that grows with the batch",
+    ),
+    "a sum filled with a number": (
+        "s: f32[3] = aten.sum.dim_IntList(x, [0])\nf: f32[4] = aten.constant_pad_nd(s, [1, 0], 2.0)\n"
+        "loss: f32[] = aten.sum(f)",
+        "f (constant_pad_nd.default) adds a number to a sum over samples",
     ),
     "samples sorted": (
         "p: (f32[{b}], i64[{b}]) = aten.sort(y)\nh: f32[{b}] = p[0]\nt: f32[{b}] = aten.mul.Tensor(h, m)\n"
@@ -142,6 +175,29 @@ UNPROVED = {
 def test_why_parts_do_not_make_up_the_whole(name: str) -> None:
     body, reason = UNPROVED[name]
     assert found(body)[1] == LossParts(None, reason)
+
+
+@pytest.mark.parametrize(
+    ("small", "large", "found"),
+    [
+        ([0.25, 0.25], [0.125, 0.125], "mean"),
+        ([0.5, -0.5], [0.5, -0.5], "sum"),
+        ([1.0, 0.5], [1.0, 0.25], "k (k) uses a number that grows with the batch"),
+    ],
+)
+def test_constants_that_grow_with_the_batch(small: list[float], large: list[float], found: str) -> None:
+    text = """
+        k: f32[2] = constant("k")
+        x: f32[{b}, 2] = input("x")
+        s: f32[2] = aten.sum.dim_IntList(x, [0])
+        t: f32[2] = aten.mul.Tensor(s, k)
+        loss: f32[] = aten.sum(t)
+        return loss("loss", loss)"""
+    programs = [parse(textwrap.dedent(text).replace("{b}", str(size))) for size in (4, 8)]
+    for program, numbers in zip(programs, (small, large), strict=True):
+        program.constants = {"k": torch.tensor(numbers)}
+    parts = find_loss_parts(*programs, 2, [])
+    assert found in (parts.loss_is, parts.unproved)
 
 
 def test_a_count_is_sent_before_the_forward() -> None:
