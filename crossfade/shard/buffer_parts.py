@@ -38,7 +38,7 @@ from crossfade.shard.loss_parts import (
     loss_node,
     terms_of,
 )
-from crossfade.shard.mixed_samples import operator_name
+from crossfade.shard.mixed_samples import is_mean, operator_name
 from crossfade.shard.synchronize_batch_norm import is_synchronized
 
 OVER_RANKS, READS_WHOLE, TIMES_RANKS = "total_over_ranks", "reads_total_over_ranks", "number_times_ranks"
@@ -183,6 +183,8 @@ class _BufferWalk(Walk):
         place: Any = node.args[1]
         if place and is_synchronized(source, self.grown.get(source.args[0], ())):
             return SAME
+        if is_mean(node):
+            return Share(Holds.TOTAL, 1)
         if (how := _EXTREMES_WITH_PLACES.get((operator_name(source.target), place))) is not None:
             return self._extreme(node, how)
         if source.target not in NLL_BACKWARD:

@@ -21,10 +21,11 @@ from crossfade.graph.effects import is_random
 from crossfade.graph.operators import arguments
 from crossfade.graph.order import with_ancestors
 from crossfade.graph.program import InputKind, OutputKind, Program, source_line
-from crossfade.shard.batch_dims import growing_dims
+from crossfade.shard.batch_blocks import find_blocks, takes_some_samples
+from crossfade.shard.batch_dims import growing_dims, grows_unevenly
 from crossfade.shard.grouped_rows import counts_groups, ends_of_groups
 from crossfade.shard.growing_numbers import FILLS, NO_POWER, SIZED, growing_numbers, is_number
-from crossfade.shard.mixed_samples import is_place, mixes_samples, operator_name, orders
+from crossfade.shard.mixed_samples import is_mean, is_place, mixes_samples, operator_name, orders
 
 _aten = torch.ops.aten
 
@@ -164,6 +165,9 @@ class Walk:
     micro_batches: bool
     grown: dict[fx.Node, tuple[int, ...]] = field(default_factory=dict)
     literal_powers: dict[tuple[fx.Node, int], int] = field(default_factory=dict)
+    uneven: set[fx.Node] = field(default_factory=set)
+    """What has more or fewer rows than samples: some are left out, or added."""
+    blocks: dict[fx.Node, int | None] = field(default_factory=dict)
     shares: dict[fx.Node, Share] = field(default_factory=dict)
     learned: set[fx.Node] = field(default_factory=set)
     late: set[fx.Node] = field(default_factory=set)
@@ -178,6 +182,7 @@ class Walk:
         self.updated = {out.name for out in self.program.outputs if out.kind is OutputKind.UPDATE}
         self.ends = self.ends_in(self.program)
         self.forward = with_ancestors(*self.ends)
+        self.samples = 0
 
     def ends_in(self, program: Program) -> list[fx.Node]:
         """The values that are followed back to the batch."""
@@ -197,8 +202,12 @@ class Walk:
             if any(is_number(value) and value != other.kwargs.get(key) for key, value in node.kwargs.items()):
                 raise Unproved(node, "uses a number that grows with the batch")
             self.grown[node] = growing_dims(small, large)
+            if grows_unevenly(small, large, times):
+                self.uneven.add(node)
             for place, power in growing_numbers((self.program, node), (larger, other), times):
                 self.literal_powers[node, place] = power
+        inputs = [node for node in self.forward if node in self.kinds and self.grown[node]]
+        self.samples = min((node.meta["val"].shape[self.grown[node][0]] for node in inputs), default=0)
 
     def loss_share(self) -> Share:
         """What a part's loss is to the whole batch's."""
@@ -224,6 +233,7 @@ class Walk:
             self.shares[node] = self.share_of(node) if node not in self.counts else self._counted(node)
             return
         holds_samples = item.kind is InputKind.INPUT and bool(node.meta["val"].dim())
+        self._note_blocks(node)
         self.shares[node] = SAMPLES if holds_samples else SAME
         if item.kind is InputKind.PARAMETER and item.name in self.trained:
             self.learned.add(node)
@@ -232,6 +242,10 @@ class Walk:
 
     def _counted(self, node: fx.Node) -> Share:
         return SAMPLES if node.target in NLL_BACKWARD else SAME
+
+    def _note_blocks(self, node: fx.Node) -> None:
+        if len(self.grown[node]) == 1:
+            self.blocks[node] = find_blocks(node, self.samples, self.grown.__getitem__, self.blocks.get)
 
     def _inherit(self, node: fx.Node) -> None:
         for marks in (self.learned, self.late):
@@ -242,11 +256,14 @@ class Walk:
 
     def share_of(self, node: fx.Node) -> Share:
         """The share of what is computed, from those of its operands."""
+        self._note_blocks(node)
         self.check_numbers(node)
         given = [self.shares[source] for source in node.all_input_nodes]
         grown = self.grown[node]
         if len(grown) > 1 or mixes_samples(node, self.grown):
             raise Unproved(node, "compares samples of one part with each other")
+        if node in self.uneven or takes_some_samples(node, self.grown.__getitem__, self.blocks.get):
+            raise Unproved(node, "takes samples of one part by their places")
         if not isinstance(node.meta.get("val"), Tensor):  # each of several results is looked at by itself
             return self._several(node, given)
         if node.target is operator.getitem and not grown and SAMPLES in given:
@@ -281,6 +298,8 @@ class Walk:
     def _element(self, node: fx.Node) -> Share:
         """A result without samples of an operator on samples."""
         source: Any = node.args[0]
+        if is_mean(node):
+            return Share(Holds.TOTAL, 1)
         if source.target not in NLL_BACKWARD:
             raise Unproved(source, "reduces the samples of one part")
         reduction = arguments(source)["reduction"]

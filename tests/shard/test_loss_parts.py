@@ -22,10 +22,17 @@ HEAD = """
 """
 
 
+def sized(text: str, batch: int) -> str:
+    sizes = {"b": batch, "2b": 2 * batch, "3b": 3 * batch, "h": batch // 2, "b-1": batch - 1, "b+1": batch + 1}
+    for name, size in sizes.items():
+        text = text.replace(f"{{{name}}}", str(size))
+    return text
+
+
 def found(body: str, micro_batches: bool = False) -> tuple[Program, LossParts]:
     """What is found of a loss computed from `y`, which is trained, and the inputs x, m and n."""
     text = textwrap.dedent(HEAD) + textwrap.dedent(body) + '\nreturn loss("loss", loss)'
-    small, large = (parse(text.replace("{b}", str(size)).replace("{3b}", str(3 * size))) for size in (4, 8))
+    small, large = (parse(sized(text, size)) for size in (4, 8))
     return small, find_loss_parts(small, large, 2, ["w"], micro_batches=micro_batches)
 
 
@@ -68,6 +75,24 @@ PROVED = {
         "s: f32[3] = aten.sum.dim_IntList(x, [0])\nf: f32[4] = aten.constant_pad_nd(s, [1, 0])\n"
         "loss: f32[] = aten.sum(f)",
         "sum",
+    ),
+    "pairs of what was joined": (
+        "c: f32[{2b}] = aten.cat([y, m])\np: (f32[{b}], f32[{b}]) = aten.split.Tensor(c, {b})\n"
+        "a: f32[{b}] = p[0]\no: f32[{b}] = p[1]\nh: f32[{b}] = aten.mul.Tensor(a, o)\nloss: f32[] = aten.mean(h)",
+        "mean",
+    ),
+    "later time steps": (
+        "t: f32[3, {b}] = aten.repeat(m, [3, 1])\nv: f32[{3b}] = aten.view(t, [{3b}])\n"
+        "h: f32[{2b}] = aten.slice.Tensor(v, 0, {b}, {3b})\nloss: f32[] = aten.mean(h)",
+        "mean",
+    ),
+    "every other sample": (
+        "h: f32[{h}] = aten.slice.Tensor(y, 0, 1, {b}, 2)\nloss: f32[] = aten.mean(h)",
+        "mean",
+    ),
+    "the mean beside a variance": (
+        "p: (f32[3], f32[3]) = aten.var_mean.correction(x, [0])\nh: f32[3] = p[1]\nloss: f32[] = aten.sum(h)",
+        "mean",
     ),
     "one of several parts of the batch": (
         "f: f32[3] = aten.full([3], 1.0)\nd: f32[3] = aten.div.Tensor(f, {b})\n"
@@ -114,6 +139,33 @@ UNPROVED = {
         "s: f32[3] = aten.sum.dim_IntList(x, [0])\nf: f32[4] = aten.constant_pad_nd(s, [1, 0], 2.0)\n"
         "loss: f32[] = aten.sum(f)",
         "f (constant_pad_nd.default) adds a number to a sum over samples",
+    ),
+    "half of the samples": (
+        "h: f32[{h}] = aten.slice.Tensor(y, 0, 0, {h})\nloss: f32[] = aten.mean(h)",
+        "h (slice.Tensor) takes samples of one part by their places",
+    ),
+    "pairs of samples": (
+        "p: (f32[{h}], f32[{h}]) = aten.split.Tensor(y, {h})\na: f32[{h}] = p[0]\no: f32[{h}] = p[1]\n"
+        "h: f32[{h}] = aten.mul.Tensor(a, o)\nloss: f32[] = aten.mean(h)",
+        "p (split.Tensor) takes samples of one part by their places",
+    ),
+    "all samples but one": (
+        "h: f32[{b-1}] = aten.slice.Tensor(y, 0, 0, -1)\nloss: f32[] = aten.mean(h)",
+        "h (slice.Tensor) takes samples of one part by their places",
+    ),
+    "a row of zeros more": (
+        "h: f32[{b+1}] = aten.constant_pad_nd(y, [1, 0])\nloss: f32[] = aten.mean(h)",
+        "h (constant_pad_nd.default) takes samples of one part by their places",
+    ),
+    "a window over samples": (
+        "v: f32[1, {b}, 3] = aten.unsqueeze(x, 0)\nt: f32[1, 3, {b}] = aten.permute(v, [0, 2, 1])\n"
+        "k: f32[3, 3, 3] = aten.full([3, 3, 3], 1.0)\n"
+        "h: f32[1, 3, {b}] = aten.convolution(t, k, None, [1], [1], [1], False, [0], 1)\nloss: f32[] = aten.mean(h)",
+        "h (convolution.default) compares samples of one part with each other",
+    ),
+    "a triangle of samples": (
+        "h: f32[{b}, 3] = aten.triu(x)\nloss: f32[] = aten.mean(h)",
+        "h (triu.default) compares samples of one part with each other",
     ),
     "samples sorted": (
         "p: (f32[{b}], i64[{b}]) = aten.sort(y)\nh: f32[{b}] = p[0]\nt: f32[{b}] = aten.mul.Tensor(h, m)\n"
