@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, fx
 
 from crossfade.graph.effects import is_random
+from crossfade.graph.operators import arguments
 
 BLOCKS = "batch_blocks"
 
@@ -23,13 +24,14 @@ _VIEWS = {_aten.view.default, _aten._unsafe_view.default, _aten.reshape.default}
 _PIECES = {_aten.slice.Tensor, _aten.split.Tensor, _aten.split_with_sizes.default}
 
 GrowingDims = Callable[[fx.Node], tuple[int, ...]]
+KnownBlocks = Callable[[fx.Node], int | None]
 
 
 def mark_blocks(graph: fx.Graph, samples: int, growing: GrowingDims) -> None:
     """Note on every node with one dim of samples how many blocks that dim is; None where that is not known."""
     for node in graph.nodes:
         if len(growing(node)) == 1:
-            node.meta[BLOCKS] = _blocks(node, samples, growing)
+            node.meta[BLOCKS] = find_blocks(node, samples, growing)
     for node in graph.nodes:
         if node.op == "call_function" and is_random(node) and blocks_of(node) is None:
             node.meta[BLOCKS] = _as_used(node, growing)
@@ -40,30 +42,55 @@ def blocks_of(node: fx.Node) -> int | None:
     return node.meta.get(BLOCKS, 1)
 
 
-def _blocks(node: fx.Node, samples: int, growing: GrowingDims) -> int | None:
+def find_blocks(node: fx.Node, samples: int, growing: GrowingDims, known: KnownBlocks = blocks_of) -> int | None:
+    """The blocks of the one dim of samples of a node, from those of its operands; None where they do not tell."""
     size = _size(node, growing)
     if size == samples or node.op == "placeholder":
         return 1
     source: Any = node.args[0] if node.target is operator.getitem else node
     operands = [
-        operand for operand in source.all_input_nodes if len(growing(operand)) == 1 and blocks_of(operand) is not None
+        operand for operand in source.all_input_nodes if len(growing(operand)) == 1 and known(operand) is not None
     ]
     if source.target is _aten.cat.default and all(_size(operand, growing) < size for operand in operands):
-        return _joined(source, samples, growing)
+        return _joined(source, samples, growing, known)
     for operand in operands:
         if source.target in _VIEWS:
-            return _whole_number(_cycles(operand, growing), _before(node, growing))
+            return _whole_number(_cycles(operand, growing, known), _before(node, growing))
         if _size(operand, growing) == size:
-            return blocks_of(operand)
+            return known(operand)
         if source.target in _PIECES or source.target is _aten.repeat.default:
-            return _whole_number((blocks_of(operand) or 0) * size, _size(operand, growing))
+            return _whole_number((known(operand) or 0) * size, _size(operand, growing))
     return None
 
 
-def _joined(node: fx.Node, samples: int, growing: GrowingDims) -> int | None:
+def takes_some_samples(node: fx.Node, growing: GrowingDims, known: KnownBlocks) -> bool:
+    """Whether a node cuts a dim of samples otherwise than between its blocks, or within every sample.
+
+    Half of the samples of each part of a batch are others than half of the whole batch's.
+    """
+    if node.target not in _PIECES:
+        return False
+    given = arguments(node)
+    source, dim = given["self"], given["dim"]
+    value = source.meta["val"]
+    if growing(source) != (dim % value.dim(),):
+        return False
+    whole, blocks = value.shape[dim], known(source)
+    pieces = node.meta["val"] if isinstance(node.meta["val"], (tuple, list)) else [node.meta["val"]]
+    sizes = [piece.shape[dim] for piece in pieces]
+    if sizes == [whole]:
+        return False
+    if (step := given.get("step", 1)) > 1:
+        return bool(sizes[0] * step != whole)
+    start = given.get("start") or 0
+    start = start if start >= 0 else start + whole
+    return blocks is not None and any(blocks * size % whole for size in (start, *sizes))
+
+
+def _joined(node: fx.Node, samples: int, growing: GrowingDims, known: KnownBlocks) -> int | None:
     """The blocks of concatenated values, if each block has as many elements of every sample."""
     parts: Any = node.args[0]
-    blocks = [blocks_of(part) if len(growing(part)) == 1 else None for part in parts]
+    blocks = [known(part) if len(growing(part)) == 1 else None for part in parts]
     if any(count is None for count in blocks):
         return None
     runs = {_size(part, growing) / (count or 1) / samples for part, count in zip(parts, blocks, strict=True)}
@@ -75,15 +102,15 @@ def _as_used(node: fx.Node, growing: GrowingDims) -> int | None:
     for user in node.users:
         known = blocks_of(user) if len(growing(user)) == 1 else None
         if known is not None and user.target in _VIEWS:
-            return _whole_number(_cycles(user, growing), _before(node, growing))
+            return _whole_number(_cycles(user, growing, blocks_of), _before(node, growing))
         if known is not None and _size(user, growing) == _size(node, growing):
             return known
     return None
 
 
-def _cycles(node: fx.Node, growing: GrowingDims) -> int:
+def _cycles(node: fx.Node, growing: GrowingDims, known: KnownBlocks) -> int:
     """How often the samples recur when all elements are counted: what a reshape does not change."""
-    return (blocks_of(node) or 0) * _before(node, growing)
+    return (known(node) or 0) * _before(node, growing)
 
 
 def _before(node: fx.Node, growing: GrowingDims) -> int:

@@ -60,6 +60,17 @@ def growing_dims(small: Any, large: Any) -> tuple[int, ...]:
     return tuple(dim for dim, (a, b) in enumerate(zip(small.shape, large.shape, strict=True)) if a != b)
 
 
+def grows_unevenly(small: Any, large: Any, times: int) -> bool:
+    """Whether a value has more or fewer rows than `times` as many on a batch `times` as large, where it grows.
+
+    >>> import torch
+    >>> grows_unevenly(torch.ones(3), torch.ones(7), 2), grows_unevenly(torch.ones(4, 1), torch.ones(8, 1), 2)
+    (True, False)
+    """
+    dims = growing_dims(small, large)
+    return any(large.shape[dim] != times * small.shape[dim] for dim in dims)
+
+
 def _whole(large: Any) -> Whole | None:
     value = large[0] if isinstance(large, (tuple, list)) and large else large
     if not isinstance(value, Tensor):

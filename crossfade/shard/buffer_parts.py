@@ -38,7 +38,7 @@ from crossfade.shard.loss_parts import (
     loss_node,
     terms_of,
 )
-from crossfade.shard.mixed_samples import operator_name
+from crossfade.shard.mixed_samples import is_mean, operator_name
 from crossfade.shard.synchronize_batch_norm import is_synchronized
 
 OVER_RANKS, READS_WHOLE, TIMES_RANKS = "total_over_ranks", "reads_total_over_ranks", "number_times_ranks"
@@ -173,20 +173,18 @@ class _BufferWalk(Walk):
             self.shares[node] = SAME
         else:
             self.shares[node] = self.share_of(node)
-            self._check_numbers(node)
 
-    def _check_numbers(self, node: fx.Node) -> None:
-        """Refuse numbers that grow with the batch but as factors, divisors and terms, which are looked at there."""
-        if self.grown[node] or not node.all_input_nodes or node.target in MULTIPLIES | DIVIDES | ADDS:
-            return
-        if any((node, place) in self.literal_powers for place in range(len(node.args))):
-            raise Unproved(node, "uses a number that grows with the batch")
+    def check_numbers(self, node: fx.Node, counted: frozenset[Any] = frozenset(MULTIPLIES | DIVIDES | ADDS)) -> None:
+        """Numbers that are added may be of samples, too."""
+        super().check_numbers(node, counted)
 
     def _element(self, node: fx.Node) -> Share:
         source: Any = node.args[0]
         place: Any = node.args[1]
         if place and is_synchronized(source, self.grown.get(source.args[0], ())):
             return SAME
+        if is_mean(node):
+            return Share(Holds.TOTAL, 1)
         if (how := _EXTREMES_WITH_PLACES.get((operator_name(source.target), place))) is not None:
             return self._extreme(node, how)
         if source.target not in NLL_BACKWARD:

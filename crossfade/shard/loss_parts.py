@@ -21,9 +21,11 @@ from crossfade.graph.effects import is_random
 from crossfade.graph.operators import arguments
 from crossfade.graph.order import with_ancestors
 from crossfade.graph.program import InputKind, OutputKind, Program, source_line
-from crossfade.shard.batch_dims import growing_dims
+from crossfade.shard.batch_blocks import find_blocks, takes_some_samples
+from crossfade.shard.batch_dims import growing_dims, grows_unevenly
 from crossfade.shard.grouped_rows import counts_groups, ends_of_groups
-from crossfade.shard.mixed_samples import is_place, mixes_samples, operator_name, orders
+from crossfade.shard.growing_numbers import FILLS, NO_POWER, SIZED, growing_numbers, is_number
+from crossfade.shard.mixed_samples import is_mean, is_place, mixes_samples, operator_name, orders
 
 _aten = torch.ops.aten
 
@@ -163,6 +165,9 @@ class Walk:
     micro_batches: bool
     grown: dict[fx.Node, tuple[int, ...]] = field(default_factory=dict)
     literal_powers: dict[tuple[fx.Node, int], int] = field(default_factory=dict)
+    uneven: set[fx.Node] = field(default_factory=set)
+    """What has more or fewer rows than samples: some are left out, or added."""
+    blocks: dict[fx.Node, int | None] = field(default_factory=dict)
     shares: dict[fx.Node, Share] = field(default_factory=dict)
     learned: set[fx.Node] = field(default_factory=set)
     late: set[fx.Node] = field(default_factory=set)
@@ -177,6 +182,7 @@ class Walk:
         self.updated = {out.name for out in self.program.outputs if out.kind is OutputKind.UPDATE}
         self.ends = self.ends_in(self.program)
         self.forward = with_ancestors(*self.ends)
+        self.samples = 0
 
     def ends_in(self, program: Program) -> list[fx.Node]:
         """The values that are followed back to the batch."""
@@ -193,14 +199,15 @@ class Walk:
                 raise Unproved(node, _OTHERWISE)
             if isinstance(small, Tensor) and small.dim() != getattr(large, "ndim", -1):
                 raise Unproved(node, _OTHERWISE)
-            if any(_is_number(value) and value != other.kwargs.get(key) for key, value in node.kwargs.items()):
+            if any(is_number(value) and value != other.kwargs.get(key) for key, value in node.kwargs.items()):
                 raise Unproved(node, "uses a number that grows with the batch")
             self.grown[node] = growing_dims(small, large)
-            for place, (here, there) in enumerate(
-                zip(_numbers(self.program, node), _numbers(larger, other), strict=False)
-            ):
-                if _is_number(here) and _is_number(there) and here != there:
-                    self.literal_powers[node, place] = _power_of(node, there / here if here else 0.0, times)
+            if grows_unevenly(small, large, times):
+                self.uneven.add(node)
+            for place, power in growing_numbers((self.program, node), (larger, other), times):
+                self.literal_powers[node, place] = power
+        inputs = [node for node in self.forward if node in self.kinds and self.grown[node]]
+        self.samples = min((node.meta["val"].shape[self.grown[node][0]] for node in inputs), default=0)
 
     def loss_share(self) -> Share:
         """What a part's loss is to the whole batch's."""
@@ -226,6 +233,7 @@ class Walk:
             self.shares[node] = self.share_of(node) if node not in self.counts else self._counted(node)
             return
         holds_samples = item.kind is InputKind.INPUT and bool(node.meta["val"].dim())
+        self._note_blocks(node)
         self.shares[node] = SAMPLES if holds_samples else SAME
         if item.kind is InputKind.PARAMETER and item.name in self.trained:
             self.learned.add(node)
@@ -235,6 +243,10 @@ class Walk:
     def _counted(self, node: fx.Node) -> Share:
         return SAMPLES if node.target in NLL_BACKWARD else SAME
 
+    def _note_blocks(self, node: fx.Node) -> None:
+        if len(self.grown[node]) == 1:
+            self.blocks[node] = find_blocks(node, self.samples, self.grown.__getitem__, self.blocks.get)
+
     def _inherit(self, node: fx.Node) -> None:
         for marks in (self.learned, self.late):
             if any(source in marks for source in node.all_input_nodes):
@@ -243,16 +255,21 @@ class Walk:
             self.late.add(node)
 
     def share_of(self, node: fx.Node) -> Share:
+        """The share of what is computed, from those of its operands."""
+        self._note_blocks(node)
+        self.check_numbers(node)
         given = [self.shares[source] for source in node.all_input_nodes]
         grown = self.grown[node]
         if len(grown) > 1 or mixes_samples(node, self.grown):
             raise Unproved(node, "compares samples of one part with each other")
+        if node in self.uneven or takes_some_samples(node, self.grown.__getitem__, self.blocks.get):
+            raise Unproved(node, "takes samples of one part by their places")
         if not isinstance(node.meta.get("val"), Tensor):  # each of several results is looked at by itself
             return self._several(node, given)
         if node.target is operator.getitem and not grown and SAMPLES in given:
             return self._element(node)
         if operator_name(node.target) in LIKE:
-            return SAMPLES if grown else SAME
+            return Share(Holds.SAMPLES if grown else Holds.SAME, self._filled_power(node))
         if grown:
             self.make_whole(node)
             return Share(Holds.SAMPLES, self._power(node))
@@ -261,6 +278,13 @@ class Walk:
         if any(share.holds is Holds.TOTAL for share in given):
             return self._of_totals(node)
         return Share(Holds.SAME, self._power(node))
+
+    def check_numbers(self, node: fx.Node, counted: frozenset[Any] = frozenset(MULTIPLIES | DIVIDES)) -> None:
+        """Refuse numbers that grow with the batch but as sizes, and in what is `counted`."""
+        if not node.all_input_nodes or node.target in counted or operator_name(node.target) in SIZED | LIKE:
+            return
+        if any((node, place) in self.literal_powers for place in range(len(node.args))):
+            raise Unproved(node, "uses a number that grows with the batch")
 
     def _several(self, node: fx.Node, given: list[Share]) -> Share:
         """An operator with several results: their common share, if they have one."""
@@ -274,6 +298,8 @@ class Walk:
     def _element(self, node: fx.Node) -> Share:
         """A result without samples of an operator on samples."""
         source: Any = node.args[0]
+        if is_mean(node):
+            return Share(Holds.TOTAL, 1)
         if source.target not in NLL_BACKWARD:
             raise Unproved(source, "reduces the samples of one part")
         reduction = arguments(source)["reduction"]
@@ -349,7 +375,13 @@ class Walk:
 
     def _operand_power(self, node: fx.Node, place: int) -> int:
         operand = node.args[place]
-        return self.shares[operand].power if isinstance(operand, fx.Node) else self.literal_powers.get((node, place), 0)
+        return self.shares[operand].power if isinstance(operand, fx.Node) else self._literal_power(node, place)
+
+    def _literal_power(self, node: fx.Node, place: int) -> int:
+        power = self.literal_powers.get((node, place), 0)
+        if power == NO_POWER:
+            raise Unproved(node, "uses a number that grows with the batch")
+        return power
 
     def _power_of_inputs(self, node: fx.Node) -> int:
         """For operators that are not linear: nothing that they use may be short of a factor."""
@@ -357,9 +389,16 @@ class Walk:
             return sum(self.shares[source].power for source in node.all_input_nodes)
         if any(self.shares[source].power for source in node.all_input_nodes):
             raise Unproved(node, "uses a number that grows with the batch")
-        if node.all_input_nodes or self.grown[node]:
+        if node.all_input_nodes:
             return 0
-        return sum(power for (user, _), power in self.literal_powers.items() if user is node)
+        if operator_name(node.target) in FILLS:
+            return self._filled_power(node)
+        return 0 if self.grown[node] else self._literal_power(node, 0)
+
+    def _filled_power(self, node: fx.Node) -> int:
+        """The power of the number that a value is filled with."""
+        place = FILLS.get(operator_name(node.target))
+        return 0 if place is None else self._literal_power(node, place)
 
     def _sum_power(self, node: fx.Node) -> int:
         """The power that all terms of a sum have, made alike if possible; a number may be added to a mean only."""
@@ -371,7 +410,9 @@ class Walk:
                 self._raise_power(term)
             raise Again
         if len(powers) > 1:
-            raise Unproved(node, "adds a sum over samples to a mean of them")
+            raise Unproved(node, "uses a number that grows with the batch")
+        if parts and any(self.shares[term].power for term in terms if term not in parts):
+            raise Unproved(node, "uses a number that grows with the batch")
         power = next(iter(powers), 0)
         is_total = any(self.shares[part].holds is Holds.TOTAL for part in parts)
         if parts and power != is_total and (len(parts) < len(terms) or adds_a_number(node)):
@@ -429,33 +470,14 @@ def loss_node(program: Program) -> fx.Node:
     return next(value for out, value in program.named_results() if out.kind is OutputKind.LOSS)
 
 
-def _numbers(program: Program, node: fx.Node) -> list[Any]:
-    """The arguments of a call by place; of a constant without dims, its value."""
-    if node.op != "get_attr":
-        return list(node.args)
-    value = program.constants.get(str(node.target))
-    return [value.item()] if isinstance(value, Tensor) and not value.dim() and not value.is_meta else []
-
-
-def _power_of(node: fx.Node, ratio: float, times: int) -> int:
-    """The power of a number that is `ratio` as large on a batch `times` as large."""
-    if abs(ratio * times - 1) < 1e-6:
-        return 1
-    if abs(ratio - times) < 1e-6 * times:
-        return -1
-    return 0 if node.target not in MULTIPLIES | DIVIDES | ADDS else 2
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
-
-
 def terms_of(node: fx.Node) -> list[fx.Node]:
     """What a linear operator puts together: its first argument or list of them; not what it is steered by."""
     if operator_name(node.target) == "copy":
         return [node.args[1]]  # type: ignore[list-item]
     if operator_name(node.target) == "where":
         return [value for value in node.args[1:] if isinstance(value, fx.Node)]
+    if node.target is _aten.masked_fill.Tensor:
+        return [node.args[0], node.args[2]]  # type: ignore[list-item]
     if node.target in ADDS | MULTIPLIES | DIVIDES:
         return [value for value in node.args[:2] if isinstance(value, fx.Node)]
     first = node.args[0]
@@ -463,9 +485,13 @@ def terms_of(node: fx.Node) -> list[fx.Node]:
 
 
 def is_zero(node: fx.Node) -> bool:
-    fills = {_aten.full.default: 1, _aten.full_like.default: 1, _aten.scalar_tensor.default: 0}
-    return node.target in _ZEROS or (node.target in fills and bool(node.args[fills[node.target]] == 0))
+    place = FILLS.get(operator_name(node.target))
+    return node.target in _ZEROS or (place is not None and bool(node.args[place] == 0))
 
 
 def adds_a_number(node: fx.Node) -> bool:
-    return node.target in ADDS and _is_number(node.args[1]) and bool(node.args[1] != 0)
+    """Whether a sum has a term, or a value a filling, that is a number other than zero."""
+    if operator_name(node.target) in ("masked_fill", "constant_pad_nd"):
+        filling = arguments(node)["value"]
+        return is_number(filling) and bool(filling != 0)
+    return node.target in ADDS and is_number(node.args[1]) and bool(node.args[1] != 0)

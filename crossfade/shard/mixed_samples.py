@@ -13,7 +13,7 @@ from crossfade.graph.operators import arguments, remembered
 # fmt: off
 _ALONG_DIM = frozenset({
     "softmax", "_softmax", "log_softmax", "_log_softmax", "cumsum", "cumprod", "logcumsumexp", "cummax", "cummin",
-    "flip", "roll", "sort", "argsort", "topk",
+    "flip", "roll", "sort", "argsort", "topk", "glu",
 })
 # fmt: on
 """Operators that keep a dim and let its elements see each other."""
@@ -29,6 +29,7 @@ _ATTENTION = {
 """Operators by which each query sees all keys and values, their second and third argument, and along which dim."""
 
 
+_SAME_NUMBERS = frozenset({"_to_copy", "detach", "alias", "clone"})
 _ORDERING = frozenset(
     {"max", "min", "aminmax", "topk", "sort", "cummax", "cummin", "kthvalue", "median", "nanmedian", "mode"}
 )
@@ -49,12 +50,36 @@ def mixes_samples(node: fx.Node, grown: Mapping[fx.Node, tuple[int, ...]]) -> bo
         return max(samples) >= rank - len(arguments(node)["normalized_shape"])
     if name == "native_group_norm":
         return max(samples) > 0
-    if name not in _ALONG_DIM:
+    if (last := _last_dims(node, name)) is not None:
+        return max(samples) >= rank - last
+    if name not in _ALONG_DIM or (name == "sort" and not _values_are_used(node)):
         return False
     given = arguments(node)
     dims = given.get("dim", given.get("dims"))
     listed = dims if isinstance(dims, (list, tuple)) else [dims]
     return not listed or any(isinstance(dim, int) and dim % rank in samples for dim in listed)
+
+
+def _last_dims(node: fx.Node, name: str) -> int | None:
+    """Along how many last dims an operator slides a window, resizes, or sees matrices; None if it does not."""
+    if name == "convolution":
+        shape = arguments(node)["weight"].meta["val"].shape[2:]
+        return len(shape) if any(size > 1 for size in shape) else 0
+    if "pool" in name or name.startswith("upsample"):
+        return next((count for count in (1, 2, 3) if f"{count}d" in name), None)
+    return 2 if name in ("triu", "tril") or (name.lstrip("_").startswith("linalg_") and "vector" not in name) else None
+
+
+def _values_are_used(sort: fx.Node) -> bool:
+    """Whether sorted values are used but to count them: by their order alone, each sample is put somewhere else."""
+    queue = [result for result in sort.users if result.args[1] == 0]
+    for value in queue:
+        for user in value.users:
+            if operator_name(user.target) in _SAME_NUMBERS:
+                queue.append(user)
+            elif operator_name(user.target) != "histc":
+                return True
+    return False
 
 
 def orders(node: fx.Node) -> bool:
@@ -63,6 +88,12 @@ def orders(node: fx.Node) -> bool:
     Its results after the first are places, but for both of `aminmax`.
     """
     return operator_name(node.target) in _ORDERING
+
+
+def is_mean(node: fx.Node) -> bool:
+    """Whether a node is the mean that an operator gives beside a variance."""
+    source: Any = node.args[0] if node.target is operator.getitem else None
+    return source is not None and operator_name(source.target) in ("var_mean", "std_mean") and bool(node.args[1])
 
 
 def is_place(node: fx.Node) -> bool:

@@ -78,7 +78,7 @@ def test_what_is_taken_over_ranks(name: str) -> None:
 UNPROVED = {
     "a queue": (
         "s: f32[1, 3] = aten.slice.Tensor(x, 0, 0, 1)\nnew: f32[3] = aten.select.int(s, 0, 0)",
-        "b: s (slice.Tensor) reduces the samples of one part",
+        "b: s (slice.Tensor) takes samples of one part by their places",
     ),
     "a variance": (
         "new: f32[3] = aten.var.correction(x, [0])",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import textwrap
 
 import pytest
+import torch
 
 from crossfade.graph.passes import run_passes
 from crossfade.graph.program import Program
@@ -21,10 +22,17 @@ HEAD = """
 """
 
 
+def sized(text: str, batch: int) -> str:
+    sizes = {"b": batch, "2b": 2 * batch, "3b": 3 * batch, "h": batch // 2, "b-1": batch - 1, "b+1": batch + 1}
+    for name, size in sizes.items():
+        text = text.replace(f"{{{name}}}", str(size))
+    return text
+
+
 def found(body: str, micro_batches: bool = False) -> tuple[Program, LossParts]:
     """What is found of a loss computed from `y`, which is trained, and the inputs x, m and n."""
     text = textwrap.dedent(HEAD) + textwrap.dedent(body) + '\nreturn loss("loss", loss)'
-    small, large = (parse(text.replace("{b}", str(size)).replace("{3b}", str(3 * size))) for size in (4, 8))
+    small, large = (parse(sized(text, size)) for size in (4, 8))
     return small, find_loss_parts(small, large, 2, ["w"], micro_batches=micro_batches)
 
 
@@ -52,6 +60,39 @@ PROVED = {
         "d: f32[{b}, 3] = aten.div.Tensor(x, {b})\np: (f32[{b}], i64[{b}]) = aten.max.dim(d, 1)\n"
         "h: i64[{b}] = p[1]\nloss: i64[] = aten.sum(h)",
         "sum",
+    ),
+    "a part of the batch, for each sample": (
+        "f: f32[{b}] = aten.full([{b}], 1.0)\nd: f32[{b}] = aten.div.Tensor(f, {b})\n"
+        "h: f32[{b}] = aten.mul.Tensor(y, d)\nloss: f32[] = aten.sum(h)",
+        "mean",
+    ),
+    "filled with the batch": (
+        "f: f32[3] = aten.new_full(y, [3], {b})\ns: f32[3] = aten.sum.dim_IntList(x, [0])\n"
+        "h: f32[3] = aten.div.Tensor(s, f)\nloss: f32[] = aten.sum(h)",
+        "mean",
+    ),
+    "a sum filled with zeros": (
+        "s: f32[3] = aten.sum.dim_IntList(x, [0])\nf: f32[4] = aten.constant_pad_nd(s, [1, 0])\n"
+        "loss: f32[] = aten.sum(f)",
+        "sum",
+    ),
+    "pairs of what was joined": (
+        "c: f32[{2b}] = aten.cat([y, m])\np: (f32[{b}], f32[{b}]) = aten.split.Tensor(c, {b})\n"
+        "a: f32[{b}] = p[0]\no: f32[{b}] = p[1]\nh: f32[{b}] = aten.mul.Tensor(a, o)\nloss: f32[] = aten.mean(h)",
+        "mean",
+    ),
+    "later time steps": (
+        "t: f32[3, {b}] = aten.repeat(m, [3, 1])\nv: f32[{3b}] = aten.view(t, [{3b}])\n"
+        "h: f32[{2b}] = aten.slice.Tensor(v, 0, {b}, {3b})\nloss: f32[] = aten.mean(h)",
+        "mean",
+    ),
+    "every other sample": (
+        "h: f32[{h}] = aten.slice.Tensor(y, 0, 1, {b}, 2)\nloss: f32[] = aten.mean(h)",
+        "mean",
+    ),
+    "the mean beside a variance": (
+        "p: (f32[3], f32[3]) = aten.var_mean.correction(x, [0])\nh: f32[3] = p[1]\nloss: f32[] = aten.sum(h)",
+        "mean",
     ),
     "one of several parts of the batch": (
         "f: f32[3] = aten.full([3], 1.0)\nd: f32[3] = aten.div.Tensor(f, {b})\n"
@@ -81,6 +122,50 @@ UNPROVED = {
     "a softmax over samples": (
         "s: f32[{b}] = aten._softmax(y, 0, False)\nloss: f32[] = aten.mean(s)",
         "s (_softmax.default) compares samples of one part with each other",
+    ),
+    "a power of the batch": (
+        "h: f32[{b}] = aten.pow.Tensor_Scalar(y, {b})\nloss: f32[] = aten.mean(h)",
+        "h (pow.Tensor_Scalar) uses a number that grows with the batch",
+    ),
+    "the batch added": (
+        "h: f32[{b}] = aten.add.Tensor(y, {b})\nloss: f32[] = aten.mean(h)",
+        "h (add.Tensor) uses a number that grows with the batch",
+    ),
+    "a part of the batch added": (
+        "f: f32[{b}] = aten.full([{b}], {b}.0)\nh: f32[{b}] = aten.add.Tensor(y, f)\nloss: f32[] = aten.mean(h)",
+        "h (add.Tensor) uses a number that grows with the batch",
+    ),
+    "a sum filled with a number": (
+        "s: f32[3] = aten.sum.dim_IntList(x, [0])\nf: f32[4] = aten.constant_pad_nd(s, [1, 0], 2.0)\n"
+        "loss: f32[] = aten.sum(f)",
+        "f (constant_pad_nd.default) adds a number to a sum over samples",
+    ),
+    "half of the samples": (
+        "h: f32[{h}] = aten.slice.Tensor(y, 0, 0, {h})\nloss: f32[] = aten.mean(h)",
+        "h (slice.Tensor) takes samples of one part by their places",
+    ),
+    "pairs of samples": (
+        "p: (f32[{h}], f32[{h}]) = aten.split.Tensor(y, {h})\na: f32[{h}] = p[0]\no: f32[{h}] = p[1]\n"
+        "h: f32[{h}] = aten.mul.Tensor(a, o)\nloss: f32[] = aten.mean(h)",
+        "p (split.Tensor) takes samples of one part by their places",
+    ),
+    "all samples but one": (
+        "h: f32[{b-1}] = aten.slice.Tensor(y, 0, 0, -1)\nloss: f32[] = aten.mean(h)",
+        "h (slice.Tensor) takes samples of one part by their places",
+    ),
+    "a row of zeros more": (
+        "h: f32[{b+1}] = aten.constant_pad_nd(y, [1, 0])\nloss: f32[] = aten.mean(h)",
+        "h (constant_pad_nd.default) takes samples of one part by their places",
+    ),
+    "a window over samples": (
+        "v: f32[1, {b}, 3] = aten.unsqueeze(x, 0)\nt: f32[1, 3, {b}] = aten.permute(v, [0, 2, 1])\n"
+        "k: f32[3, 3, 3] = aten.full([3, 3, 3], 1.0)\n"
+        "h: f32[1, 3, {b}] = aten.convolution(t, k, None, [1], [1], [1], False, [0], 1)\nloss: f32[] = aten.mean(h)",
+        "h (convolution.default) compares samples of one part with each other",
+    ),
+    "a triangle of samples": (
+        "h: f32[{b}, 3] = aten.triu(x)\nloss: f32[] = aten.mean(h)",
+        "h (triu.default) compares samples of one part with each other",
     ),
     "samples sorted": (
         "p: (f32[{b}], i64[{b}]) = aten.sort(y)\nh: f32[{b}] = p[0]\nt: f32[{b}] = aten.mul.Tensor(h, m)\n"
@@ -142,6 +227,29 @@ UNPROVED = {
 def test_why_parts_do_not_make_up_the_whole(name: str) -> None:
     body, reason = UNPROVED[name]
     assert found(body)[1] == LossParts(None, reason)
+
+
+@pytest.mark.parametrize(
+    ("small", "large", "found"),
+    [
+        ([0.25, 0.25], [0.125, 0.125], "mean"),
+        ([0.5, -0.5], [0.5, -0.5], "sum"),
+        ([1.0, 0.5], [1.0, 0.25], "k (k) uses a number that grows with the batch"),
+    ],
+)
+def test_constants_that_grow_with_the_batch(small: list[float], large: list[float], found: str) -> None:
+    text = """
+        k: f32[2] = constant("k")
+        x: f32[{b}, 2] = input("x")
+        s: f32[2] = aten.sum.dim_IntList(x, [0])
+        t: f32[2] = aten.mul.Tensor(s, k)
+        loss: f32[] = aten.sum(t)
+        return loss("loss", loss)"""
+    programs = [parse(textwrap.dedent(text).replace("{b}", str(size))) for size in (4, 8)]
+    for program, numbers in zip(programs, (small, large), strict=True):
+        program.constants = {"k": torch.tensor(numbers)}
+    parts = find_loss_parts(*programs, 2, [])
+    assert found in (parts.loss_is, parts.unproved)
 
 
 def test_a_count_is_sent_before_the_forward() -> None:
