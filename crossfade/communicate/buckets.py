@@ -288,11 +288,28 @@ def _merge(
     before = members[0].node
     while before.prev in starts:
         before = before.prev
+    above = before.prev
     results = splice(program, exchange, *sources, before=before, like=members[-1].node)
+    _wait_where_members_did(above.next, before, members)
     for member, result in zip(members, results, strict=True):
         for wait in member.waits:
             replaced.replace(wait, result)
         replaced.drop(member.node)
+
+
+def _wait_where_members_did(first: fx.Node, end: fx.Node, members: Sequence[Collective]) -> None:
+    """Put a bucket's waits, and what takes it apart, where the first wait on a member stands: what hides them stays
+    between."""
+    waits = [wait for member in members for wait in member.waits]
+    if not waits or not end < (place := min(waits)):
+        return
+    node = first
+    while node is not end and not collectives.is_wait(node):
+        node = node.next
+    while node is not end:
+        following = node.next
+        place.prepend(node)
+        node = following
 
 
 def _unshare_results(program: Program, members: Sequence[fx.Node]) -> None:

@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Container
 from dataclasses import dataclass
 
 from torch import fx
 
+from crossfade.communicate.rising import HELD, Rising, stays
 from crossfade.graph import collectives
-from crossfade.graph.order import Order, reorder
 from crossfade.graph.passes import Numerics, Outcome, Pass, PassResult, Verdict
 from crossfade.graph.program import Program
-from crossfade.graph.prologues import prologue_of
 
 
 @dataclass(frozen=True)
 class RaiseLaunches(Pass):
     """Move the start of each collective up to just after what it needs; the order within a group stays.
 
-    What only prepares its input moves with it: views, conversions, element-by-element operators, packing.
+    What only prepares its input moves with it: views, conversions, element-by-element operators, packing. What is made
+    earlier is held longer: no start rises so far that more is alive at some time than the program held at its peak.
 
     All-gathers stay unless `gathers` is set: what they gather is larger than what they need, and starting them early
     holds it for longer; of parameters, which are ready at once, all would start at the top.
@@ -50,40 +51,33 @@ class RaiseLaunches(Pass):
 
     def run(self, program: Program) -> PassResult:
         """One walk: each start goes right after the lowest node it must follow, which may be one that rose."""
-        order = Order(program.graph)
         everything = collectives.find(program.graph)
         kinds = {*collectives.Kind} if self.gathers else {*collectives.Kind} - {collectives.Kind.ALL_GATHER}
-        found = [collective for collective in everything if collective.kind in kinds]
-        starts = {collective.node: collective for collective in found}
-        risen = _risen(order, list(starts))
-        moved = reorder(program.graph, risen)
+        starts = {collective.node: collective for collective in everything if collective.kind in kinds}
+        still = [_held_longer(collective) for collective in everything if collective.node not in starts]
+        if all(map(stays, starts)):
+            verdicts = [_verdict(collective, _above(start, starts), 0) for start, collective in starts.items()]
+            return PassResult(False, {"raised": 0}, (*verdicts, *still))
+        rising = Rising(program.graph)
+        held = {start for start in starts if rising.place(start).held}
         said: dict[fx.Node, Verdict] = {}
-        above = risen[0]
-        for place, node in enumerate(risen):
+        above = program.graph.output_node()
+        for place, node in enumerate(rising.nodes()):
             if node in starts:
-                said[node] = _verdict(starts[node], above, order.position[node] - place)
+                said[node] = _verdict(starts[node], above, rising.order.position[node] - place, node in held)
             else:
                 above = node
         verdicts = [said[start] for start in starts]
-        verdicts += [_held_longer(collective) for collective in everything if collective.node not in starts]
         count = sum(v.outcome is Outcome.MOVED for v in verdicts)
-        return PassResult(moved, {"raised": count}, tuple(verdicts))
+        return PassResult(rising.apply(), {"raised": count}, (*verdicts, *still))
 
 
-def _risen(order: Order, starts: list[fx.Node]) -> list[fx.Node]:
-    """All nodes, each start with its prologue right after the lowest node that the two must follow."""
-    place = dict(order.position)
-    turn = dict.fromkeys(order.nodes, 0)
-    first = max((order.position[node] for node in order.nodes if node.op == "placeholder"), default=0)
-    for start in starts:
-        along = prologue_of(start)
-        together = {start, *along}
-        needed = [place[b] for node in together for b in order.predecessors(node) if b not in together]
-        end = max([min(first, order.position[start]), *needed])
-        for node in (*along, start):
-            if node is start or end < order.position[node]:
-                place[node], turn[node] = end, len(order.nodes) + order.position[start]
-    return sorted(order.nodes, key=lambda node: (place[node], turn[node], order.position[node]))
+def _above(start: fx.Node, starts: Container[fx.Node]) -> fx.Node:
+    """The last node above that is no start."""
+    above = start.prev
+    while above in starts:
+        above = above.prev
+    return above
 
 
 def _held_longer(collective: collectives.Collective) -> Verdict:
@@ -92,9 +86,11 @@ def _held_longer(collective: collectives.Collective) -> Verdict:
     return Verdict.of(collective.node, Outcome.LEFT, reason, remedy=remedy, bytes=collective.bytes)
 
 
-def _verdict(collective: collectives.Collective, last: fx.Node, passed: int) -> Verdict:
+def _verdict(collective: collectives.Collective, last: fx.Node, passed: int, held: bool = False) -> Verdict:
+    size = collective.bytes
     if passed > 0:
-        reason, detail = "started as early as it can be", f"{passed} nodes earlier, after {last.name}"
-        return Verdict.of(collective.node, Outcome.MOVED, reason, detail=detail, bytes=collective.bytes)
-    reason, detail = "it already starts as early as it can", f"after {last.name}"
-    return Verdict.of(collective.node, Outcome.LEFT, reason, detail=detail, bytes=collective.bytes)
+        reason = "started as early as the peak of live memory allows" if held else "started as early as it can be"
+        detail = f"{passed} nodes earlier, after {last.name}"
+        return Verdict.of(collective.node, Outcome.MOVED, reason, detail=detail, bytes=size)
+    reason, detail = HELD if held else "it already starts as early as it can", f"after {last.name}"
+    return Verdict.of(collective.node, Outcome.LEFT, reason, detail=detail, bytes=size)

@@ -210,6 +210,11 @@ def find(graph: fx.Graph) -> list[Collective]:
     return [found for node in sorted(starts) if (found := view(node)) is not None]
 
 
+def waits(graph: fx.Graph) -> list[fx.Node]:
+    """Every wait of the graph, in order, on whatever it waits for."""
+    return list(graph.find_nodes(op="call_function", target=_WAIT))
+
+
 def has(graph: fx.Graph, kind: Kind) -> bool:
     """Whether the graph starts a collective of this kind."""
     targets = [target for target, how in _SPELLINGS.items() if how.kind is kind]

@@ -87,6 +87,10 @@ class Order:
         edges = self._ordered_before.get(node)
         return list(node.users) if edges is None else [*node.users, *_ends(edges, within_group)]
 
+    def owner(self, node: fx.Node) -> fx.Node:
+        """The node whose memory a value lies in; see `alias_roots`."""
+        return self._roots[node]
+
     def rewritten(self) -> set[fx.Node]:
         """See `rewritten`."""
         return rewritten(self.nodes, self._roots)

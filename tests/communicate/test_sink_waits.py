@@ -134,9 +134,10 @@ CASES = {
         na: f32[4] = aten.neg(va)
         f: f32[2, 2] = aten.mm(e, x)
         nb: f32[4] = aten.neg(vb)
-        return output("a", na), output("b", nb), output("f", f)
+        big: f32[64] = aten.new_empty(x, [64])
+        return output("a", na), output("b", nb), output("f", f), output("big", big)
         """,
-        "s e w parts a b ca cb va na f vb nb",
+        "s e w parts a b ca cb va na f vb nb big",
         ["s: moved: waited for just before its first use: 1 nodes later, before na"],
     ),
     "a copy that stands below the first use stays": (
@@ -179,9 +180,10 @@ CASES = {
         e: f32[3] = aten.exp(x)
         na: f32[2, 2] = aten.neg(a)
         nb: f32[2, 1] = aten.neg(b)
-        return output("a", na), output("b", nb), output("e", e)
+        big: f32[64] = aten.new_empty(x, [64])
+        return output("a", na), output("b", nb), output("e", e), output("big", big)
         """,
-        "s e w parts a na b nb",
+        "s e w parts a na b nb big",
         ["s: moved: waited for just before its first use: 1 nodes later, before na"],
     ),
     "a wait on an ordinary tensor": (
