@@ -61,7 +61,7 @@ def names(pattern: str = "*") -> list[str]:
     return [name for name in sorted(_classes()) if any(fnmatch.fnmatch(name, part) for part in wanted)]
 
 
-def breadth_of(name: str, ranks: int = 2, limit: int = 120) -> Breadth:
+def breadth_of(name: str, ranks: int = 2, singles: bool = True, limit: int = 120) -> Breadth:
     """Export an architecture, find its plan, and count."""
     start = time.monotonic()
     try:
@@ -71,15 +71,15 @@ def breadth_of(name: str, ranks: int = 2, limit: int = 120) -> Breadth:
         return Breadth(name, refused=_short(error), exported=False, seconds=time.monotonic() - start)
     try:
         with _at_most(limit):
-            found = measured(name, exported, ranks)
+            found = measured(exported, ranks, singles)
     except Exception as error:  # likewise
         return Breadth(name, refused=_short(error), seconds=time.monotonic() - start)
     return Breadth(name, *found, seconds=time.monotonic() - start)
 
 
-def measured(name: str, exported: ExportedProgram, ranks: int) -> tuple[float, int, tuple[str, ...]]:
+def measured(exported: ExportedProgram, ranks: int = 2, singles: bool = True) -> tuple[float, int, tuple[str, ...]]:
     """The share of the bytes that are split, all of them, and what stays whole."""
-    plan = Plan.megatron(exported, vocab=True)
+    plan = Plan.megatron(exported, vocab=True, singles=singles)
     resolved = plan.resolve(exported, ranks)
     inputs = exported.graph_signature.inputs_to_parameters
     read = {
@@ -302,10 +302,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--names", default="*", help="patterns of names, by comma")
     parser.add_argument("--ranks", type=int, default=2, help="how many ranks split the weights")
+    parser.add_argument("--pairs", action="store_true", help="only what is in pairs, as `Plan.megatron` unless asked")
     options = parser.parse_args()
     rows = []
     for name in names(options.names):
-        rows.append(breadth_of(name, options.ranks))
+        rows.append(breadth_of(name, options.ranks, not options.pairs))
         print(f"{rows[-1]}  [{rows[-1].seconds:.0f} s]", flush=True)
     print(summary(rows))
 

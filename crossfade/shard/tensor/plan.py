@@ -83,14 +83,15 @@ class Plan(Mapping[str, Style]):
         return cls(*entries_of_model(model))
 
     @classmethod
-    def megatron(cls, exported: ExportedProgram, vocab: bool = False) -> Plan:
+    def megatron(cls, exported: ExportedProgram, vocab: bool = False, singles: bool = False) -> Plan:
         """The plan that the graph suggests: pairs of a column-wise and a row-wise projection, one reduction each.
 
         A projection is split by columns where everything it puts out stays split, head by head or channel by channel,
         until another projection contracts over it. `vocab` also splits the token embedding and the head by vocabulary.
-        What is in no pair stays whole, and is listed in `notes`.
+        What is in no pair stays whole, and is listed in `notes`; `singles` splits what is large of it too, for one
+        gather of what it puts out.
         """
-        return cls(*find_entries(exported, vocab))
+        return cls(*find_entries(exported, vocab, singles))
 
     @classmethod
     def load(cls, path: str | Path) -> Plan:
