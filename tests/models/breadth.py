@@ -25,8 +25,11 @@ import torch
 from torch import Tensor
 from torch.export import ExportedProgram
 
+from crossfade.graph.private import tree_flatten
+from crossfade.shard.tensor.localize import Request, localize
 from crossfade.shard.tensor.plan import Plan
 from tests.models import zoo
+from tests.shard.tensor.lockstep import run_ranks
 
 VOCABULARY, POSITIONS = 512, 128
 BATCH, SEQUENCE = 2, 16
@@ -104,9 +107,32 @@ def measured(exported: ExportedProgram, ranks: int = 2, singles: bool = True) ->
     return split / max(total, 1), total, tuple(whole)
 
 
-def export(name: str) -> ExportedProgram:
-    """An architecture of the library as a program, without weights."""
-    model, inputs = build(name)
+def difference(name: str, ranks: int = 2, singles: bool = True) -> tuple[float, dict[str, int]]:
+    """The largest between the results of ranks and one device, relative to the largest value; and the collectives.
+
+    All ranks run in this process, collectives by hand.
+    """
+    exported = export(name, "cpu")
+    inputs = [value for value in tree_flatten(exported.example_inputs)[0] if isinstance(value, Tensor)]
+    given = [torch.randn_like(value) if value.is_floating_point() else value for value in inputs]
+    plan = Plan.megatron(exported, vocab=True, singles=singles)
+    local = localize(exported, plan.resolve(exported, ranks), ranks, "tp", Request())
+    state = {**exported.state_dict, **exported.constants}
+    with torch.no_grad():
+        whole = tree_flatten(exported.module()(**dict(zip(exported.example_inputs[1], given, strict=True))))[0]
+        found = run_ranks(local, state, given)
+    called = [getattr(node.target, "__name__", "").partition(".")[0] for node in local.exported.graph.nodes]
+    return max(
+        float((one - other).abs().max() / one.abs().max().clamp(min=1e-6))
+        for results in found
+        for one, other in zip(whole, results, strict=True)
+        if isinstance(one, Tensor) and one.is_floating_point()
+    ), dict(Counter(name for name in called if name in ("tp_reduce", "tp_gather", "tp_gather_enter", "tp_scatter")))
+
+
+def export(name: str, device: str = "meta") -> ExportedProgram:
+    """An architecture of the library as a program: without weights, or with random ones on another device."""
+    model, inputs = build(name, device)
     with torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return torch.export.export(model, (), inputs, strict=False)
@@ -122,6 +148,10 @@ def build(name: str, device: str = "meta") -> tuple[torch.nn.Module, dict[str, T
     with torch.random.fork_rng(devices=[]), torch.device(device):
         torch.manual_seed(0)
         model = kind(config).eval()
+        if device != "meta":  # libraries start biases at zero, which hides what is added twice
+            with torch.no_grad():
+                for weight in model.parameters():
+                    weight.add_(torch.randn_like(weight), alpha=0.01)
         return model, inputs_for(model)
 
 
@@ -303,12 +333,25 @@ def main() -> None:
     parser.add_argument("--names", default="*", help="patterns of names, by comma")
     parser.add_argument("--ranks", type=int, default=2, help="how many ranks split the weights")
     parser.add_argument("--pairs", action="store_true", help="only what is in pairs, as `Plan.megatron` unless asked")
+    parser.add_argument("--compare", action="store_true", help="run the programs of all ranks too, with random weights")
     options = parser.parse_args()
     rows = []
     for name in names(options.names):
+        if options.compare:
+            print(name, _compared(name, options), flush=True)
+            continue
         rows.append(breadth_of(name, options.ranks, not options.pairs))
         print(f"{rows[-1]}  [{rows[-1].seconds:.0f} s]", flush=True)
     print(summary(rows))
+
+
+def _compared(name: str, options: argparse.Namespace) -> str:
+    try:
+        with _at_most(300):
+            error, collectives = difference(name, options.ranks, not options.pairs)
+    except Exception as problem:  # the others are still of interest
+        return _short(problem)
+    return f"difference {error:.0e}, {collectives}"
 
 
 if __name__ == "__main__":
