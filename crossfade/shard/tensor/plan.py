@@ -28,7 +28,7 @@ from torch.export import ExportedProgram
 
 from crossfade.errors import PlanError
 from crossfade.shard.tensor import plan_file
-from crossfade.shard.tensor.plan_from_model import entries_of_model
+from crossfade.shard.tensor.plan_from_model import entries_of_model, unnamed
 from crossfade.shard.tensor.plan_megatron import find_entries
 from crossfade.shard.tensor.plan_resolve import resolve
 from crossfade.shard.tensor.plan_resolved import ModuleBoundary, ParameterSharding, ResolvedPlan
@@ -83,14 +83,30 @@ class Plan(Mapping[str, Style]):
         return cls(*entries_of_model(model))
 
     @classmethod
-    def megatron(cls, exported: ExportedProgram, vocab: bool = False) -> Plan:
+    def megatron(cls, exported: ExportedProgram, vocab: bool = False, singles: bool = False) -> Plan:
         """The plan that the graph suggests: pairs of a column-wise and a row-wise projection, one reduction each.
 
         A projection is split by columns where everything it puts out stays split, head by head or channel by channel,
         until another projection contracts over it. `vocab` also splits the token embedding and the head by vocabulary.
-        What is in no pair stays whole, and is listed in `notes`.
+        What is in no pair stays whole, and is listed in `notes`; `singles` splits what is large of it too, for one
+        gather of what it puts out.
         """
-        return cls(*find_entries(exported, vocab))
+        return cls(*find_entries(exported, vocab, singles))
+
+    def filled(self, exported: ExportedProgram, vocab: bool = False, singles: bool = False) -> Plan:
+        """This plan, and what `Plan.megatron` finds for parameters that it does not name.
+
+        The plans of the transformers library leave most of some models whole. What a pair found in the graph shares
+        with this plan is left to this plan.
+
+        >>> import torch
+        >>> model = torch.nn.Sequential(torch.nn.Linear(8, 32), torch.nn.GELU(), torch.nn.Linear(32, 8))
+        >>> Plan({}).filled(torch.export.export(model, (torch.ones(4, 8),)))
+        Plan({'0': 'colwise', '2': 'rowwise'})
+        """
+        found = Plan.megatron(exported, vocab, singles)
+        added = unnamed(self._entries, found._entries, exported)
+        return Plan({**self._entries, **added}, (*self.notes, *found.notes))
 
     @classmethod
     def load(cls, path: str | Path) -> Plan:

@@ -4,79 +4,27 @@ Channels are split between ranks in contiguous pieces. As long as an operator ke
 apart (heads, usually), each rank can go on with its piece alone. `follow` says where the channels are after a node, or
 that a rank would need the pieces of others.
 
-Sizes are numbers here: an open size is replaced by a large prime, so that reshapes of it can be distinguished.
+Those of images are in `plan_channels_images`.
 """
 
 from __future__ import annotations
 
-import functools
 import math
 import operator
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
-import sympy
 import torch
 from torch import fx
 
 from crossfade.graph.operators import arguments
-from crossfade.graph.private import schema_of, size_expression
-from crossfade.shard.tensor.plan_names import moved_dims
+from crossfade.graph.private import schema_of
+from crossfade.shard.tensor.plan_channel_factors import ChannelFactor, Channels, keep, number, sizes_of
+from crossfade.shard.tensor.plan_channels_images import BY_CHANNEL, by_channel, convolved, normed_in_groups, rolled
+from crossfade.shard.tensor.plan_names import CONVOLUTIONS, moved_dims
 
 aten = torch.ops.aten
-
-
-@dataclass(frozen=True)
-class ChannelFactor:
-    """A factor of the channels in dim `dim` of a tensor, whose size is `outer * size * inner`."""
-
-    dim: int
-    size: int
-    outer: int = 1
-    inner: int = 1
-
-
-@dataclass(frozen=True)
-class Channels:
-    """`length` channels from `start` on, held by these factors, the outermost first; inner ones may be unknown."""
-
-    start: int
-    length: int
-    factors: tuple[ChannelFactor, ...]
-
-    @property
-    def first(self) -> ChannelFactor:
-        return self.factors[0]
-
-    @property
-    def unit(self) -> int:
-        """How many channels one step along the outermost factor is."""
-        return self.length // self.first.size
-
-
-def sizes_of(node: fx.Node) -> tuple[int, ...]:
-    """The sizes of a node's tensor, with primes for symbols; none where it is several tensors."""
-    return tuple(map(_number, getattr(node.meta["val"], "shape", ())))
-
-
-def _number(size: Any) -> int:
-    return size if isinstance(size, int) else _evaluated(size_expression(size))
-
-
-@functools.lru_cache(maxsize=4096)
-def _evaluated(expression: Any) -> int:
-    return int(expression.subs({symbol: _prime(str(symbol)) for symbol in expression.free_symbols}))
-
-
-def _prime(name: str) -> int:
-    """A prime for a symbol's name, larger than head counts and widths; other names have others.
-
-    >>> _prime("s0"), _prime("s1"), _prime("u0")
-    (1150027, 1151021, 1170007)
-    """
-    digits = "".join(mark for mark in name if mark.isdigit())
-    return int(sympy.nextprime(1_000_000 + 10_000 * (ord(name[0]) - ord("d")) + 1_000 * int(digits or 0)))
 
 
 def is_summed(node: fx.Node, source: fx.Node, channels: Channels) -> bool:
@@ -107,17 +55,6 @@ def follow(node: fx.Node, source: fx.Node, channels: Channels) -> Channels | Non
     return None
 
 
-def _keep(channels: Channels, moved: Callable[[ChannelFactor], ChannelFactor | None]) -> Channels | None:
-    """Each factor where it is now. The outermost must be somewhere; the first lost one takes the inner ones along."""
-    factors: list[ChannelFactor] = []
-    for factor in channels.factors:
-        now = moved(factor)
-        if now is None:
-            break
-        factors.append(now)
-    return replace(channels, factors=tuple(factors)) if factors else None
-
-
 def _same_shape(node: fx.Node, source: fx.Node, channels: Channels) -> Channels | None:
     return channels if sizes_of(node) == sizes_of(source) else None
 
@@ -128,12 +65,12 @@ def _broadcast(node: fx.Node, source: fx.Node, channels: Channels) -> Channels |
     sizes, before = sizes_of(node), sizes_of(source)
     if any(sizes[factor.dim + shift] != before[factor.dim] for factor in channels.factors[:1]):
         return None
-    return _keep(channels, lambda factor: replace(factor, dim=factor.dim + shift))
+    return keep(channels, lambda factor: replace(factor, dim=factor.dim + shift))
 
 
 def _transposed(node: fx.Node, source: fx.Node, channels: Channels) -> Channels | None:
     order = moved_dims(node, source.meta["val"].ndim) or ()
-    return _keep(channels, lambda factor: replace(factor, dim=order.index(factor.dim)))
+    return keep(channels, lambda factor: replace(factor, dim=order.index(factor.dim)))
 
 
 def _reshaped(node: fx.Node, source: fx.Node, channels: Channels) -> Channels | None:
@@ -179,7 +116,7 @@ def _every_nth(channels: Channels, start: int, to_the_end: bool, step: int) -> C
 def _plain(size: Any) -> int | None:
     if isinstance(size, fx.Node):
         size = size.meta["val"]
-    return None if size is None else _number(size)
+    return None if size is None else number(size)
 
 
 def _selected(node: fx.Node, source: fx.Node, channels: Channels) -> Channels | None:
@@ -196,7 +133,7 @@ def _without(channels: Channels, dim: int) -> Channels | None:
         channels = replace(channels, factors=channels.factors[1:])
     if not channels.factors:
         return None
-    return _keep(channels, lambda factor: None if factor.dim == dim else _lowered(factor, dim))
+    return keep(channels, lambda factor: None if factor.dim == dim else _lowered(factor, dim))
 
 
 def _lowered(factor: ChannelFactor, gone: int) -> ChannelFactor:
@@ -207,7 +144,7 @@ def _part_of_dim(channels: Channels, dim: int, start: int, length: int) -> Chann
     """A part of one dim: of the outermost factor it is a block of channels, of others it leaves the outer ones."""
     first = channels.first
     if dim != first.dim:
-        return _keep(channels, lambda factor: None if factor.dim == dim else factor)
+        return keep(channels, lambda factor: None if factor.dim == dim else factor)
     if (first.outer, first.inner) != (1, 1) or length < 1:
         return None
     begin = channels.start + start * channels.unit
@@ -223,7 +160,7 @@ def _item(node: fx.Node, source: fx.Node, channels: Channels) -> Channels | None
     if source.target is aten.unbind.int:
         part = _part_of_dim(channels, dim, index, 1)
         return _without(part, dim) if part else None
-    pieces = [_number(value.shape[dim]) for value in source.meta["val"]]
+    pieces = [number(value.shape[dim]) for value in source.meta["val"]]
     return _part_of_dim(channels, dim, sum(pieces[:index]), pieces[index])
 
 
@@ -231,8 +168,8 @@ def _written_into(node: fx.Node, source: fx.Node, channels: Channels) -> Channel
     """A range of one dim replaced: fine where it holds no channels."""
     dim = arguments(node)["dim"] % node.meta["val"].ndim
     if source.meta["val"].ndim < node.meta["val"].ndim:  # what is written is one index of that dim
-        return _keep(channels, lambda factor: replace(factor, dim=factor.dim + (factor.dim >= dim)))
-    return _keep(channels, lambda factor: None if factor.dim == dim else factor)
+        return keep(channels, lambda factor: replace(factor, dim=factor.dim + (factor.dim >= dim)))
+    return keep(channels, lambda factor: None if factor.dim == dim else factor)
 
 
 def _best_of(node: fx.Node, source: fx.Node, channels: Channels) -> Channels | None:
@@ -242,7 +179,7 @@ def _best_of(node: fx.Node, source: fx.Node, channels: Channels) -> Channels | N
     if channels.first.dim == dim:
         return None
     gone = dim if not given["keepdim"] else len(sizes_of(given["self"]))
-    return _keep(channels, lambda factor: None if factor.dim == dim else _lowered(factor, gone))
+    return keep(channels, lambda factor: None if factor.dim == dim else _lowered(factor, gone))
 
 
 def _pass_through(node: fx.Node, source: fx.Node, channels: Channels) -> Channels | None:
@@ -251,12 +188,12 @@ def _pass_through(node: fx.Node, source: fx.Node, channels: Channels) -> Channel
 
 def _joined(node: fx.Node, source: fx.Node, channels: Channels) -> Channels | None:
     dim = arguments(node)["dim"] % node.meta["val"].ndim
-    return _keep(channels, lambda factor: None if factor.dim == dim else factor)
+    return keep(channels, lambda factor: None if factor.dim == dim else factor)
 
 
 def _stacked(node: fx.Node, source: fx.Node, channels: Channels) -> Channels | None:
     dim = arguments(node)["dim"] % node.meta["val"].ndim
-    return _keep(channels, lambda factor: replace(factor, dim=factor.dim + (factor.dim >= dim)))
+    return keep(channels, lambda factor: replace(factor, dim=factor.dim + (factor.dim >= dim)))
 
 
 def _indexed(node: fx.Node, source: fx.Node, channels: Channels) -> Channels | None:
@@ -267,7 +204,7 @@ def _indexed(node: fx.Node, source: fx.Node, channels: Channels) -> Channels | N
         return None
     grown = indices[used[0]].meta["val"].ndim - 1
     shifted = lambda dim: dim + grown if dim > used[0] else dim  # noqa: E731
-    return _keep(channels, lambda factor: None if factor.dim == used[0] else replace(factor, dim=shifted(factor.dim)))
+    return keep(channels, lambda factor: None if factor.dim == used[0] else replace(factor, dim=shifted(factor.dim)))
 
 
 def _across(node: fx.Node, source: fx.Node, channels: Channels) -> Channels | None:
@@ -281,7 +218,7 @@ def _across(node: fx.Node, source: fx.Node, channels: Channels) -> Channels | No
         below = sum(dim < factor.dim for dim in taken) if lost else 0
         return None if factor.dim in taken else replace(factor, dim=factor.dim - below)
 
-    return _keep(channels, moved)
+    return keep(channels, moved)
 
 
 def _dims_taken(node: fx.Node, rank: int) -> set[int] | None:
@@ -298,7 +235,7 @@ def _padded(node: fx.Node, source: fx.Node, channels: Channels) -> Channels | No
     """Fine along dims that hold no channels."""
     rank = source.meta["val"].ndim
     grown = {rank - 1 - index // 2 for index, width in enumerate(arguments(node)["pad"]) if _plain(width) != 0}
-    return _keep(channels, lambda factor: None if factor.dim in grown else factor)
+    return keep(channels, lambda factor: None if factor.dim in grown else factor)
 
 
 def _repeated(node: fx.Node, source: fx.Node, channels: Channels) -> Channels | None:
@@ -308,17 +245,7 @@ def _repeated(node: fx.Node, source: fx.Node, channels: Channels) -> Channels | 
     if given["dim"] is None or times is None:
         return None
     dim = given["dim"] % rank
-    return _keep(channels, lambda factor: replace(factor, inner=factor.inner * times) if factor.dim == dim else factor)
-
-
-def _convolved(node: fx.Node, source: fx.Node, channels: Channels) -> Channels | None:
-    """Each channel by itself; nothing else is split of a convolution."""
-    given = arguments(node)
-    value, weight = sizes_of(given["input"]), sizes_of(given["weight"])
-    alone = len(value) == len(weight) and given["groups"] == value[1] == weight[0]
-    if source is not given["input"] or not alone:
-        return None
-    return _keep(channels, lambda factor: factor if factor.dim < 2 else None)
+    return keep(channels, lambda factor: replace(factor, inner=factor.inner * times) if factor.dim == dim else factor)
 
 
 def _by_equation(node: fx.Node, source: fx.Node, channels: Channels) -> Channels | None:
@@ -333,7 +260,7 @@ def _by_equation(node: fx.Node, source: fx.Node, channels: Channels) -> Channels
         now = {right.find(letters[factor.dim]) for letters in uses}
         return replace(factor, dim=now.pop()) if len(now) == 1 and -1 not in now else None
 
-    return _keep(channels, moved)
+    return keep(channels, moved)
 
 
 def _multiplied(node: fx.Node, source: fx.Node, channels: Channels) -> Channels | None:
@@ -346,7 +273,7 @@ def _multiplied(node: fx.Node, source: fx.Node, channels: Channels) -> Channels 
     contracted = rank - 1 if source is left else rank - 2
     if left is right or rank < 2:
         return None
-    return _keep(
+    return keep(
         channels, lambda factor: None if factor.dim == contracted else replace(factor, dim=factor.dim + result - rank)
     )
 
@@ -355,7 +282,7 @@ def _attended(node: fx.Node, source: fx.Node, channels: Channels) -> Channels | 
     """Attention is one computation for each head; grouped keys and values serve several heads each."""
     given = arguments(node)
     head = source.meta["val"].ndim - 3
-    if source not in (given["query"], given["key"], given["value"]) or channels.first.dim != head:
+    if source not in (given[name] for name in ("query", "key", "value", "attn_mask")) or channels.first.dim != head:
         return None
     repeats = sizes_of(node)[node.meta["val"].ndim - 3] // sizes_of(source)[head]
     first = replace(channels.first, dim=node.meta["val"].ndim - 3, inner=channels.first.inner * repeats)
@@ -373,7 +300,7 @@ def _repeated_whole(node: fx.Node, source: fx.Node, channels: Channels) -> Chann
         dim = factor.dim + ahead
         return replace(factor, dim=dim, outer=factor.outer * times[dim])
 
-    return _keep(channels, moved)
+    return keep(channels, moved)
 
 
 def _gathered(node: fx.Node, source: fx.Node, channels: Channels) -> Channels | None:
@@ -382,13 +309,13 @@ def _gathered(node: fx.Node, source: fx.Node, channels: Channels) -> Channels | 
     dim = given["dim"] % len(before)
     if source is not given["self"] or before[channels.first.dim] != after[channels.first.dim]:
         return None
-    return _keep(channels, lambda factor: None if factor.dim == dim else factor)
+    return keep(channels, lambda factor: None if factor.dim == dim else factor)
 
 
 def _triangle(node: fx.Node, source: fx.Node, channels: Channels) -> Channels | None:
     """Fine along dims that no triangle is in."""
     last = source.meta["val"].ndim - 2
-    return _keep(channels, lambda factor: None if factor.dim >= last else factor)
+    return keep(channels, lambda factor: None if factor.dim >= last else factor)
 
 
 _RESHAPES = {
@@ -478,7 +405,10 @@ _RULES: tuple[tuple[Callable[[fx.Node], bool], Callable[[fx.Node, fx.Node, Chann
     (_one_of({aten.slice_scatter.default, aten.select_scatter.default}), _written_into),
     (_one_of({aten.pad.default, aten.constant_pad_nd.default}), _padded),
     (_one_of({aten.repeat_interleave.self_int}), _repeated),
-    (_one_of({aten.conv1d.default, aten.conv2d.default, aten.conv3d.default}), _convolved),
+    (_one_of(CONVOLUTIONS), convolved),
+    (_one_of({aten.group_norm.default}), normed_in_groups),
+    (_one_of({aten.roll.default}), rolled),
+    (lambda node: getattr(schema_of(node.target), "name", "") in BY_CHANNEL, by_channel),
     (_one_of({aten.einsum.default}), _by_equation),
     (_one_of(_FACTORS), _multiplied),
     (_one_of({aten.scaled_dot_product_attention.default}), _attended),

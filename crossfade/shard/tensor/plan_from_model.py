@@ -1,13 +1,16 @@
-"""The tensor-parallel plan that a model of the transformers library brings along."""
+"""The tensor-parallel plan that a model of the transformers library brings along, and what it leaves to be found."""
 
 from __future__ import annotations
 
 import itertools
+from collections.abc import Mapping
 from typing import Any
 
+from torch.export import ExportedProgram
+
 from crossfade.errors import PlanError
-from crossfade.shard.tensor.plan_names import matches
-from crossfade.shard.tensor.plan_styles import REFUSED
+from crossfade.shard.tensor.plan_names import ProgramNames, is_glob, matches, names_of
+from crossfade.shard.tensor.plan_styles import REFUSED, Style
 
 
 def entries_of_model(model: Any) -> tuple[dict[str, str], tuple[str, ...]]:
@@ -45,3 +48,28 @@ def _names(model: Any) -> list[str]:
     )
     modules = model.named_modules(remove_duplicate=False)
     return [name for name, _ in itertools.chain(modules, tensors)]
+
+
+def unnamed(entries: Mapping[str, Style], found: Mapping[str, Style], exported: ExportedProgram) -> dict[str, Style]:
+    """Those of the entries found that speak of no parameter which the plan's own entries speak of.
+
+    An entry for several layers, of which the plan names some, is written out for the others.
+    """
+    names = names_of(exported)
+    taken = {tensor for pattern in entries for name in names.matching(pattern) for tensor in _spoken_of(name, names)}
+    modules = {name for pattern in entries for name in names.matching(pattern)}
+    added: dict[str, Style] = {}
+    for pattern, style in found.items():
+        matched = names.matching(pattern)
+        free = [name for name in matched if name not in modules and taken.isdisjoint(_spoken_of(name, names))]
+        if len(free) == len(matched) and pattern not in entries:
+            added[pattern] = style
+        elif is_glob(pattern):
+            added |= dict.fromkeys(free, style)
+    return added
+
+
+def _spoken_of(name: str, names: ProgramNames) -> set[str]:
+    """The tensors that an entry for a module or a tensor is about, by their canonical names."""
+    own = [name] if name in names.tensors else names.modules.get(name, ())
+    return {names.canonical[tensor] for tensor in own}

@@ -18,10 +18,21 @@ from torch import fx
 from torch.export import ExportedProgram
 
 from crossfade.graph.effects import written_inputs
+from crossfade.graph.metadata import tensor_bytes
 from crossfade.graph.operators import arguments
-from crossfade.shard.tensor.plan_channels import ChannelFactor, Channels, follow, is_normed, is_summed, sizes_of
+from crossfade.shard.tensor.plan_channel_factors import ChannelFactor, Channels, sizes_of
+from crossfade.shard.tensor.plan_channels import follow, is_normed, is_summed
 from crossfade.shard.tensor.plan_names import ProgramNames, Use, is_glob, matches, names_of, owner, starred
-from crossfade.shard.tensor.plan_projections import NO_VALUES, activations_of, adds_earlier, is_value, lends, multiplies
+from crossfade.shard.tensor.plan_projections import (
+    NO_VALUES,
+    activations_of,
+    adds_earlier,
+    back_of,
+    in_groups,
+    is_value,
+    lends,
+    multiplies,
+)
 from crossfade.shard.tensor.plan_styles import Fused, read_style
 
 aten = torch.ops.aten
@@ -44,6 +55,8 @@ class Projection:
     is_written: bool = False
     """Whether it stays whole because it is written into something else."""
     ends: set[fx.Node] = field(default_factory=set)
+    on_the_way: dict[str, Use] = field(default_factory=dict)
+    """Weights of convolutions in groups that its channels pass, which are split with them."""
 
     @property
     def node(self) -> fx.Node:
@@ -57,14 +70,16 @@ class Projection:
     @property
     def back(self) -> int:
         """How far from the last the dim is that is put out, and the one of the activations contracted over."""
-        return 2 if self.use.left else 1
+        return back_of(self.use)
 
     @property
     def width(self) -> int:
         return sizes_of(self.node)[-self.back]
 
 
-def find_entries(exported: ExportedProgram, vocab: bool) -> tuple[dict[str, Any], tuple[str, ...]]:
+def find_entries(
+    exported: ExportedProgram, vocab: bool, singles: bool = False
+) -> tuple[dict[str, Any], tuple[str, ...]]:
     """The entries of a plan, and what was left whole and why."""
     names = names_of(exported)
     found = _paired(names, exported.graph)
@@ -78,13 +93,15 @@ def find_entries(exported: ExportedProgram, vocab: bool) -> tuple[dict[str, Any]
             names = names_of(exported)
             found = _paired(names, exported.graph)
     tables = _split_vocabulary(found, names, _from_tokens(exported)) if vocab else {}
+    if singles:
+        _split_singles(found.values(), names)
     styles = _by_name(found.values(), names) | tables
     return _patterns(styles, names), (*_notes(found.values(), names), *problems)
 
 
 def _paired(names: ProgramNames, graph: fx.Graph) -> dict[fx.Node, Projection]:
     found = _projections(names, graph)
-    _pair(found)
+    _pair(found, _grouped(names))
     return found
 
 
@@ -101,7 +118,13 @@ def _projections(names: ProgramNames, graph: fx.Graph) -> dict[fx.Node, Projecti
     return {node: known[node] for node in graph.nodes if node in known}
 
 
-def _pair(found: Mapping[fx.Node, Projection]) -> None:
+def _grouped(names: ProgramNames) -> dict[fx.Node, tuple[str, Use]]:
+    """Convolutions in groups by what they compute, with their weights."""
+    every = ((name, use) for name, uses in names.uses.items() for use in uses)
+    return {use.node: (name, use) for name, use in every if use.node is not None and in_groups(use)}
+
+
+def _pair(found: Mapping[fx.Node, Projection], grouped: Mapping[fx.Node, tuple[str, Use]]) -> None:
     """Split what can be split by columns, in order; what it ends in is taken by rows and starts nothing itself.
 
     Pairs with a norm over channels between them cost one more reduction, so they take what the others leave.
@@ -111,7 +134,8 @@ def _pair(found: Mapping[fx.Node, Projection]) -> None:
             if projection.style is not None:
                 continue
             projection.reason, projection.apart, projection.is_written, projection.ends = "", True, False, set()
-            blocks = _followed(projection, found, through_norms)
+            projection.on_the_way = {}
+            blocks = _followed(projection, found, grouped, through_norms)
             if projection.reason or not _all_free(projection, found, through_norms):
                 continue
             projection.style = "colwise" if blocks == 1 else Fused("colwise", blocks)
@@ -132,7 +156,10 @@ def _all_free(projection: Projection, found: Mapping[fx.Node, Projection], throu
 
 
 def _followed(
-    projection: Projection, found: Mapping[fx.Node, Projection], through_norms: bool
+    projection: Projection,
+    found: Mapping[fx.Node, Projection],
+    grouped: Mapping[fx.Node, tuple[str, Use]],
+    through_norms: bool,
 ) -> int | tuple[int, ...]:
     """Follow a projection's channels to their ends; the blocks of a fused one, or a reason."""
     start, width = projection.node, projection.width
@@ -160,6 +187,8 @@ def _followed(
                     projection.apart, projection.reason = False, f"{_where(user)} needs all that it puts out"
                     projection.is_written = bool(written_inputs(user))
                     return 1
+                if user in grouped and (now.start, now.length, now.first.outer) == (0, width, 1):
+                    projection.on_the_way.update([grouped[user]])
                 if (user, now) not in seen:
                     seen.add((user, now))
                     pending.append((user, now))
@@ -197,10 +226,31 @@ def _by_name(found: Iterable[Projection], names: ProgramNames) -> dict[str, Any]
     styles: dict[str, Any] = {}
     conflicts: set[str] = set()
     for projection in found:
-        for name, style in _named(projection, names).items():
+        passed = _passed(projection) if projection.style == "colwise" else {}
+        for name, style in (_named(projection, names) | passed).items():
             if styles.setdefault(name, style) != style:
                 conflicts.add(name)
     return {name: style for name, style in styles.items() if style is not None and name not in conflicts}
+
+
+def _passed(projection: Projection) -> dict[str, Any]:
+    """Convolutions in groups between a pair, as modules where they are ones."""
+    weights = projection.on_the_way
+    return {use.module if owner(name) == use.module else name: "colwise" for name, use in weights.items()}
+
+
+def _split_singles(found: Iterable[Projection], names: ProgramNames) -> None:
+    """What is in no pair is split by columns where it is large, and what it puts out is gathered."""
+    whole = sum(tensor_bytes(names.tensors[name]) for name in names.parameters if names.canonical[name] == name)
+    for projection in found:
+        large = tensor_bytes(names.tensors[projection.weight]) * _LARGE >= whole
+        if projection.style is None and projection.use.role == "linear" and large and not projection.is_table:
+            module = projection.use.module if owner(projection.weight) == projection.use.module else ""
+            projection.style = read_style("colwise_gather_output") if module else "colwise"
+
+
+_LARGE = 400
+"""A projection in no pair is worth a gather if all weights together are at most so many times as large."""
 
 
 def _named(projection: Projection, names: ProgramNames) -> dict[str, Any]:
@@ -230,12 +280,16 @@ def _notes(found: Iterable[Projection], names: ProgramNames) -> tuple[str, ...]:
     """What stays whole, layers that are alike in one line."""
     whole = [projection for projection in found if projection.style is None]
     notes = [f"{starred(projection.weight)} stays whole: {starred(projection.reason)}" for projection in whole]
-    multiplied = {projection.weight for projection in found}
+    multiplied = {name for projection in found for name in (projection.weight, *_split_on_the_way(projection))}
     for name, uses in names.uses.items():
         matrix = name in names.parameters and names.tensors[name].ndim > 1
         if matrix and name not in multiplied and not any(use.role == "embedding" for use in uses):
             notes.append(f"{starred(name)} stays whole: it is not multiplied with activations as a matrix")
     return tuple(dict.fromkeys(notes))
+
+
+def _split_on_the_way(projection: Projection) -> Iterable[str]:
+    return projection.on_the_way if projection.style == "colwise" else ()
 
 
 def _from_tokens(exported: ExportedProgram) -> set[fx.Node]:

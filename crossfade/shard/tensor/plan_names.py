@@ -34,7 +34,12 @@ _PASS_ON = {
     aten.contiguous.default,
     aten._to_copy.default,
 }
-_CONVOLUTIONS = {aten.conv1d.default, aten.conv2d.default, aten.conv3d.default, aten.convolution.default}
+_TRANSPOSED = {aten.conv_transpose1d.default, aten.conv_transpose2d.input, aten.conv_transpose3d.input}
+CONVOLUTIONS: set[Any] = {
+    *(getattr(getattr(aten, f"conv{size}d"), form) for size in (1, 2, 3) for form in ("default", "padding")),
+    aten.convolution.default,
+    *_TRANSPOSED,
+}
 
 
 @dataclass(frozen=True)
@@ -292,6 +297,11 @@ def is_grouped_product(node: fx.Node) -> bool:
     return name in ("aten::_grouped_mm", "transformers::grouped_mm_fallback")
 
 
+def is_transposed(node: fx.Node) -> bool:
+    """Whether a convolution's weight keeps `[in, out / groups, ...]`."""
+    return node.target in _TRANSPOSED or bool(arguments(node).get("transposed"))
+
+
 def _use(node: fx.Node, value: fx.Node, dims: tuple[int, ...]) -> Use:
     module, given = module_of(node), arguments(node)
     if node.target in _OPERANDS:
@@ -302,8 +312,10 @@ def _use(node: fx.Node, value: fx.Node, dims: tuple[int, ...]) -> Use:
             return Use(module, "bias", dims[0], None, node)
     if node.target is aten.embedding.default and given["weight"] is value:
         return Use(module, "embedding", dims[1], dims[0], node)
-    if node.target in _CONVOLUTIONS and given["weight"] is value:
-        return Use(module, "linear", dims[0], dims[1] if given["groups"] == 1 else None, node)
+    if node.target in CONVOLUTIONS and given["weight"] is value:
+        out, contracted = (1, 0) if is_transposed(node) else (0, 1)
+        alone = given["groups"] > 1
+        return Use(module, "linear", dims[0 if alone else out], None if alone else dims[contracted], node)
     if node.target is aten.bmm.default and given["mat2"] is value and dims[0] == _REPEATED:
         return Use(module, "linear", dims[2], dims[1], node)
     if node.target is aten.bmm.default and value.target is aten.index.Tensor:
@@ -311,6 +323,6 @@ def _use(node: fx.Node, value: fx.Node, dims: tuple[int, ...]) -> Use:
         return Use(module, "expert", dims[1 if left else 2], dims[2 if left else 1], node, left)
     if is_grouped_product(node) and value is node.args[1] and len(dims) == 3:
         return Use(module, "expert", dims[2], dims[1], node)
-    if len(dims) == 1 and (node.target is aten.add.Tensor or node.target in _CONVOLUTIONS):
+    if len(dims) == 1 and (node.target is aten.add.Tensor or node.target in CONVOLUTIONS):
         return Use(module, "bias", dims[0], None, node)
     return Use(module, "other", node=node)

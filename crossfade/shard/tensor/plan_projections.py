@@ -8,8 +8,8 @@ import torch
 from torch import fx
 
 from crossfade.graph.operators import arguments
-from crossfade.shard.tensor.plan_channels import sizes_of
-from crossfade.shard.tensor.plan_names import Use
+from crossfade.shard.tensor.plan_channel_factors import sizes_of
+from crossfade.shard.tensor.plan_names import CONVOLUTIONS, Use
 
 aten = torch.ops.aten
 
@@ -19,6 +19,7 @@ INPUTS: dict[Any, str] = {
     aten.mm.default: "self",
     aten.matmul.default: "self",
     aten.bmm.default: "self",
+    **dict.fromkeys(CONVOLUTIONS, "input"),
 }
 """The activations of operators that multiply by a matrix."""
 
@@ -37,7 +38,21 @@ NO_VALUES = {
 
 def multiplies(use: Use) -> bool:
     """Whether a use of a parameter is a projection."""
-    return use.role == "expert" or (use.role == "linear" and use.node is not None and use.node.target in INPUTS)
+    if use.role == "expert":
+        return True
+    return use.role == "linear" and use.in_dim is not None and use.node is not None and use.node.target in INPUTS
+
+
+def in_groups(use: Use) -> bool:
+    """Whether a use of a parameter is a convolution of which each channel sees only those of its group."""
+    return use.role == "linear" and use.in_dim is None
+
+
+def back_of(use: Use) -> int:
+    """How far from the last the dim is that a projection puts out, and the one of the activations contracted over."""
+    if use.node is not None and use.node.target in CONVOLUTIONS:
+        return len(sizes_of(arguments(use.node)["weight"])) - 1
+    return 2 if use.left else 1
 
 
 def activations_of(use: Use) -> fx.Node:

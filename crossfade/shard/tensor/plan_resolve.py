@@ -253,7 +253,7 @@ def _little_split(parameters: Iterable[ParameterSharding]) -> list[str]:
     if not split or split >= whole * _LITTLE:
         return []
     return [
-        f"the plan splits {split / whole:.0%} of the matrices' bytes: Plan.megatron(exported, vocab=True) may find more"
+        f"the plan splits {split / whole:.0%} of the matrices' bytes: plan.filled(exported, vocab=True) may find more"
     ]
 
 

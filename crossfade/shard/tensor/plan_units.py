@@ -18,9 +18,10 @@ from dataclasses import dataclass, field
 from torch import fx
 
 from crossfade.shard.tensor.placements import units_each
-from crossfade.shard.tensor.plan_channels import ChannelFactor, Channels, follow, is_normed, sizes_of
+from crossfade.shard.tensor.plan_channel_factors import ChannelFactor, Channels, sizes_of
+from crossfade.shard.tensor.plan_channels import follow, is_normed
 from crossfade.shard.tensor.plan_names import ProgramNames, Use
-from crossfade.shard.tensor.plan_projections import activations_of, adds_earlier, is_value, lends, multiplies
+from crossfade.shard.tensor.plan_projections import activations_of, adds_earlier, back_of, is_value, lends, multiplies
 
 Split = tuple[int | None, tuple[int, ...]]
 
@@ -128,7 +129,7 @@ def _followed(
     """In how many units every block of a projection's channels comes, and the weights that contract over them."""
     start = use.node
     assert start is not None
-    back = 2 if use.left else 1
+    back = back_of(use)
     width = sizes_of(start)[-back]
     whole = Channels(0, width, (ChannelFactor(start.meta["val"].ndim - back, width),))
     units, ends = dict(_ranges(blocks or (width,))), []
@@ -142,7 +143,7 @@ def _followed(
         for user in node.users:
             name, end = every.get(user, ("", None))
             if end is not None and activations_of(end) is node:
-                dim = node.meta["val"].ndim - (2 if end.left else 1)
+                dim = node.meta["val"].ndim - back_of(end)
                 if channels.first.dim == dim and splits.get(name, (None, ()))[0] == end.in_dim:
                     ends.append(name)
                 continue

@@ -16,7 +16,7 @@ from torch import Tensor, fx
 
 from crossfade.graph.passes import Outcome, Verdict
 from crossfade.graph.program import source_line, tensor_bytes
-from crossfade.shard.tensor import rules_experts, rules_lookup, rules_norms, rules_table, rules_views  # noqa: F401
+from crossfade.shard.tensor import rules_experts, rules_images, rules_lookup, rules_norms, rules_table, rules_views  # noqa: F401
 from crossfade.shard.tensor.factors import Decision, Operand, WeightStuck, refuse, replicated
 from crossfade.shard.tensor.placements import REPLICATE, Partial, Placement, Shard
 from crossfade.shard.tensor.rules import PlacedCall, rule_of

@@ -117,31 +117,34 @@ def einsum(call: PlacedCall) -> Decision:
     return call.decide(Factors(tuple(parts), (tuple(right),), diagonal, linear=linear))
 
 
-@rule("conv1d", "conv2d", "conv3d", "convolution")
+@rule("conv1d", "conv2d", "conv3d", "convolution", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d")
 def convolution(call: PlacedCall) -> Decision:
-    """Channels may be split; each group's, if there are as many groups as channels; positions may not."""
-    if call.args.get("transposed"):
-        return call.replicated("it is transposed")
+    """Channels may be split, in whole groups where they come in groups; positions may not."""
+    transposed = call.args.get("transposed") or "transpose" in call.name
     value, weight = call.shapes[:2]
     batch = "b" if len(value) == len(weight) else ""
     space = range(len(weight) - 2)
     places, window, result = (" ".join(f"!{letter}{index}" for index in space) for letter in "xwy")
     groups = call.args["groups"]
     if groups == 1:
-        return call.by_text(f"{batch} i {places}, o i {window}, o -> {batch} o {result}", added=frozenset({2}))
-    if groups == value[len(batch)] == weight[0]:
-        decision = call.by_text(f"{batch} c {places}, c !one {window}, c -> {batch} c {result}")
-        split = decision.results[0]
-        by_channel = isinstance(split, Shard) and split.dim == len(batch)
-        return replace(decision, divide=(("groups", None),) if by_channel else ())
-    return call.replicated("its groups have several channels each")
+        channels = "i o" if transposed else "o i"
+        return call.by_text(f"{batch} i {places}, {channels} {window}, o -> {batch} o {result}", added=frozenset({2}))
+    alone = groups == value[len(batch)] == weight[0] and not transposed
+    splits = [split for split in call.placements if isinstance(split, Shard)]
+    plain = all(split.outer == 1 and not split.sizes and not split.units for split in splits)
+    channel = "c" if alone or (plain and groups % call.ranks == 0) else "!c"
+    decision = call.by_text(f"{batch} {channel} {places}, c !each {window}, c -> {batch} c {result}")
+    split = decision.results[0]
+    by_channel = isinstance(split, Shard) and split.dim == len(batch)
+    return replace(decision, divide=(("groups", None),) if by_channel else ())
 
 
-@rule("softmax", "log_softmax", "_softmax", "_log_softmax", "cumsum", "cumprod", "topk", "sort", "argsort", "flip")
+@rule("softmax", "log_softmax", "_softmax", "_log_softmax", "cumsum", "cumprod", "topk", "sort", "argsort", "flip",
+      "roll")  # fmt: skip
 def along_one_dim(call: PlacedCall) -> Decision:
     """All dims pass but the one it works along."""
     rank = len(call.shapes[0])
-    named = call.args["dims"] if "dims" in call.args else [call.args.get("dim", -1)]
+    named = (call.args["dims"] or range(rank)) if "dims" in call.args else [call.args.get("dim", -1)]
     fixed = frozenset(f"d{int(dim) % max(rank, 1)}" for dim in named)
     names = tuple(f"d{dim}" for dim in range(rank))
     return call.decide(Factors((names,), (names,) * len(call.results), fixed))

@@ -101,12 +101,16 @@ PRODUCTS = [
     case(aten.conv1d.default, f(8, 12), f(16, 8, 3), goes="P-"),
     case(aten.conv1d.default, f(8, 8, 12), f(8, 1, 3), f(8), [1], [2], [1], 8, goes="01-"),
     case(aten.conv1d.default, f(8, 12), f(8, 1, 3), None, [1], [0], [1], 8, goes="0-"),
-    case(aten.conv1d.default, f(8, 8, 12), f(16, 4, 3), f(16), [1], [0], [1], 2, goes="---"),
+    case(aten.conv1d.default, f(8, 8, 12), f(16, 4, 3), f(16), [1], [0], [1], 2, goes="01-"),
+    case(aten.conv1d.default, f(8, 9, 12), f(6, 3, 3), f(6), [1], [0], [1], 3, goes="0--"),
     case(aten.conv1d.padding, f(8, 8, 12), f(16, 8, 3), None, [1], "same", goes="0P-"),
     case(aten.conv2d.default, f(8, 8, 8, 8), f(16, 8, 3, 3), f(16), [2, 2], [1, 1], goes="0P--"),
     case(aten.conv3d.default, f(8, 8, 4, 4, 4), f(8, 8, 2, 2, 2), goes="0P---"),
     case(aten.convolution.default, f(8, 8, 8), f(16, 8, 3), f(16), [1], [0], [1], False, [0], 1, goes="0P-"),
-    case(aten.convolution.default, f(8, 8, 8), f(8, 16, 3), None, [1], [0], [1], True, [0], 1, goes="---"),
+    case(aten.convolution.default, f(8, 8, 8), f(8, 16, 3), None, [1], [0], [1], True, [0], 1, goes="0P-"),
+    case(aten.conv_transpose1d.default, f(8, 8, 8), f(8, 16, 3), f(16), goes="0P-"),
+    case(aten.conv_transpose2d.input, f(8, 8, 4, 4), f(8, 2, 2, 2), f(8), [2], [0], [0], 4, goes="01--"),
+    case(aten.conv_transpose3d.input, f(8, 4, 4, 4), f(8, 16, 2, 2, 2), goes="P---"),
 ]
 
 _sdpa = aten.scaled_dot_product_attention.default
@@ -348,6 +352,58 @@ INDEXED = [
     case(aten.embedding.default, f(16, 8), n(16, 8), -1, True, goes="-1"),
 ]
 
+_bn = aten.batch_norm.default
+_gn = aten.group_norm.default
+IMAGES = [
+    case(_bn, f(8, 8, 4, 4), f(8), f(8), f(8), f(8).abs(), False, 0.1, 1e-5, False, goes="0123"),
+    case(_bn, f(8, 8, 4), None, None, f(8), f(8).abs(), False, 0.1, 1e-5, False, goes="012"),
+    case(_bn, f(8, 8, 4), f(8), f(8), None, None, True, 0.1, 1e-5, False, goes="-1-"),
+    case(
+        aten._native_batch_norm_legit_no_training.default,
+        f(8, 8, 4),
+        f(8),
+        f(8),
+        f(8),
+        f(8).abs(),
+        0.1,
+        1e-5,
+        goes="012",
+    ),
+    case(_gn, f(8, 16, 4), 8, f(16), f(16), goes="01-"),
+    case(_gn, f(8, 16, 4, 4), 8, goes="01--"),
+    case(_gn, f(8, 12, 4), 3, f(12), goes="0--"),
+    case(aten.max_pool1d.default, f(8, 8, 8), [2], goes="01-"),
+    case(aten.max_pool2d.default, f(8, 8, 8, 8), [2, 2], goes="01--"),
+    case(aten.max_pool2d.default, f(8, 8, 8), [2, 2], goes="0--"),
+    case(aten.max_pool3d.default, f(8, 8, 4, 4, 4), [2, 2, 2], goes="01---"),
+    case(aten.max_pool1d_with_indices.default, f(8, 8, 8), [2], goes="01-"),
+    case(aten.max_pool2d_with_indices.default, f(8, 8, 8, 8), [2, 2], goes="01--"),
+    case(aten.max_pool3d_with_indices.default, f(8, 8, 4, 4, 4), [2, 2, 2], goes="01---"),
+    case(aten.avg_pool1d.default, f(8, 8, 8), [3], [2], [1], goes="01-"),
+    case(aten.avg_pool2d.default, f(8, 8, 8, 8), [2, 2], goes="01--"),
+    case(aten.avg_pool3d.default, f(8, 8, 4, 4, 4), [2, 2, 2], goes="01---"),
+    case(aten.adaptive_avg_pool1d.default, f(8, 8, 8), [1], goes="01-"),
+    case(aten.adaptive_avg_pool2d.default, f(8, 8, 8, 8), [1, 1], goes="01--"),
+    case(aten.adaptive_avg_pool3d.default, f(8, 8, 4, 4, 4), [2, 1, 1], goes="01---"),
+    case(aten._adaptive_avg_pool2d.default, f(8, 8, 8, 8), [2, 2], goes="01--"),
+    case(aten._adaptive_avg_pool3d.default, f(8, 8, 4, 4, 4), [2, 1, 1], goes="01---"),
+    case(aten.adaptive_max_pool1d.default, f(8, 8, 8), [2], goes="01-"),
+    case(aten.adaptive_max_pool2d.default, f(8, 8, 8, 8), [2, 2], goes="01--"),
+    case(aten.adaptive_max_pool3d.default, f(8, 8, 4, 4, 4), [2, 1, 1], goes="01---"),
+    case(aten.upsample_nearest1d.vec, f(8, 8, 4), [8], None, goes="01-"),
+    case(aten.upsample_nearest2d.vec, f(8, 8, 4, 4), [8, 8], None, goes="01--"),
+    case(aten.upsample_nearest3d.vec, f(8, 8, 4, 4, 4), None, [2.0, 1.0, 1.0], goes="01---"),
+    case(aten.upsample_linear1d.vec, f(8, 8, 4), [8], False, None, goes="01-"),
+    case(aten.upsample_bilinear2d.vec, f(8, 8, 4, 4), [8, 6], False, None, goes="01--"),
+    case(aten.upsample_bicubic2d.vec, f(8, 8, 4, 4), None, True, [2.0, 2.0], goes="01--"),
+    case(aten._upsample_bilinear2d_aa.vec, f(8, 8, 4, 4), [2, 2], False, None, goes="01--"),
+    case(aten._upsample_bicubic2d_aa.vec, f(8, 8, 4, 4), [2, 2], False, None, goes="01--"),
+    case(aten.glu.default, f(8, 16), goes="0-"),
+    case(aten.glu.default, f(8, 16, 8), 1, goes="0-2"),
+    case(aten.roll.default, f(8, 8, 8), [1, 2], [0, -1], goes="-1-"),
+    case(aten.roll.default, f(8, 8), [3], goes="--"),
+]
+
 _loss = aten.cross_entropy_loss.default
 _classes = n(16, 8)
 _some_ignored = torch.where(torch.arange(8) % 3 == 0, -100, _classes)
@@ -363,4 +419,4 @@ LOSSES = [
     case(_loss, f(8, 16) * 100, _classes, goes="--"),
 ]
 
-CASES = [*PRODUCTS, *ATTENTION, *ALONG, *REDUCTIONS, *ELEMENTWISE, *VIEWS, *INDEXED, *LOSSES]
+CASES = [*PRODUCTS, *ATTENTION, *ALONG, *REDUCTIONS, *ELEMENTWISE, *VIEWS, *INDEXED, *IMAGES, *LOSSES]

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from crossfade.graph.text import parse
-from crossfade.shard.tensor.plan_channels import ChannelFactor, Channels, follow, is_summed
+from crossfade.shard.tensor.plan_channel_factors import ChannelFactor, Channels
+from crossfade.shard.tensor.plan_channels import follow, is_summed
 
 WHOLE = Channels(0, 12, (ChannelFactor(2, 12),))
 """Twelve channels in the last dim of a tensor of three."""

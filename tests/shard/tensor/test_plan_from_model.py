@@ -11,6 +11,7 @@ from torch import nn
 from crossfade.errors import PlanError
 from crossfade.shard.tensor.plan import Plan
 from crossfade.shard.tensor.plan_styles import REFUSED, STRINGS
+from tests.models import zoo
 from tests.models.choice import some
 
 
@@ -38,6 +39,62 @@ def test_what_names_nothing_or_cannot_be_said_is_left_out_and_noted() -> None:
         "model.2: colwise left out: the model has nothing of that name",
         f"model.1: megamoe_experts left out: {REFUSED['megamoe_experts']}",
     )
+
+
+class TwoLayers(nn.Module):
+    """Two layers of two halves, of which a plan may name some."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.ModuleDict({"up": nn.Linear(4, 8), "down": nn.Linear(8, 4)}) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = x + layer["down"](layer["up"](x).relu())
+        return x
+
+
+@pytest.mark.parametrize(
+    ("own", "filled"),
+    [
+        ({}, {"layers.*.up": "colwise", "layers.*.down": "rowwise"}),
+        (
+            {"layers.0.up": "colwise", "layers.0.down": "rowwise"},
+            {
+                "layers.0.up": "colwise",
+                "layers.0.down": "rowwise",
+                "layers.1.up": "colwise",
+                "layers.1.down": "rowwise",
+            },
+        ),
+        (
+            {"layers.*.up": "replicate", "layers.*.down": "rowwise"},
+            {"layers.*.up": "replicate", "layers.*.down": "rowwise"},
+        ),
+    ],
+)
+def test_what_a_plan_does_not_name_is_filled_from_the_graph(own: dict[str, str], filled: dict[str, str]) -> None:
+    exported = torch.export.export(TwoLayers(), (torch.ones(2, 4),))
+    plan = Plan(own).filled(exported)
+    assert plan == Plan(filled)
+    assert all(
+        sharding.dim is not None
+        for name, sharding in plan.resolve(exported, 2).parameters.items()
+        if name.endswith("down.weight")
+    )
+
+
+@pytest.mark.parametrize("name", some(["gpt_oss", "qwen2_moe", "deepseek_v3"]))
+def test_plans_of_the_library_are_filled(name: str) -> None:
+    architecture = zoo.architecture(name)
+    exported = architecture.export()
+    own = Plan.from_model(architecture.build())
+    filled = own.filled(exported, vocab=True)
+    counts = [
+        sum(sharding.bytes for sharding in plan.resolve(exported, 2).parameters.values() if sharding.dim is not None)
+        for plan in (own, filled, Plan.megatron(exported, vocab=True))
+    ]
+    assert counts[0] < counts[1] and counts[1] >= 0.95 * counts[2]
 
 
 def test_a_model_without_a_plan_is_told_what_to_do() -> None:
