@@ -449,7 +449,7 @@ def sampled(seed: int) -> list[tuple[str, tuple[str, str, int, int]]]:
 
 
 def test_sampled_experts_stay_what_they_are(ranks: Callable[[int], Ranks]) -> None:
-    cases = [case for seed in range(6) for case in sampled(seed)[seed % 3 :: 3]]
-    assert len(cases) > 12 and {case[1][1] for case in cases} == {"around", "after", "before"}
+    cases = [case for seed in range(6) for case in sampled(seed)[seed % 3 :: 6]]
+    assert len(cases) > 6 and {case[1][1] for case in cases} == {"around", "after", "before"}
     for found in ranks(2).run(worst, cases):
         assert found == pytest.approx([0.0] * len(found), abs=1e-3)
