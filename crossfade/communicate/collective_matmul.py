@@ -50,6 +50,26 @@ _MOST_RAISED = 32
 """Nodes that a collective matmul may raise above itself: transposed, converted and reshaped operands are a handful."""
 
 
+def least_saved(machine: Machine, plain: float, pieces: int) -> float:
+    """The seconds that something in pieces must save, of so many seconds that it takes plainly.
+
+    >>> from crossfade.cost.presets import preset
+    >>> round(least_saved(preset("ethernet-1gbit"), 0.1, pieces=2), 6)
+    0.0057
+    """
+    fixed, each = _LEAST_SECONDS.get(machine.device, _LEAST_SECONDS["cuda"])
+    return LEAST_GAIN * plain + fixed + each * pieces
+
+
+def counted_as_hidden(hides: float, travel: float) -> float:
+    """The seconds of a travel that count as hidden by other computation, of those that it could hide.
+
+    >>> counted_as_hidden(0.5, 1.0), counted_as_hidden(0.95, 1.0)
+    (0.25, 0.95)
+    """
+    return hides if hides >= _MOST * travel else hides / 2
+
+
 @dataclass(frozen=True)
 class Choice:
     """How a collective matmul runs, and what is predicted of it (nothing, where the form was given)."""
@@ -104,9 +124,8 @@ class Gate:
             return Choice(best.form, best.chunks, best)
         assert self._overlap is not None
         hides, travel = self._overlap.hidden(collective.node), self.costs.travel[collective.node]
-        counted = hides if hides >= _MOST * travel else hides / 2
-        fixed, each = _LEAST_SECONDS.get(self.machine.device, _LEAST_SECONDS["cuda"])
-        least = LEAST_GAIN * best.plain + fixed + each * best.chunks
+        counted = counted_as_hidden(hides, travel)
+        least = least_saved(self.machine, best.plain, best.chunks)
         if best.saved < least:
             return SLOWER, str(best)
         if best.saved - counted < least:

@@ -27,6 +27,7 @@ from crossfade.communicate.lower_reduce_scatters import LowerReduceScatters
 from crossfade.communicate.merge_duplicate_collectives import MergeDuplicateCollectives
 from crossfade.communicate.multiply_before_gathering import MultiplyBeforeGathering
 from crossfade.communicate.pair_complex_numbers import PairComplexNumbers
+from crossfade.communicate.pipeline_all_to_alls import PipelineAllToAlls
 from crossfade.communicate.quantize_reductions import QuantizeReductions
 from crossfade.communicate.raise_gathers import RaiseGathers
 from crossfade.communicate.raise_launches import RaiseLaunches
@@ -283,7 +284,9 @@ def overlap(sizes: Mapping[Kind, BucketSize], memory_limit: int | None = None, n
         for bucketing, kind in kinds
         if kind in sizes
     ]
-    return Pipeline([*fewer, *larger, *spelled_out(narrow), OverlapCommunication(memory_limit=memory_limit)])
+    in_pieces = [PipelineAllToAlls()] if memory_limit is None else []  # which are put together beside what they are
+    ordered = OverlapCommunication(memory_limit=memory_limit)
+    return Pipeline([*fewer, *larger, *spelled_out(narrow), *in_pieces, ordered])
 
 
 def _cap(kind: Kind, cap: float) -> float | tuple[float, float]:
@@ -331,7 +334,8 @@ def optimization(
     needed = [RemoveRedundantGathers()]
     if machine is None:
         return simplification() + needed + communication() + lowered
-    ordered = [*_fewer_and_larger(keeps_overlap=False, saturates=True), OverlapCommunication()]
+    larger = _fewer_and_larger(keeps_overlap=False, saturates=True)
+    ordered = [*larger, PipelineAllToAlls(), OverlapCommunication()]
     return simplification(matmuls=True) + needed + collective_matmuls(backends) + ordered + lowered
 
 

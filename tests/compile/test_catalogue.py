@@ -51,6 +51,7 @@ def test_spellings_parse_back(name: str, kind: type[Pass]) -> None:
 def _fitting(name: str, option: str, value: Any) -> Any:
     """What the pass itself does not refuse."""
     known = {"form": "ring", "chunks": 4, "forms": (("tp", ("ring",)),), "mode": "concat", "along": (("tp", 0.5, 4.0),)}
+    known |= {"pieces": (3,)}
     return known.get(option, value)
 
 

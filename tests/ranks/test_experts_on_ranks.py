@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,12 @@ from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grad_norm_
 
 import crossfade as cf
+from crossfade.communicate.collective_matmul import IN_PIECES
+from crossfade.communicate.exchange_regions import NO_PRODUCT
+from crossfade.communicate.pipeline_all_to_alls import SLOWER, PipelineAllToAlls
+from crossfade.compile.training_phases import TRAINING
 from crossfade.errors import CrossfadeError
+from crossfade.graph.in_pieces import ROWS
 from tests.ranks.expert_cases import language_loss, language_model, routed
 
 CLIP = 0.5
@@ -67,6 +73,12 @@ def train(name: str, mesh: dict[str, int], optimizer: str, options: dict[str, An
         "split": len(split),
         "shares": shares,
         "facts": step.report.facts,
+        "exchanges": [
+            verdict
+            for record in step.report.records
+            for verdict in record.verdicts
+            if record.name == "pipeline-all-to-alls"
+        ],
     }
 
 
@@ -209,3 +221,27 @@ def test_what_cannot_be_spread_says_so(ranks: Any) -> None:
         assert "beside ep only dp" in axes
         assert "3 experts (first.up) over 2 ranks" in three
         assert "uses the matrices of all experts at once" in penalized
+
+
+def train_in_pieces() -> dict[str, Any]:
+    """As `train`, with what comes back from experts in pieces: for a model so small, not by itself."""
+    options = {"machine": "ethernet-1gbit"}
+    weighed = train("routed", {"ep": 2}, "sgd", options)
+    known = [verdict for verdict in weighed["exchanges"] if verdict.reason == SLOWER]
+    chosen = tuple((verdict.subject, "before", ROWS_HERE, 2) for verdict in known)
+    phases = TRAINING.replace_pass("pipeline-all-to-alls", PipelineAllToAlls(chosen=chosen))
+    trained = train("routed", {"ep": 2}, "sgd", {**options, "phases": phases})
+    return {**trained, "weighed": weighed["exchanges"]}
+
+
+ROWS_HERE = 16
+"""A rank's half of 16 samples, each to two experts."""
+
+
+@pytest.mark.ranks
+def test_what_comes_back_from_experts_travels_in_pieces(ranks: Any) -> None:
+    for trained in ranks(2).run(train_in_pieces):
+        assert trained["losses"] == pytest.approx(trained["expected"], rel=1e-5)
+        assert trained["worst"] < 1e-6
+        assert Counter(verdict.reason for verdict in trained["weighed"]) == {SLOWER: 5, NO_PRODUCT: 2, ROWS: 2}
+        assert sum(verdict.reason == IN_PIECES for verdict in trained["exchanges"]) == 3
