@@ -317,7 +317,7 @@ def _hash_if_ordered(program: Program) -> str:
     """The hash of a program; of one so broken that it has none, the empty text: what is wrong is said by `verify`."""
     try:
         return fingerprint(program)
-    except Exception:
+    except KeyError:  # of a node that is used above its definition, or is gone
         return ""
 
 
@@ -352,8 +352,8 @@ def _run_checked(program: Program, pass_: Pass, hash_before: str = "") -> tuple[
     start = time.perf_counter()
     content = [] if graphs_before else _content(program)
     untouched = len(content) == len(content_before) and all(map(operator.is_, content, content_before))
-    hash_after = hash_before if untouched else _hash_if_ordered(program)
     try:
+        hash_after = hash_before if untouched else _hash_if_ordered(program)
         verify(program, nested=False, known=bool(verified) and hash_after == verified)
         for name, module in nested_graphs(program).items():
             if graphs_before.get(name) is not module and (inside := opened(module, program)) is not None:

@@ -25,7 +25,12 @@ _TRAINING = {_FORWARD: 5, _FORWARD_ALONE: 3, _BACKWARD: 7}
 
 def is_synchronized(node: fx.Node, dims: tuple[int, ...]) -> bool:
     """Whether a node is a batch norm's forward over samples, which lie along `dims` of what it is given."""
-    return node.target in (_FORWARD, _FORWARD_ALONE) and bool(node.args[_TRAINING[node.target]]) and 0 in dims
+    return node.target in (_FORWARD, _FORWARD_ALONE) and bool(node.args[_TRAINING[node.target]]) and _are_reduced(dims)
+
+
+def _are_reduced(dims: tuple[int, ...]) -> bool:
+    """Whether samples that lie along `dims` are among what statistics are taken over: all but channels."""
+    return any(dim != 1 for dim in dims)
 
 
 @dataclass(frozen=True)
@@ -106,7 +111,7 @@ class SynchronizeBatchNorm(Pass):
         if not node.args[_TRAINING[node.target]]:
             return "it uses running statistics, the same on every rank"
         source: Any = node.args[0]
-        if 0 not in batch_dims(source):
+        if not _are_reduced(batch_dims(source)):
             return "its statistics are not taken over samples (instance normalisation)"
         return None
 

@@ -240,3 +240,34 @@ def test_a_verdict_carries_the_source_line():
     verdict = Verdict.of(node, Outcome.LEFT, "too small", remedy="raise the limit", bytes=16)
     assert str(verdict) == "start [model.py:12]: left alone: too small (remedy: raise the limit)"
     assert verdict.bytes == 16
+
+
+class Unprintable:
+    """An argument that no program can hold: it cannot be printed, so it has no hash either."""
+
+    def __repr__(self) -> str:
+        raise RuntimeError("no text")
+
+
+@dataclass(frozen=True)
+class GiveUnprintable(Pass):
+    name = "give-unprintable"
+    numerics = Numerics.BITWISE
+
+    def run(self, program: Program) -> PassResult:
+        node_of(program, "a").args = (*node_of(program, "a").args, Unprintable())
+        return PassResult(True)
+
+
+@dataclass(frozen=True)
+class LeaveAlone(Pass):
+    name = "leave-alone"
+    numerics = Numerics.BITWISE
+
+    def run(self, program: Program) -> PassResult:
+        return PassResult(False)
+
+
+def test_what_has_no_hash_is_blamed_on_the_pass_that_left_it() -> None:
+    with pytest.raises(PassError, match="give-unprintable which left a broken program: RuntimeError: no text"):
+        run_passes(program(), [GiveUnprintable(), LeaveAlone()], keep_text=False)

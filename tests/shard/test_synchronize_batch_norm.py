@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+import crossfade as cf
 from crossfade.communicate.lower_averages import LowerAverages
 from crossfade.execute.executable import Executable
 from crossfade.graph.passes import run_passes
@@ -103,6 +104,42 @@ def test_two_ranks_are_one_device(ranks: Any, gather: bool):
                 assert torch.equal(parts[0], parts[1]), f"{name} differs between ranks in {case}"
                 got = parts[0]
             torch.testing.assert_close(got, whole, rtol=2e-5, atol=2e-5, msg=lambda m, n=name, c=case: f"{n} {c}: {m}")
+
+
+@pytest.mark.parametrize(("dim", "synchronized"), [(0, 2), (1, 0), (2, 2)])
+def test_samples_may_lie_along_any_dim_but_channels(dim: int, synchronized: int) -> None:
+    program = forward_backward(SHAPES["3-D"], True, True)
+    for node in program.graph.nodes:
+        node.meta[BATCH_DIMS] = (dim,) if isinstance(node.meta.get("val"), Tensor) else ()
+    done = run_passes(program, [SynchronizeBatchNorm()])
+    assert done.history[0].counts == {"synchronized": synchronized}
+
+
+class Steps(nn.Module):
+    """A sequence whose steps are the samples: batch norm finds them along the last dim."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.norm = nn.Linear(4, 4), nn.BatchNorm1d(4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(self.layer(x).T.unsqueeze(0)).pow(3).mean()
+
+
+def train_steps(ranks: int) -> tuple[list[float], Tensor]:
+    torch.manual_seed(0)
+    model, batches = Steps(), [torch.randn(8, 4) for _ in range(2)]
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    step = cf.compile_step(model, None, optimizer, {"dp": ranks} if ranks > 1 else None, timeout=30.0)
+    return [float(step(batch)) for batch in batches], model.norm.running_var.clone()
+
+
+@pytest.mark.ranks
+def test_samples_along_the_last_dim_on_two_ranks(ranks: Any) -> None:
+    losses, variance = train_steps(1)
+    for found, other in ranks(2).run(train_steps, 2):
+        assert found == pytest.approx(losses, rel=1e-5)
+        torch.testing.assert_close(other, variance)
 
 
 def test_types_stay_with_mixed_precision():
