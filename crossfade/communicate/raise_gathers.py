@@ -8,7 +8,7 @@ from crossfade.communicate.rising import HELD, Rising, stays
 from crossfade.graph import collectives
 from crossfade.graph.collectives import Collective, Kind
 from crossfade.graph.passes import Numerics, Outcome, Pass, PassResult, Verdict
-from crossfade.graph.program import Program
+from crossfade.graph.program import Program, paused_garbage_collection
 
 
 @dataclass(frozen=True)
@@ -49,6 +49,10 @@ class RaiseGathers(Pass):
 
     def run(self, program: Program) -> PassResult:
         """One walk over the gathers: each goes below the last place that keeps it down."""
+        with paused_garbage_collection():
+            return self._run(program)
+
+    def _run(self, program: Program) -> PassResult:
         gathers = [each for each in collectives.find(program.graph) if each.kind is Kind.ALL_GATHER]
         if all(gather.out is None and stays(gather.node) for gather in gathers):
             return PassResult(False, {"raised": 0}, tuple(_stays(gather, EARLY) for gather in gathers))

@@ -10,7 +10,7 @@ from torch import fx
 from crossfade.communicate.rising import HELD, Rising, stays
 from crossfade.graph import collectives
 from crossfade.graph.passes import Numerics, Outcome, Pass, PassResult, Verdict
-from crossfade.graph.program import Program
+from crossfade.graph.program import Program, paused_garbage_collection
 
 
 @dataclass(frozen=True)
@@ -51,6 +51,10 @@ class RaiseLaunches(Pass):
 
     def run(self, program: Program) -> PassResult:
         """One walk: each start goes right after the lowest node it must follow, which may be one that rose."""
+        with paused_garbage_collection():
+            return self._run(program)
+
+    def _run(self, program: Program) -> PassResult:
         everything = collectives.find(program.graph)
         kinds = {*collectives.Kind} if self.gathers else {*collectives.Kind} - {collectives.Kind.ALL_GATHER}
         starts = {collective.node: collective for collective in everything if collective.kind in kinds}

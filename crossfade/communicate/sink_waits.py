@@ -10,7 +10,7 @@ from torch import fx
 from crossfade.communicate.sinking import HELD, Sinking, stays
 from crossfade.graph import collectives
 from crossfade.graph.passes import Numerics, Outcome, Pass, PassResult, Verdict
-from crossfade.graph.program import Program
+from crossfade.graph.program import Program, paused_garbage_collection
 
 
 @dataclass(frozen=True)
@@ -47,6 +47,10 @@ class SinkWaits(Pass):
 
     def run(self, program: Program) -> PassResult:
         """From the end up: each wait goes to right before the first node that keeps it up, or as far as fits."""
+        with paused_garbage_collection():
+            return self._run(program)
+
+    def _run(self, program: Program) -> PassResult:
         waits = collectives.waits(program.graph)
         if all(map(stays, waits)):
             return PassResult(False, {"sunk": 0}, tuple(_verdict(wait) for wait in waits))

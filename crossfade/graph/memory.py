@@ -175,7 +175,7 @@ class Storages:
             touched += made
             if not (is_element or is_pure(node.target)):
                 touched += self._flight_of(node)
-        self.touches[node] = touched = list(dict.fromkeys(touched))
+        self.touches[node] = touched = list(dict.fromkeys(touched)) if len(touched) > 1 else touched
         for cell in touched:
             self.uses[cell] += 1
 
@@ -188,7 +188,7 @@ class Storages:
 
     def _cell(self, size: int, then: Iterable[int] = ()) -> int:
         """A new cell; it uses each of those that it keeps once."""
-        kept = tuple(dict.fromkeys(then))
+        kept = tuple(dict.fromkeys(then)) if then else ()
         self.size.append(size)
         self.uses.append(0)
         self.then.append(kept)
