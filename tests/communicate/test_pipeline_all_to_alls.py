@@ -21,13 +21,16 @@ from crossfade.communicate.exchange_regions import (
 )
 from crossfade.communicate.pipeline_all_to_alls import SLOWER, PipelineAllToAlls
 from crossfade.compile.catalogue import pass_from_spelling
+from crossfade.compile.pipeline import optimize
+from crossfade.cost.estimate import estimate
 from crossfade.cost.presets import preset
+from crossfade.cost.timeline import simulate
 from crossfade.errors import PassError
 from crossfade.graph import collectives, in_pieces
 from crossfade.graph.order import Order
 from crossfade.graph.passes import run_passes
 from crossfade.graph.per_token import DIFFERENT_DIMS
-from crossfade.graph.program import Program
+from crossfade.graph.program import Program, from_graph_module
 from crossfade.graph.text import parse
 from crossfade.graph.verify import verify
 from tests.communicate.on_ranks import differences
@@ -453,3 +456,25 @@ def test_sampled_experts_stay_what_they_are(ranks: Callable[[int], Ranks]) -> No
     assert len(cases) > 6 and {case[1][1] for case in cases} == {"around", "after", "before"}
     for found in ranks(2).run(worst, cases):
         assert found == pytest.approx([0.0] * len(found), abs=1e-3)
+
+
+def test_optimize_pipelines_for_a_machine_and_keeps_the_pieces_apart() -> None:
+    program = parse(textwrap.dedent(LARGE), groups={"dp": 2})
+    machine = preset("ethernet-1gbit")
+    done, plain = (
+        from_graph_module(
+            optimize(program.module(), groups={"dp": 2}, backends={}, machine=given).module, groups={"dp": 2}
+        )
+        for given in (machine, None)
+    )
+    assert len(collectives.find(plain.graph)) == 2
+    names = [node.name.rstrip("_0123456789") for node in done.graph.nodes]
+    assert [name for name in names if name in ("all_to_all_single", "wait_tensor", "bmm")] == [
+        "all_to_all_single",
+        "all_to_all_single",
+        *("wait_tensor", "bmm", "all_to_all_single") * 2,
+        "wait_tensor",
+        "wait_tensor",
+    ]
+    before, after = (simulate(each, estimate(each, machine)).seconds for each in (program, done))
+    assert after < 0.9 * before
