@@ -94,7 +94,9 @@ def find_entries(
             found = _paired(names, exported.graph)
     tables = _split_vocabulary(found, names, _from_tokens(exported)) if vocab else {}
     if singles:
-        _split_singles(found.values(), names)
+        whole = sum(tensor_bytes(names.tensors[name]) for name in names.parameters if names.canonical[name] == name)
+        _split_singles(found.values(), names, whole)
+        tables = _single_tables(names, whole) | tables
     styles = _by_name(found.values(), names) | tables
     return _patterns(styles, names), (*_notes(found.values(), names), *problems)
 
@@ -239,9 +241,8 @@ def _passed(projection: Projection) -> dict[str, Any]:
     return {use.module if owner(name) == use.module else name: "colwise" for name, use in weights.items()}
 
 
-def _split_singles(found: Iterable[Projection], names: ProgramNames) -> None:
+def _split_singles(found: Iterable[Projection], names: ProgramNames, whole: int) -> None:
     """What is in no pair is split by columns where it is large, and what it puts out is gathered."""
-    whole = sum(tensor_bytes(names.tensors[name]) for name in names.parameters if names.canonical[name] == name)
     for projection in found:
         large = tensor_bytes(names.tensors[projection.weight]) * _LARGE >= whole
         if projection.style is None and projection.use.role == "linear" and large and not projection.is_table:
@@ -249,8 +250,16 @@ def _split_singles(found: Iterable[Projection], names: ProgramNames) -> None:
             projection.style = read_style("colwise_gather_output") if module else "colwise"
 
 
+def _single_tables(names: ProgramNames, whole: int) -> dict[str, Any]:
+    """Large tables by their width: what is looked up in them (positions, usually) is gathered."""
+    large = [name for name, uses in names.uses.items() if uses and tensor_bytes(names.tensors[name]) * _LARGE >= whole]
+    only = [name for name in large if all(use.role == "embedding" for use in names.uses[name])]
+    modules = {use.module for name in only for use in names.uses[name] if owner(name) == use.module}
+    return dict.fromkeys(modules - {""}, read_style("embedding_colwise"))
+
+
 _LARGE = 400
-"""A projection in no pair is worth a gather if all weights together are at most so many times as large."""
+"""What is in no pair is worth a gather if all weights together are at most so many times as large."""
 
 
 def _named(projection: Projection, names: ProgramNames) -> dict[str, Any]:

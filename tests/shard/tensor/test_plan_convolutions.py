@@ -106,3 +106,25 @@ def test_a_linear_layer_and_a_convolution_pair() -> None:
     plan, local = split(Mixed(), torch.randn(2, 5, 8))
     assert plan == Plan({"up": "colwise", "down": "rowwise"})
     assert collectives(local) == ["tp_reduce"]
+
+
+class Positions(nn.Module):
+    """Words and positions, as encoders add them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.places, self.norm = nn.Embedding(32, 16), nn.Embedding(24, 16), nn.LayerNorm(16)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.norm(self.words(tokens) + self.places(torch.arange(tokens.shape[1])))
+
+
+def test_tables_of_positions_are_split_by_width_if_asked() -> None:
+    exported = torch.export.export(Positions(), (torch.ones(2, 5, dtype=torch.int64),))
+    assert Plan.megatron(exported, vocab=True) == Plan({"words": "embedding_rowwise"})
+    assert Plan.megatron(exported, vocab=True, singles=True) == Plan(
+        {"words": "embedding_rowwise", "places": "embedding_colwise"}
+    )
+    plan, local = split(Positions(), torch.arange(10).view(2, 5), singles=True)
+    assert plan == Plan({"words": "embedding_colwise", "places": "embedding_colwise"})
+    assert collectives(local) == ["tp_gather", "tp_gather"]
