@@ -86,6 +86,8 @@ class PassRecord:
     after: str = ""
     decided: str | None = None
     """The spelling of a pass that does the same without knowing the machine; None where the pass cannot say."""
+    looking: float = 0.0
+    """Seconds beside those of the pass: the program was verified, hashed and printed."""
 
     @property
     def shown(self) -> str:

@@ -280,11 +280,13 @@ def _run_recorded(program: Program, pass_: Pass, keep_text: bool | None, look: _
     """Run a pass and write its record; returns how the program looks afterwards."""
     nodes_before = node_count(program)
     texts = keep_text if keep_text is not None else nodes_before <= TEXT_LIMIT
+    begun = time.perf_counter()
     before = (look.text or render(program)) if texts else ""
     start = time.perf_counter()
     result, checking, hash_after = _run_checked(program, pass_, look.hash)
     seconds = time.perf_counter() - start - checking
     after = render(program) if texts and result.changed else ""
+    looking = time.perf_counter() - begun - seconds
     program.facts |= pass_.provides
     program.history += (
         PassRecord(
@@ -300,6 +302,7 @@ def _run_recorded(program: Program, pass_: Pass, keep_text: bool | None, look: _
             before if result.changed else "",
             after,
             _decided(pass_, result),
+            looking,
         ),
     )
     return _Look(hash_after, after or before)

@@ -173,6 +173,7 @@ _MEASURES: tuple[tuple[str, Callable[[ReportData], float | None], Callable[[floa
     ("bytes", lambda report: report.total_after[1], _bytes),
     ("nodes", lambda report: report.nodes_after, _number),
     ("pass time", lambda report: report.seconds, _seconds),
+    ("verifying, printing", lambda report: report.looking, _seconds),
 )
 
 

@@ -245,6 +245,15 @@ class ReportData:
         return sum((record.seconds for record in self.records), 0.0)
 
     @property
+    def looking(self) -> float:
+        """The time that verifying and printing the program took, beside its passes.
+
+        >>> ReportData("step").looking
+        0.0
+        """
+        return sum((record.looking for record in self.records), 0.0)
+
+    @property
     def summary(self) -> str:
         """The report in one paragraph, without its title.
 
@@ -288,9 +297,9 @@ def _passes_sentence(report: ReportData) -> str:
     if not report.records:
         return "No passes ran."
     changed = sum(record.changed for record in report.records)
-    return (
-        f"{plural(len(report.records), 'pass')} took {format_seconds(report.seconds)}, {changed} changed the program."
-    )
+    took = f"{plural(len(report.records), 'pass')} took {format_seconds(report.seconds)}"
+    beside = f" and {format_seconds(report.looking)} to verify and print" if report.looking else ""
+    return f"{took}{beside}, {changed} changed the program."
 
 
 def _verdicts_sentence(report: ReportData) -> str:

@@ -106,6 +106,7 @@ def test_history_says_what_each_pass_did():
     assert first.before == TEXT
     assert first.after == TEXT.replace("aten.neg", "aten.exp")
     assert first.seconds >= 0
+    assert first.looking > 0
     assert (second.spelling, second.changed, second.before, second.after) == ("swap(source='nothing')", False, "", "")
     assert third.name == "needs-swap"
     assert done.facts == {"swapped"}

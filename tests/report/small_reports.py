@@ -50,8 +50,10 @@ class RemoveUnusedCollectives(Pass):
         return PassResult(removed > 0, {"removed": removed}, tuple(verdicts))
 
 
-def record(*verdicts: Verdict, name: str = "some-pass", changed: bool = False, **texts: str) -> PassRecord:
-    return PassRecord(name, name, "bitwise", 0.001, changed, {}, verdicts, 3, 3, **texts)
+def record(
+    *verdicts: Verdict, name: str = "some-pass", changed: bool = False, looking: float = 0.0, **texts: str
+) -> PassRecord:
+    return PassRecord(name, name, "bitwise", 0.001, changed, {}, verdicts, 3, 3, looking=looking, **texts)
 
 
 def shown(report: Report, width: int = 100, *, all: bool = False) -> str:

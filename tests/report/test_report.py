@@ -28,6 +28,11 @@ def test_summary_is_one_paragraph(report: Report) -> None:
     )
 
 
+def test_summary_tells_the_time_of_verifying_and_printing_apart() -> None:
+    report = Report("r", records=(record(looking=0.25), record(looking=0.5)))
+    assert "2 passes took 2.00 ms and 750.0 ms to verify and print, 0 changed the program." in report.summary
+
+
 def test_summary_and_page_count_the_passes_that_changed_something(tmp_path: Path) -> None:
     report = Report("r", records=(record(changed=True), record(changed=True), record()))
     assert "3 passes took 3.00 ms, 2 changed the program." in report.summary
