@@ -64,10 +64,14 @@ def find_blocks(node: fx.Node, samples: int, growing: GrowingDims, known: KnownB
 
 
 def takes_some_samples(node: fx.Node, growing: GrowingDims, known: KnownBlocks) -> bool:
-    """Whether a node cuts a dim of samples otherwise than between its blocks, or within every sample.
+    """Whether a node cuts a dim of samples, or reshapes it, otherwise than between its blocks or within every sample.
 
     Half of the samples of each part of a batch are others than half of the whole batch's.
     """
+    if node.target in _VIEWS and len(growing(node)) == 1:
+        source: Any = node.args[0]
+        cycles = _cycles(source, growing, known) if len(growing(source)) == 1 else 0
+        return bool(cycles % _before(node, growing))
     if node.target not in _PIECES:
         return False
     given = arguments(node)

@@ -26,6 +26,7 @@ from crossfade.shard.batch_dims import growing_dims, grows_unevenly
 from crossfade.shard.grouped_rows import counts_groups, ends_of_groups
 from crossfade.shard.growing_numbers import FILLS, NO_POWER, SIZED, growing_numbers, is_number
 from crossfade.shard.mixed_samples import is_mean, is_place, mixes_samples, operator_name, orders
+from crossfade.shard.sample_places import Places
 
 _aten = torch.ops.aten
 
@@ -206,7 +207,8 @@ class Walk:
                 self.uneven.add(node)
             for place, power in growing_numbers((self.program, node), (larger, other), times):
                 self.literal_powers[node, place] = power
-        inputs = [node for node in self.forward if node in self.kinds and self.grown[node]]
+        inputs = {node: None for node in self.forward if node in self.kinds and self.grown[node]}
+        self.places = Places(self.program, self.grown, inputs.keys())
         self.samples = min((node.meta["val"].shape[self.grown[node][0]] for node in inputs), default=0)
 
     def loss_share(self) -> Share:
@@ -257,13 +259,15 @@ class Walk:
     def share_of(self, node: fx.Node) -> Share:
         """The share of what is computed, from those of its operands."""
         self._note_blocks(node)
-        self.check_numbers(node)
         given = [self.shares[source] for source in node.all_input_nodes]
         grown = self.grown[node]
         if len(grown) > 1 or mixes_samples(node, self.grown):
             raise Unproved(node, "compares samples of one part with each other")
+        self.check_numbers(node)
         if node in self.uneven or takes_some_samples(node, self.grown.__getitem__, self.blocks.get):
             raise Unproved(node, "takes samples of one part by their places")
+        if reason := self.places.reason_against(node):
+            raise Unproved(node, reason)
         if not isinstance(node.meta.get("val"), Tensor):  # each of several results is looked at by itself
             return self._several(node, given)
         if node.target is operator.getitem and not grown and SAMPLES in given:
@@ -409,9 +413,7 @@ class Walk:
             for term in parts:
                 self._raise_power(term)
             raise Again
-        if len(powers) > 1:
-            raise Unproved(node, "uses a number that grows with the batch")
-        if parts and any(self.shares[term].power for term in terms if term not in parts):
+        if len(powers) > 1 or (parts and any(self.shares[term].power for term in terms if term not in parts)):
             raise Unproved(node, "uses a number that grows with the batch")
         power = next(iter(powers), 0)
         is_total = any(self.shares[part].holds is Holds.TOTAL for part in parts)

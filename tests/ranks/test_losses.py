@@ -73,6 +73,12 @@ LOSSES: dict[str, Callable[..., Tensor]] = {
     "halves, divided by the batch": lambda o, y, m, n: sum(h.sum() for h in (o / len(o)).split(6, -1)),
     "the largest, divided by the batch": lambda o, y, m, n: (o / len(o)).max(-1).values.sum(),
     "a sum": lambda o, y, m, n: each(o, y).sum() * 0.01,
+    "what labels pick": lambda o, y, m, n: (
+        -o.log_softmax(-1)[torch.arange(len(o))[:, None], torch.arange(LENGTH), y.clamp(min=0)].mean()
+    ),
+    "what labels pick, flattened": lambda o, y, m, n: (
+        -o.log_softmax(-1).flatten()[torch.arange(y.numel()) * VOCABULARY + y.flatten().clamp(min=0)].mean()
+    ),
     "a list of losses": lambda o, y, m, n: torch.stack(
         [F.cross_entropy(o.flatten(0, 1), y.flatten()), F.mse_loss(o, torch.ones_like(o))]
     ).sum(),
@@ -159,6 +165,34 @@ def test_a_loss_of_parts_that_do_not_add_up_is_warned_of() -> None:
     assert any("may not make up" in verdict.reason for _, verdict in step.report.verdicts)
 
 
+BY_PLACES: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
+    "weights by place": (lambda o: (o[:, 0] * torch.arange(len(o))).mean(), "numbers the samples"),
+    "later samples count more": (lambda o: (o[:, 0] * torch.linspace(0, 1, len(o))).mean(), "numbers the samples"),
+    "the first of two halves": (lambda o: o.view(2, -1, 2)[0].square().mean(), "takes samples"),
+}
+
+
+@pytest.mark.parametrize("name", BY_PLACES)
+def test_samples_named_by_their_places_are_warned_of(name: str) -> None:
+    loss, reason = BY_PLACES[name]
+    model = nn.Linear(3, 2)
+    step = cf.compile_step(model, loss, torch.optim.SGD(model.parameters(), lr=0.1), accumulate=2)
+    with pytest.warns(UserWarning, match=rf"may not make up the loss of the whole batch: .* {reason} of one part"):
+        step(torch.randn(8, 3))
+
+
+def test_samples_that_the_batch_names_are_warned_of() -> None:
+    model = nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def to_partners(output: Tensor, partners: Tensor) -> Tensor:
+        return F.mse_loss(output, output[partners])
+
+    step = cf.compile_step(model, to_partners, optimizer, accumulate=2)
+    with pytest.warns(UserWarning, match="takes samples of one part by their places"):
+        step(torch.randn(8, 3), torch.tensor([1, 0, 3, 2, 1, 0, 3, 2]))
+
+
 def highest_half(output: Tensor) -> Tensor:
     return output.square().sum(1).topk(len(output) // 2).values.mean()
 
@@ -176,7 +210,7 @@ def warnings_of(loss: Callable[[Tensor], Tensor], ranks: int) -> list[str]:
 @pytest.mark.ranks
 def test_ranks_warn_of_a_choice_among_their_own_samples(ranks: Any) -> None:
     said = ranks(2).run(warnings_of, highest_half, 2)[0]
-    assert any("topk.default" in message and "compares samples of one part" in message for message in said)
+    assert any("topk.default" in message and "compares samples of one part" in message for message in said), said
 
 
 def test_a_sum_that_is_called_a_mean_is_summed_with_a_warning() -> None:

@@ -76,6 +76,22 @@ PROVED = {
         "loss: f32[] = aten.sum(f)",
         "sum",
     ),
+    "what each sample's label picks": (
+        "l: i64[{b}] = aten._to_copy(m, dtype=i64)\nr: i64[{b}] = aten.arange({b})\n"
+        "h: f32[{b}] = aten.index.Tensor(x, [r, l])\nloss: f32[] = aten.mean(h)",
+        "mean",
+    ),
+    "a place in the flattened batch": (
+        "l: i64[{b}] = aten._to_copy(m, dtype=i64)\nr: i64[{b}] = aten.arange({b})\n"
+        "t: i64[{b}] = aten.mul.Tensor(r, 3)\np: i64[{b}] = aten.add.Tensor(t, l)\n"
+        "f: f32[{3b}] = aten.view(x, [{3b}])\n"
+        "h: f32[{b}] = aten.index_select(f, 0, p)\nloss: f32[] = aten.mean(h)",
+        "mean",
+    ),
+    "two of three in groups": (
+        "f: f32[{3b}] = aten.view(x, [{3b}])\ng: f32[{b}, 3] = aten.view(f, [{b}, 3])\nloss: f32[] = aten.mean(g)",
+        "mean",
+    ),
     "pairs of what was joined": (
         "c: f32[{2b}] = aten.cat([y, m])\np: (f32[{b}], f32[{b}]) = aten.split.Tensor(c, {b})\n"
         "a: f32[{b}] = p[0]\no: f32[{b}] = p[1]\nh: f32[{b}] = aten.mul.Tensor(a, o)\nloss: f32[] = aten.mean(h)",
@@ -139,6 +155,33 @@ UNPROVED = {
         "s: f32[3] = aten.sum.dim_IntList(x, [0])\nf: f32[4] = aten.constant_pad_nd(s, [1, 0], 2.0)\n"
         "loss: f32[] = aten.sum(f)",
         "f (constant_pad_nd.default) adds a number to a sum over samples",
+    ),
+    "places as numbers": (
+        "r: i64[{b}] = aten.arange({b})\nh: f32[{b}] = aten.mul.Tensor(y, r)\nloss: f32[] = aten.mean(h)",
+        "h (mul.Tensor) numbers the samples of one part",
+    ),
+    "a ramp over samples": (
+        "r: f32[{b}] = aten.linspace(0, 1, {b})\nh: f32[{b}] = aten.mul.Tensor(y, r)\nloss: f32[] = aten.mean(h)",
+        "r (linspace.default) numbers the samples of one part",
+    ),
+    "the first samples": (
+        "r: i64[{b}] = aten.arange({b})\nf: b8[{b}] = aten.lt.Scalar(r, 2)\nh: f32[{b}] = aten.mul.Tensor(y, f)\n"
+        "loss: f32[] = aten.mean(h)",
+        "f (lt.Scalar) numbers the samples of one part",
+    ),
+    "a row of a table for each place": (
+        "t: f32[9] = aten.ones([9])\nr: i64[{b}] = aten.arange({b})\nh: f32[{b}] = aten.index.Tensor(t, [r])\n"
+        "a: f32[{b}] = aten.mul.Tensor(y, h)\nloss: f32[] = aten.mean(a)",
+        "h (index.Tensor) numbers the samples of one part",
+    ),
+    "samples that the batch names": (
+        "l: i64[{b}] = aten._to_copy(m, dtype=i64)\nh: f32[{b}] = aten.index.Tensor(y, [l])\n"
+        "a: f32[{b}] = aten.mul.Tensor(y, h)\nloss: f32[] = aten.mean(a)",
+        "h (index.Tensor) takes samples of one part by their places",
+    ),
+    "two halves as a new dim": (
+        "h: f32[2, {h}] = aten.view(y, [2, {h}])\ns: f32[{h}] = aten.select.int(h, 0, 0)\nloss: f32[] = aten.mean(s)",
+        "h (view.default) takes samples of one part by their places",
     ),
     "half of the samples": (
         "h: f32[{h}] = aten.slice.Tensor(y, 0, 0, {h})\nloss: f32[] = aten.mean(h)",

@@ -180,7 +180,7 @@ def test_sizes_that_do_not_divide_are_marked(exported: ExportedProgram) -> None:
     assert head.units == 12 and not found.parameters["layers.0.up.weight"].units
     assert [head.local_blocks(rank)[0] for rank in (0, 5, 6, 7)] == [slice(0, 2), slice(10, 12), *[slice(12, 12)] * 2]
     assert found.notes[0] == "head.weight: 12 at dim 0 over 8 ranks, so it is padded"
-    assert found.notes[1].startswith("the plan splits 25% of the matrices' bytes: Plan.megatron(")
+    assert found.notes[1].startswith("the plan splits 25% of the matrices' bytes: plan.filled(exported")
     assert "0 (padded)" in str(found)
 
 
