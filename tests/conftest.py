@@ -56,10 +56,16 @@ LONG = {"properties", "ranks", "models", "loops", "test_cli", "test_cli_shard", 
 
 SAMPLED = {
     "test_uneven_batches": 7, "test_optimizers_on_ranks": 8, "test_lengths": 5, "test_trained_models": 7,
-    "test_zero": 2, "test_draws_on_ranks": 2, "test_any_optimizer": 2, "test_from_other_tools": 4,
-    "test_frameworks": 3, "test_habits_on_ranks": 4, "test_saving_everything": 2, "test_checkpoint": 2,
-    "test_memory_on_ranks": 2, "test_alike": 2, "test_experts_on_ranks": 2, "test_find_plan": 2, "test_auto": 2,
-    "test_building": 2, "test_fit_memory": 2, "test_cache": 2, "test_torch_compile": 2,
+    "test_zero": 5, "test_draws_on_ranks": 4, "test_any_optimizer": 4, "test_from_other_tools": 4,
+    "test_frameworks": 3, "test_habits_on_ranks": 4, "test_saving_everything": 2, "test_checkpoint": 4,
+    "test_memory_on_ranks": 4, "test_alike": 2, "test_experts_on_ranks": 2, "test_find_plan": 2, "test_auto": 2,
+    "test_building": 4, "test_fit_memory": 5, "test_cache": 2, "test_torch_compile": 5, "test_training_on_ranks": 3,
+    "test_tensor_parallel_state": 2, "test_planning": 2, "test_torch_compile_on_ranks": 2, "test_offload": 2,
+    "test_dtypes_on_ranks": 2, "test_simplify_properties": 2, "test_losses": 3, "test_simplified_models": 2,
+    "test_reduce_dtype": 2, "test_schedule_properties": 2, "test_passes_properties": 2, "test_alike_updates": 2,
+    "test_rules": 2, "test_choose_recompute": 2, "test_exchanges_on_ranks": 2, "test_collective_matmuls_on_ranks": 2,
+    "test_collective_matmul_on_ranks": 2, "test_within_peak": 2, "test_kept_whole_on_ranks": 2, "test_draws": 2,
+    "test_gradients": 2, "test_trial": 2,
 }  # fmt: skip
 """Files of which one test in so many runs by itself; `make models` runs the others."""
 

@@ -216,6 +216,7 @@ PLACED = {
     ],
     ids=["often", "everywhere", "by hand"],
 )
+@pytest.mark.models  # it takes a minute
 def test_what_is_saved_goes_on_on_other_meshes_and_one_device(
     ranks: Any, tmp_path: Path, by_hand: bool, elsewhere: list[tuple[dict[str, int], str, bool]]
 ) -> None:

@@ -85,6 +85,7 @@ def other_batches() -> None:
     cf.compile_step(model, None, optimizer, mesh="auto", machine="loopback-gloo")(*own)
 
 
+@pytest.mark.models  # it takes a minute
 def test_what_goes_wrong_is_told_on_every_rank(ranks: Callable[[int], Ranks]) -> None:
     pool = ranks(2)
     assert all(

@@ -55,6 +55,7 @@ def test_the_table_says_why_each_loser_lost(plan: cf.FoundPlan) -> None:
     assert lines[-1] == ")"
 
 
+@pytest.mark.models  # it takes a minute
 def test_less_memory_takes_another_plan(plan: cf.FoundPlan) -> None:
     needed = [row.figures.memory for row in plan.rows if row.figures is not None]
     limit = (min(needed) + plan.rows[0].figures.memory) // 2  # type: ignore[union-attr]

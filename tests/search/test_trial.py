@@ -31,6 +31,7 @@ ALL = [
 ]
 
 
+@pytest.mark.models  # it takes a minute
 def test_no_step_takes_less_than_its_bounds() -> None:
     tried = trials()
     for candidate in ALL:
