@@ -129,6 +129,10 @@ CASES = {
 """Chosen before any was forecast."""
 
 
+CALIBRATION_SECONDS = 30.0
+"""Three times the default: on slow links and noisy machines ten seconds leave few repetitions of each size."""
+
+
 def main() -> None:
     """Parse the command line, run on the ranks and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -155,7 +159,7 @@ def work(device: str, steps: int, only: str, network: str) -> dict[str, Any]:
     for name, case in CASES[device].items():
         ways = [way for way in WAYS if only in f"{name} {way}"]
         if ways:
-            machine = calibrate("calibrated", {"dp": dist.group.WORLD}, device=device)
+            machine = calibrate("calibrated", {"dp": dist.group.WORLD}, device=device, seconds=CALIBRATION_SECONDS)
             machine = _with_host(machine, device, steps)
             machines[name] = machine.to_json()
             rows += list(_case(name, case, ways, machine, steps))
