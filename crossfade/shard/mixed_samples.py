@@ -29,7 +29,9 @@ _ATTENTION = {
 """Operators by which each query sees all keys and values, their second and third argument, and along which dim."""
 
 
-_SAME_NUMBERS = frozenset({"_to_copy", "detach", "alias", "clone"})
+_SAME_NUMBERS = frozenset({"_to_copy", "detach", "alias", "clone", "clamp"})
+_LOOK_UP = frozenset({"index", "index_select", "embedding", "index_add", "embedding_dense_backward"})
+
 _ORDERING = frozenset(
     {"max", "min", "aminmax", "topk", "sort", "cummax", "cummin", "kthvalue", "median", "nanmedian", "mode"}
 )
@@ -71,15 +73,22 @@ def _last_dims(node: fx.Node, name: str) -> int | None:
 
 
 def _values_are_used(sort: fx.Node) -> bool:
-    """Whether sorted values are used but to count them: by their order alone, each sample is put somewhere else."""
+    """Whether sorted values are used but to count them, or to look up what belongs to each: by their order alone, each
+    sample is put somewhere else."""
     queue = [result for result in sort.users if result.args[1] == 0]
     for value in queue:
         for user in value.users:
             if operator_name(user.target) in _SAME_NUMBERS:
                 queue.append(user)
-            elif operator_name(user.target) != "histc":
+            elif operator_name(user.target) != "histc" and not _looks_up(user, value):
                 return True
     return False
+
+
+def _looks_up(node: fx.Node, value: fx.Node) -> bool:
+    """Whether a node takes rows by their numbers, or adds to rows, as the gradient of that does."""
+    adds = operator_name(node.target) == "index_put" and bool(arguments(node)["accumulate"])
+    return (adds or operator_name(node.target) in _LOOK_UP) and node.args[0] is not value
 
 
 def orders(node: fx.Node) -> bool:

@@ -25,6 +25,7 @@ _CARRY = frozenset({
     "view", "_unsafe_view", "reshape", "expand", "unsqueeze", "squeeze", "permute", "transpose", "t", "clone", "detach",
     "alias", "slice", "select", "repeat", "cat", "stack", "_to_copy", "lift_fresh", "lift_fresh_copy", "copy",
     "add", "sub", "mul", "div", "floor_divide", "clamp", "where", "index", "gather",
+    "index_put", "_unsafe_index_put", "scatter", "index_copy",
 })
 # fmt: on
 """Operators whose result still names places, if it is one of whole numbers."""

@@ -88,6 +88,18 @@ PROVED = {
         "h: f32[{b}] = aten.index_select(f, 0, p)\nloss: f32[] = aten.mean(h)",
         "mean",
     ),
+    "rows put back where they were": (
+        "l: i64[{b}] = aten._to_copy(m, dtype=i64)\no: (i64[{b}], i64[{b}]) = aten.sort(l)\np: i64[{b}] = o[1]\n"
+        "r: i64[{b}] = aten.arange({b})\ne: i64[{b}] = aten.empty_like(p)\nv: i64[{b}] = aten.index_put(e, [p], r)\n"
+        "s: f32[{b}] = aten.index.Tensor(y, [p])\nh: f32[{b}] = aten.index.Tensor(s, [v])\nloss: f32[] = aten.mean(h)",
+        "mean",
+    ),
+    "what belongs to sorted numbers": (
+        "l: i64[{b}] = aten._to_copy(m, dtype=i64)\no: (i64[{b}], i64[{b}]) = aten.sort(l)\ni: i64[{b}] = o[0]\n"
+        "p: i64[{b}] = o[1]\nt: f32[9] = aten.ones([9])\ns: f32[{b}] = aten.index.Tensor(y, [p])\n"
+        "f: f32[{b}] = aten.index.Tensor(t, [i])\nh: f32[{b}] = aten.mul.Tensor(s, f)\nloss: f32[] = aten.mean(h)",
+        "mean",
+    ),
     "two of three in groups": (
         "f: f32[{3b}] = aten.view(x, [{3b}])\ng: f32[{b}, 3] = aten.view(f, [{b}, 3])\nloss: f32[] = aten.mean(g)",
         "mean",
