@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -261,11 +262,12 @@ def _grown_after(regions: Regions, exchange: Collective, shape: Shape) -> Region
         if not usable:
             return NO_COMBINE
         last = usable[0]
-        wanted = _leading_to([last.inputs[0]], calls)
+        wanted = _reached([last.inputs[0]], calls, attrgetter("all_input_nodes"))
         places |= dict.fromkeys((last.node, *last.waits), how[last.node].place)  # type: ignore[arg-type]
     else:
         last = None
-        wanted = _leading_to([node for node in calls if in_pieces.is_product(node)], calls)
+        products = [node for node in calls if in_pieces.is_product(node)]
+        wanted = _reached(products, calls, attrgetter("all_input_nodes"))
     calls = [node for node in calls if node in wanted]
     if not any(in_pieces.is_product(node) for node in calls):
         return why
@@ -304,32 +306,21 @@ def _grown_before(exchange: Collective, shape: Shape) -> Region | str:
         if not in_pieces.is_product(node):
             places |= wanted.cut
             stack += wanted.cut
-    below = _following([node for node in calls if in_pieces.is_product(node)], calls)
+    below = _reached([node for node in calls if in_pieces.is_product(node)], calls, attrgetter("users"))
     calls = sorted(node for node in calls if node in below)
     if not calls:
         return why
     return _region(shape, None, exchange, calls, how, places)
 
 
-def _leading_to(ends: Sequence[fx.Node], calls: Sequence[fx.Node]) -> set[fx.Node]:
-    """Of some calls, those that lead to some of them, these included."""
-    own, found, stack = set(calls), set[fx.Node](), list(ends)
-    while stack:
-        node = stack.pop()
-        if node in own and node not in found:
-            found.add(node)
-            stack += node.all_input_nodes
-    return found
-
-
-def _following(begins: Sequence[fx.Node], calls: Sequence[fx.Node]) -> set[fx.Node]:
-    """Of some calls, those that follow from some of them, these included."""
+def _reached(begins: Sequence[fx.Node], calls: Sequence[fx.Node], onwards: Callable[[fx.Node], Any]) -> set[fx.Node]:
+    """Of some calls, those that are reached from some of them, these included, over what comes next to each."""
     own, found, stack = set(calls), set[fx.Node](), list(begins)
     while stack:
         node = stack.pop()
         if node in own and node not in found:
             found.add(node)
-            stack += node.users
+            stack += onwards(node)
     return found
 
 

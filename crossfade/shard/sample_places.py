@@ -49,9 +49,12 @@ class Places:
         if node.op == "get_attr" or operator_name(node.target) in _COUNTING:
             return self._counted(node)
         grown = self._grown.get(_indexed(node), ())
-        along = {index for index, dim in _indices(node) if dim in grown}
+        indices = list(_indices(node))
+        along = {index for index, dim in indices if dim in grown}
         if not self._with_batch.isdisjoint(along):
             return "takes samples of one part by their places"
+        if not self._of_part.isdisjoint(index for index, dim in indices if dim not in grown):
+            return "numbers the samples of one part"
         named = [value for value in node.all_input_nodes if value not in along]
         if not self._of_part.isdisjoint(named):
             if not _carries(node):

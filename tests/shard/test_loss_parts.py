@@ -186,6 +186,11 @@ UNPROVED = {
         "a: f32[{b}] = aten.mul.Tensor(y, h)\nloss: f32[] = aten.mean(a)",
         "h (index.Tensor) numbers the samples of one part",
     ),
+    "an order that a table has": (
+        "t: i64[9] = aten.full([9], 1)\nr: i64[{b}] = aten.arange({b})\np: i64[{b}] = aten.index.Tensor(t, [r])\n"
+        "h: f32[{b}] = aten.index.Tensor(y, [p])\nloss: f32[] = aten.mean(h)",
+        "p (index.Tensor) numbers the samples of one part",
+    ),
     "samples that the batch names": (
         "l: i64[{b}] = aten._to_copy(m, dtype=i64)\nh: f32[{b}] = aten.index.Tensor(y, [l])\n"
         "a: f32[{b}] = aten.mul.Tensor(y, h)\nloss: f32[] = aten.mean(a)",
