@@ -52,6 +52,8 @@ def mixes_samples(node: fx.Node, grown: Mapping[fx.Node, tuple[int, ...]]) -> bo
         return max(samples) >= rank - len(arguments(node)["normalized_shape"])
     if name == "native_group_norm":
         return max(samples) > 0
+    if name == "renorm":
+        return any(dim != arguments(node)["dim"] % rank for dim in samples)
     if (last := _last_dims(node, name)) is not None:
         return max(samples) >= rank - last
     if name not in _ALONG_DIM or (name == "sort" and not _values_are_used(node)):

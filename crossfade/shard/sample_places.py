@@ -20,6 +20,10 @@ _ALONG_DIM = frozenset({"index_select", "gather", "scatter", "scatter_add", "sca
 _ALONG_DIM |= {"index_add", "index_copy", "index_fill", "index_reduce"}
 """Operators that take an index along one dim."""
 
+_WRITE = frozenset({"index_put", "_unsafe_index_put", "put", "scatter", "scatter_add", "scatter_reduce"})
+_WRITE |= {"index_add", "index_copy", "index_fill", "index_reduce"}
+"""Operators that write where an index says."""
+
 # fmt: off
 _CARRY = frozenset({
     "view", "_unsafe_view", "reshape", "expand", "unsqueeze", "squeeze", "permute", "transpose", "t", "clone", "detach",
@@ -41,6 +45,8 @@ class Places:
     def __init__(self, program: Program, grown: Mapping[fx.Node, tuple[int, ...]], inputs: Set[fx.Node]) -> None:
         self._program, self._grown = program, grown
         self._of_part, self._with_batch = set[fx.Node](), set(inputs)
+        self._fixed = set[fx.Node]()
+        """What is made of nothing but constants."""
 
     def reason_against(self, node: fx.Node) -> str:
         """Note what a node names, its operands being known; returns why a part of the batch computes otherwise."""
@@ -49,10 +55,16 @@ class Places:
         if node.op == "get_attr" or operator_name(node.target) in _COUNTING:
             return self._counted(node)
         grown = self._grown.get(_indexed(node), ())
+        if grown and self._writes_some(node, grown):
+            return "writes samples of one part by their places"
         indices = list(_indices(node))
         along = {index for index, dim in indices if dim in grown}
         if not self._with_batch.isdisjoint(along):
             return "takes samples of one part by their places"
+        if operator_name(node.target) in _WRITE and not self._fixed.isdisjoint(along):
+            return "writes samples of one part by their places"
+        if node.op == "call_function" and self._fixed.issuperset(node.all_input_nodes):
+            self._fixed.add(node)
         if not self._of_part.isdisjoint(index for index, dim in indices if dim not in grown):
             return "numbers the samples of one part"
         named = [value for value in node.all_input_nodes if value not in along]
@@ -64,9 +76,22 @@ class Places:
             self._with_batch.add(node)
         return ""
 
+    def _writes_some(self, node: fx.Node, samples: tuple[int, ...]) -> bool:
+        """Whether a node writes over some samples that its arguments name, or what belongs to none into one by one."""
+        name, given = operator_name(node.target), arguments(node)
+        if name == "masked_scatter":
+            return not self._grown.get(given["source"])
+        if name not in ("select_scatter", "slice_scatter"):
+            return False
+        value, written = given["self"].meta["val"], given["src"].meta["val"]
+        dim = given["dim"] % value.dim()
+        return dim in samples and (name == "select_scatter" or written.shape[dim] != value.shape[dim])
+
     def _counted(self, node: fx.Node) -> str:
         """What is made without the batch, and has a number for each sample."""
         grown = self._grown.get(node, ())
+        if not grown:
+            self._fixed.add(node)
         if not grown or (node.op == "get_attr" and _is_uniform(self._program.constants.get(str(node.target)), grown)):
             return ""
         if not _is_whole(node):
@@ -89,6 +114,9 @@ def _indices(node: fx.Node) -> Iterator[tuple[fx.Node, int]]:
     elif name in _ALONG_DIM:
         given = arguments(node)
         yield given["index"], given["dim"] % max(1, given["self"].meta["val"].dim())
+    elif name == "put":  # as if all dims were one
+        given = arguments(node)
+        yield from ((given["index"], dim) for dim in range(given["self"].meta["val"].dim()))
 
 
 def _carries(node: fx.Node) -> bool:

@@ -37,6 +37,16 @@ def found(body: str, micro_batches: bool = False) -> tuple[Program, LossParts]:
 
 
 PROVED = {
+    "rows of a bounded norm": ("h: f32[{b}, 3] = aten.renorm(x, 2, 0, 1.0)\nloss: f32[] = aten.mean(h)", "mean"),
+    "a column written over": (
+        "z: f32[{b}] = aten.mul.Tensor(y, 0.0)\nh: f32[{b}, 3] = aten.select_scatter(x, z, 1, 0)\n"
+        "loss: f32[] = aten.mean(h)",
+        "mean",
+    ),
+    "samples put in where a mask says": (
+        "b: b8[{b}] = aten.gt.Scalar(y, 0.0)\nh: f32[{b}] = aten.masked_scatter(y, b, m)\nloss: f32[] = aten.mean(h)",
+        "mean",
+    ),
     "a mean": ("loss: f32[] = aten.mean(y)", "mean"),
     "a sum": ("loss: f32[] = aten.sum(y)", "sum"),
     "a sum divided by the batch": ("s: f32[] = aten.sum(y)\nloss: f32[] = aten.div.Tensor(s, {b})", "mean"),
@@ -195,6 +205,33 @@ UNPROVED = {
         "l: i64[{b}] = aten._to_copy(m, dtype=i64)\nh: f32[{b}] = aten.index.Tensor(y, [l])\n"
         "a: f32[{b}] = aten.mul.Tensor(y, h)\nloss: f32[] = aten.mean(a)",
         "h (index.Tensor) takes samples of one part by their places",
+    ),
+    "a fixed sample written over": (
+        "z: f32[] = aten.full([], 0.0)\nh: f32[{b}] = aten.select_scatter(y, z, 0, 0)\nloss: f32[] = aten.mean(h)",
+        "h (select_scatter.default) writes samples of one part by their places",
+    ),
+    "some samples written over": (
+        "z: f32[2] = aten.full([2], 0.0)\nh: f32[{b}] = aten.slice_scatter(y, z, 0, 0, 2)\nloss: f32[] = aten.mean(h)",
+        "h (slice_scatter.default) writes samples of one part by their places",
+    ),
+    "samples filled where a constant says": (
+        "i: i64[2] = aten.arange(2)\nh: f32[{b}] = aten.index_fill.int_Scalar(y, 0, i, 0.0)\n"
+        "loss: f32[] = aten.mean(h)",
+        "h (index_fill.int_Scalar) writes samples of one part by their places",
+    ),
+    "an element put where a constant says": (
+        "i: i64[1] = aten.full([1], 1)\nz: f32[1] = aten.full([1], 0.0)\nh: f32[{b}] = aten.put(y, i, z)\n"
+        "loss: f32[] = aten.mean(h)",
+        "h (put.default) writes samples of one part by their places",
+    ),
+    "one after the other into a mask": (
+        "z: f32[9] = aten.full([9], 0.0)\nb: b8[{b}] = aten.gt.Scalar(y, 0.0)\n"
+        "h: f32[{b}] = aten.masked_scatter(y, b, z)\nloss: f32[] = aten.mean(h)",
+        "h (masked_scatter.default) writes samples of one part by their places",
+    ),
+    "columns of a bounded norm": (
+        "h: f32[{b}, 3] = aten.renorm(x, 2, 1, 1.0)\nloss: f32[] = aten.mean(h)",
+        "h (renorm.default) compares samples of one part with each other",
     ),
     "two halves as a new dim": (
         "h: f32[2, {h}] = aten.view(y, [2, {h}])\ns: f32[{h}] = aten.select.int(h, 0, 0)\nloss: f32[] = aten.mean(s)",
