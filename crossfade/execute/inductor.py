@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx
@@ -26,6 +26,20 @@ ALIKE = {"deterministic": True, "triton.autotune_pointwise": False}
 of products may round differently."""
 
 
+class Layout(NamedTuple):
+    """How a tensor lies in memory."""
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: torch.dtype
+
+
+SCATTERED = {"optimize_scatter_upon_const_tensor": False}
+"""What keeps Inductor of torch 2.11 from making a scattered number a comparison, whose result is in float32."""
+
+_SCATTERS = (_aten.nll_loss_backward.default, _aten.nll_loss2d_backward.default, _aten.scatter.value)
+
+
 @dataclass(frozen=True, eq=False)
 class CompiledRegion:
     """What runs a region."""
@@ -33,8 +47,8 @@ class CompiledRegion:
     function: Callable[..., Sequence[Tensor]] = field(repr=False)
     seconds: float
     """What compiling took."""
-    strides: Sequence[tuple[int, ...]] = ()
-    """Those that the program says its results have."""
+    layouts: Sequence[Layout] = ()
+    """What the program says of its results."""
 
     __name__ = "region"
     takes_staged = True
@@ -43,12 +57,14 @@ class CompiledRegion:
         """Run on the region's tensors, and the tensor of its numbers if it takes some.
 
         Inductor keeps the order of an output's strides, not always the strides: of a product that it pads for speed it
-        returns a slice. What comes after was compiled for the program's strides.
+        returns a slice; of a sum that keeps its dimension, made in one kernel with a norm's gradients, one without it.
+        What comes after was compiled for the program's layouts.
         """
         found = self.function(*inputs)
-        if all(value.stride() == expected for value, expected in zip(found, self.strides, strict=True)):
+        pairs = zip(found, self.layouts, strict=True)
+        if all(value.stride() == layout.strides and value.dtype == layout.dtype for value, layout in pairs):
             return found
-        return [_laid_out(value, expected) for value, expected in zip(found, self.strides, strict=True)]
+        return [_laid_out(value, layout) for value, layout in zip(found, self.layouts, strict=True)]
 
 
 class Inductor:
@@ -81,7 +97,10 @@ class Inductor:
         """
         key = f"{_key(region)} {alike}"
         if key not in self.compiled:
-            self.compiled[key] = self._compile(region, {**(EXACT if self.exact else {}), **(ALIKE if alike else {})})
+            options = {**(EXACT if self.exact else {}), **(ALIKE if alike else {})}
+            if any(node.target in _SCATTERS for node in region.results):
+                options |= SCATTERED
+            self.compiled[key] = self._compile(region, options)
         return self.compiled[key]
 
     def _compile(self, region: Program, options: dict[str, Any]) -> CompiledRegion:
@@ -94,19 +113,25 @@ class Inductor:
                 f"Inductor cannot compile a region of {len(region.graph.nodes)} nodes: {type(error).__name__}: {error}",
                 remedy='pass execute="eager"',
             ) from error
-        strides = [_value(node).stride() for node in region.results]
-        return CompiledRegion(function, time.perf_counter() - start, strides)
+        layouts = [Layout(tuple(value.shape), value.stride(), value.dtype) for value in map(_value, region.results)]
+        return CompiledRegion(function, time.perf_counter() - start, layouts)
 
 
-def _laid_out(value: Tensor, strides: tuple[int, ...]) -> Tensor:
-    """A tensor with these strides: itself, or a copy.
+def _laid_out(value: Tensor, layout: Layout) -> Tensor:
+    """A tensor with this layout: itself, a view or a copy.
 
-    >>> _laid_out(torch.ones(2, 4)[:, :3], (3, 1)).stride()
+    >>> _laid_out(torch.ones(2, 4)[:, :3], Layout((2, 3), (3, 1), torch.float32)).stride()
     (3, 1)
+    >>> _laid_out(torch.ones(4), Layout((1, 4), (4, 1), torch.float32)).shape
+    torch.Size([1, 4])
     """
-    if all(size == 1 or own == wanted for size, own, wanted in zip(value.shape, value.stride(), strides, strict=True)):
+    shape, strides, dtype = layout
+    if value.shape != shape:
+        value = value.view(shape)
+    same = all(size == 1 or own == wanted for size, own, wanted in zip(shape, value.stride(), strides, strict=True))
+    if same and value.dtype == dtype:
         return value
-    return torch.empty_strided(value.shape, strides, dtype=value.dtype, device=value.device).copy_(value)
+    return torch.empty_strided(shape, strides, dtype=dtype, device=value.device).copy_(value)
 
 
 def _key(region: Program) -> str:

@@ -16,7 +16,7 @@ from crossfade.execute import compile_regions as module
 from crossfade.execute.codegen import compile_program
 from crossfade.execute.compile_regions import compile_regions, why_eager
 from crossfade.execute.executable import Executable
-from crossfade.execute.inductor import CompiledRegion, Inductor
+from crossfade.execute.inductor import CompiledRegion, Inductor, Layout
 from crossfade.graph.program import Program
 from crossfade.graph.text import parse
 from tests.ranks.cases import train_crossfade, train_crossfade_on_ranks, train_eager
@@ -158,13 +158,38 @@ def test_kernels_are_alike_where_ranks_compute_with_what_they_have_in_common(mon
     assert asked == [("a", True), ("c", True), ("u", True)]
 
 
-def test_results_have_the_strides_of_the_program() -> None:
-    """Inductor returns a slice of a product that it has padded."""
+def test_results_have_the_layouts_of_the_program() -> None:
+    """Inductor returns a slice of a product that it has padded, and sums without the dimension that they keep."""
     padded = torch.arange(8.0).view(2, 4)
-    region = CompiledRegion(lambda: [padded[:, :3], padded[:, :1], padded], 0.0, [(3, 1), (4, 7), (4, 1)])
-    first, second, third = region()
+    shapes = [((2, 3), (3, 1)), ((2, 1), (4, 7)), ((2, 4), (4, 1)), ((1, 2), (2, 1))]
+    layouts = [Layout(*shape, torch.float32) for shape in shapes]
+    region = CompiledRegion(lambda: [padded[:, :3], padded[:, :1], padded, padded.sum(1)], 0.0, layouts)
+    first, second, third, fourth = region()
     assert first.stride() == (3, 1) and torch.equal(first, padded[:, :3])
     assert second.data_ptr() == third.data_ptr() == padded.data_ptr()
+    assert torch.equal(fourth, padded.sum(1)[None])
+
+
+@needs_compiler
+def test_results_have_the_precision_of_the_program() -> None:
+    """Inductor of torch 2.11 would return a loss's gradient in float32: twice the bytes, and refused by what follows."""
+    region = parse("""
+        l: bf16[64, 32] = input("l")
+        t: i64[64] = input("t")
+        g: bf16[] = input("g")
+        w: bf16[] = input("w")
+        d: bf16[64, 32] = aten.nll_loss_backward(g, l, t, None, 1, -100, w)
+        n: bf16[64, 32] = aten.neg(l)
+        return output("d", d), output("n", n)
+        """)
+    given = torch.randn(64, 32).bfloat16(), torch.randint(0, 32, (64,)), torch.ones([]).bfloat16()
+    given = (*given, torch.tensor(64.0).bfloat16())
+    compiled = Inductor(torch.device("cpu")).compile(region)
+    assert [value.dtype for value in compiled.function(*given)] == [torch.bfloat16] * 2
+    found = compiled(*given)[0]
+    logits, targets, gradient, weight = given
+    expected = torch.ops.aten.nll_loss_backward(gradient, logits, targets, None, 1, -100, weight)
+    assert torch.equal(found, expected)
 
 
 @needs_compiler
