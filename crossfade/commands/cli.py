@@ -224,6 +224,9 @@ def simulate(
     expandable: Annotated[
         bool, typer.Option("--expandable", help="Memory as with PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True.")
     ] = False,
+    master: Annotated[
+        bool, typer.Option(help="Whether parameters in half precision have copies in float32 that are updated.")
+    ] = True,
     sweep: Annotated[str, typer.Option(help="gpus=8..16384, or bandwidth=0.25..4 times that between nodes.")] = "",
     scaling: Annotated[
         str, typer.Option(help="weak: each GPU keeps its batch; strong: the whole batch stays.")
@@ -245,7 +248,7 @@ def simulate(
         _simulate_program(Path(program), machine, group_size, memory_limit, html)
         return
     asked = forecasts.Asked(program, batch, mesh, machine or (), way or (), recompute, float8, compiled, accumulate,
-                            spread, sweep, scaling, expandable)  # fmt: skip
+                            spread, sweep, scaling, expandable, master)  # fmt: skip
     answered = forecasts.answer(asked)
     if json:
         typer.echo("[" + ", ".join(each.to_json() for each in answered.forecasts) + "]")

@@ -35,6 +35,7 @@ class Asked:
     over: str = ""
     scaling: str = "weak"
     expandable: bool = False
+    master: bool = True
 
 
 @dataclass(frozen=True)
@@ -100,7 +101,7 @@ def answer(asked: Asked) -> Answered:
     mesh = mesh_of(asked.mesh)
     settings = [
         (Setting(mesh, way_named(way), asked.recompute, asked.float8, asked.compiled, asked.accumulate, asked.spread,
-                 asked.expandable),
+                 asked.expandable, asked.master),
          machine)
         for way in asked.ways or ("fsdp",)
         for machine in machines

@@ -25,10 +25,10 @@ _VIEWS = (torch.ops.aten.t.default, torch.ops.aten.transpose.int, torch.ops.aten
 class ShardLayers(Pass):
     """Gather the parameters of each layer as one, a layer ahead, and reduce-scatter its gradients as one.
 
-    Each rank keeps a part of every parameter in `kept` precision and gathers it in the program's. With `reshard`, a
-    layer's parameters are dropped after its forward and gathered again for its backward. Gradients are reduced in the
-    precision `reduced`. What lies outside of layers is gathered at first use and kept. Unless `ahead`, each collective
-    is waited for where it starts.
+    Each rank keeps a part of every parameter in `kept` precision, empty for the program's, and gathers it in the
+    program's. With `reshard`, a layer's parameters are dropped after its forward and gathered again for its backward.
+    Gradients are reduced in the precision `reduced`, empty for their own. What lies outside of layers is gathered at
+    first use and kept. Unless `ahead`, each collective is waited for where it starts.
 
     Also known as: FSDP2's `fully_shard` of each block, with its implicit prefetch and `MixedPrecisionPolicy`.
 
@@ -127,7 +127,7 @@ class _Sharding:
                 phases.append((phase, chosen))
         for node, whole in zip(unit.nodes, wholes, strict=True):
             rows = math.ceil(whole.numel() / self.options.ranks)
-            node.meta["val"] = whole.new_empty(rows, dtype=getattr(torch, self.options.kept))
+            node.meta["val"] = whole.new_empty(rows, dtype=_dtype(self.options.kept))
         for phase, chosen in phases:
             if chosen:
                 self._gather(unit, wholes, phase, chosen)
@@ -202,7 +202,7 @@ class _Sharding:
 
     def _scatter(self, nodes: list[fx.Node], last: fx.Node, end: fx.Node) -> Sequence[fx.Node]:
         """Launched behind the last gradient, waited for at `end`."""
-        ranks, group, reduced = self.options.ranks, self.options.group, getattr(torch, self.options.reduced)
+        ranks, group, reduced = self.options.ranks, self.options.group, _dtype(self.options.reduced)
         sizes = [math.ceil(node.meta["val"].numel() / ranks) for node in nodes]
 
         def launch(*gradients: Tensor) -> Tensor:
@@ -210,7 +210,8 @@ class _Sharding:
                 torch.nn.functional.pad(each.reshape(-1), (0, size * ranks - each.numel())).view(ranks, size)
                 for each, size in zip(gradients, sizes, strict=True)
             ]
-            flat = torch.cat(rows, 1).to(reduced).view(-1)
+            flat = torch.cat(rows, 1)
+            flat = (flat if reduced is None else flat.to(reduced)).view(-1)
             return collectives.reduce_scatter(flat, "avg", ranks, group)
 
         started = splice(self.program, launch, *nodes, before=last.next, like=last)
@@ -227,3 +228,7 @@ class _Sharding:
 
     def _place(self, node: fx.Node) -> int:
         return self.position.get(node, len(self.position))
+
+
+def _dtype(name: str) -> torch.dtype | None:
+    return getattr(torch, name) if name else None

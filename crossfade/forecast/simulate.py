@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from crossfade.compile.overlap import plan_overlap
-from crossfade.cost.flops import flops_of
+from crossfade.cost.flops import flops_of, is_convolution
 from crossfade.cost.machine import Machine
 from crossfade.cost.presets import preset
 from crossfade.cost.products import is_attention, shape_of
@@ -51,6 +51,8 @@ class Setting:
     spread: float = 0.0
     expandable: bool = False
     """Whether torch's allocator makes its segments longer (`expandable_segments`), instead of taking more of them."""
+    master: bool = True
+    """Whether parameters in half precision have copies in float32, which are what is updated: mixed precision."""
 
 
 @users_frames
@@ -69,6 +71,7 @@ def simulate(
     plan: Any = None,
     spread: float = 0.0,
     expandable: bool = False,
+    master: bool = True,
     name: str = "",
 ) -> Forecast:
     """Forecast a training step of a model on a mesh of a machine, without a device, ranks or weights.
@@ -78,7 +81,9 @@ def simulate(
     `megatron`, `megatron-bucketed`, or `crossfade`, planned by simulation. `recompute` is `none`, `full` or
     `selective`; `float8` computes products of weights in it; `compiled` fuses elementwise operators as Inductor does.
     `spread` is the standard deviation of a device's speed: all ranks wait for the slowest. `expandable` counts memory
-    as torch's allocator takes it with `expandable_segments:True`.
+    as torch's allocator takes it with `expandable_segments:True`. Parameters in half precision are taken to have
+    copies in float32 that are updated (in FSDP their parts are such copies, and gradients are reduced in float32);
+    with `master=False` they are updated themselves, and the optimizer's state and gradients are as precise as they are.
 
         >>> model = nn.Sequential(*(nn.Linear(1024, 1024, device="meta") for _ in range(8)))
         >>> batch = torch.empty(4096, 1024, device="meta"), torch.empty(4096, 1024, device="meta")
@@ -87,7 +92,7 @@ def simulate(
         (16, True)
     """
     known = preset(machine) if isinstance(machine, str) else machine
-    setting = Setting(dict(mesh), way_named(way), recompute, float8, compiled, accumulate, spread, expandable)
+    setting = Setting(dict(mesh), way_named(way), recompute, float8, compiled, accumulate, spread, expandable, master)
     return Forecaster(model, batch, loss_fn, plan, name or type(model).__name__).forecast(setting, known)
 
 
@@ -124,8 +129,9 @@ class Forecaster:
 
     def _build(self, setting: Setting, on_mesh: Machine) -> Built:
         planned = on_mesh if setting.way.planned else None
-        key = (tuple(setting.mesh.items()), setting.way.name, setting.recompute, setting.float8, setting.compiled,
-               setting.accumulate, setting.spread, setting.expandable, on_mesh.device, planned)  # fmt: skip
+        how = (setting.recompute, setting.float8, setting.compiled, setting.accumulate, setting.spread)
+        held = (setting.expandable, setting.master)
+        key = (tuple(setting.mesh.items()), setting.way.name, *how, *held, on_mesh.device, planned)
         if key not in self._built:
             ranks = setting.mesh.get(TENSOR_AXIS, 1)
             if ranks not in self._captured:
@@ -213,7 +219,7 @@ def build(captured: Program, setting: Setting, device: str, planned_for: Machine
     captured.groups = dict(setting.mesh)
     flops = sum(flops_of(node) for node in captured.graph.nodes if node.op == "call_function")
     again: list[Pass] = recomputation(setting.recompute)
-    exchanging = setting.way.passes(data, device) if data > 1 else []
+    exchanging = setting.way.passes(data, device, setting.master) if data > 1 else []
     plain = run_passes(captured, again) if again else captured
     last = run_passes(plain, exchanging) if exchanging else plain
     if planned_for is not None and data > 1:
@@ -231,12 +237,12 @@ def build(captured: Program, setting: Setting, device: str, planned_for: Machine
 def _kept(last: Prepared, plain: Program, setting: Setting, data: int) -> tuple[Memory, Once]:
     """What a rank keeps, and what its update moves."""
     held = [node.meta["val"] for item, node in last.program.named_inputs() if item.kind is InputKind.PARAMETER]
-    elements, sizes = sum(value.numel() for value in held), [tensor_bytes(value) for value in held]
-    halves = sum(value.numel() for value in held if value.dtype.itemsize < 4)
+    sizes = [tensor_bytes(value) for value in held]
+    copies = [4 * value.numel() if setting.master and value.dtype.itemsize < 4 else 0 for value in held]
     gradients = sum(tensor_bytes(value.meta["val"]) for out, value in plain.named_results()
                     if out.kind is OutputKind.GRADIENT)  # fmt: skip
     after = setting.way.after and data > 1
-    states = [value.numel() * (8 if value.dtype.itemsize >= 4 else 12) for value in held]
+    states = [3 * copy if copy else 2 * size for size, copy in zip(sizes, copies, strict=True)]
     found = held_memory(last.program, Kept(
         sizes, states, gradients if setting.way.buckets and data > 1 else 0,
         DATA_AXIS if setting.way.split and data > 1 else "", not setting.compiled, setting.accumulate,
@@ -245,8 +251,17 @@ def _kept(last: Prepared, plain: Program, setting: Setting, data: int) -> tuple[
     beside = found.alive - sum(sizes) - sum(states)
     memory = Memory(sum(sizes), sum(states), beside, found.reserved - found.alive)
     reduced = (Exchanged(Kind.ALL_REDUCE, gradients, DATA_AXIS),) if after else ()
-    moved = 4.0 * _ADAM_READS_AND_WRITES * elements + 6.0 * halves
-    return memory, Once(reduced, moved, 3.0 * (4.0 * elements if setting.way.split else gradients))
+    moved = sum(_update_bytes(size, copy) for size, copy in zip(sizes, copies, strict=True))
+    return memory, Once(reduced, moved, 3.0 * (sum(sizes) if setting.way.split else gradients))
+
+
+def _update_bytes(size: int, copy: int) -> float:
+    """What Adam's update of one parameter reads and writes; of a copy, and then the parameter, where it has one.
+
+    >>> _update_bytes(400, 0), _update_bytes(200, 400)
+    (2800.0, 3400.0)
+    """
+    return float(_ADAM_READS_AND_WRITES * (copy or size) + (3 * size if copy else 0))
 
 
 def _where(prepared: Prepared, costs: Costs, timeline: Timeline) -> dict[str, float]:
@@ -279,7 +294,7 @@ def _bounds(prepared: Prepared, costs: Costs) -> dict[str, float]:
 def _class(prepared: Prepared, node: fx.Node) -> str:
     if is_attention(node):
         return "attention"
-    return "products" if shape_of(node, prepared.keys) is not None else "memory"
+    return "products" if shape_of(node, prepared.keys) is not None or is_convolution(node.target) else "memory"
 
 
 def _helps(built: Built, machine: Machine, seconds: float) -> tuple[Help, ...]:

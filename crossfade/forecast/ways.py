@@ -26,8 +26,8 @@ class Way:
 
     name: str
     says: str
-    passes: Callable[[int, str], list[Pass]]
-    """The passes for so many ranks, by the type of their devices."""
+    passes: Callable[[int, str, bool], list[Pass]]
+    """The passes for so many ranks, by the type of their devices and whether parameters are kept in float32."""
     split: bool = False
     after: bool = False
     planned: bool = False
@@ -35,21 +35,22 @@ class Way:
     """Whether buckets for all gradients lie beside these as long as training goes."""
 
 
-def _ddp(ranks: int, device: str) -> list[Pass]:
+def _ddp(ranks: int, device: str, master: bool) -> list[Pass]:
     return [AverageGradients(DATA_AXIS), BucketAllReduces(cap_mb=25.0, first_mb=1.0), SinkWaits()]
 
 
-def _megatron_bucketed(ranks: int, device: str) -> list[Pass]:
+def _megatron_bucketed(ranks: int, device: str, master: bool) -> list[Pass]:
     return [AverageGradients(DATA_AXIS), BucketAllReduces(cap_mb=80.0), SinkWaits()]
 
 
-def _fsdp(ranks: int, device: str) -> list[Pass]:
+def _fsdp(ranks: int, device: str, master: bool, reshard: bool = True) -> list[Pass]:
     """FSDP2 waits for each collective where it starts it if parameters are on CPUs."""
-    return [ShardLayers(DATA_AXIS, ranks, ahead=device != "cpu")]
+    precision = "float32" if master else ""
+    return [ShardLayers(DATA_AXIS, ranks, reshard, precision, precision, ahead=device != "cpu")]
 
 
-def _fsdp_kept(ranks: int, device: str) -> list[Pass]:
-    return [ShardLayers(DATA_AXIS, ranks, reshard=False, ahead=device != "cpu")]
+def _fsdp_kept(ranks: int, device: str, master: bool) -> list[Pass]:
+    return _fsdp(ranks, device, master, reshard=False)
 
 
 WAYS: Mapping[str, Way] = {
@@ -62,11 +63,11 @@ WAYS: Mapping[str, Way] = {
         Way("fsdp-kept", "the same, but gathered once and kept for the backward",
             _fsdp_kept, split=True),
         Way("megatron", "replicated; gradients all-reduced in one piece after the backward",
-            lambda ranks, device: [], after=True),
+            lambda ranks, device, master: [], after=True),
         Way("megatron-bucketed", "replicated; gradients all-reduced in large buckets while the backward runs",
             _megatron_bucketed),
         Way("crossfade", "replicated; buckets and order planned for the machine by simulation",
-            lambda ranks, device: [AverageGradients(DATA_AXIS)], planned=True),
+            lambda ranks, device, master: [AverageGradients(DATA_AXIS)], planned=True),
     )
 }  # fmt: skip
 """All ways, by name."""

@@ -10,6 +10,7 @@ import crossfade as cf
 from crossfade.cost.allocator import MIB
 from crossfade.forecast.capture import capture_model
 from crossfade.forecast.held_memory import WORKSPACES, Kept, held_memory
+from crossfade.graph.collectives import Kind
 from crossfade.graph.text import parse
 from tests.forecast.models import Tower, tokens
 
@@ -52,6 +53,27 @@ def test_fsdp_has_memory_for_gathers_and_scatters_of_its_own() -> None:
     assert found.bytes > WORKSPACES + 4 * found.parameters + 2 * weight
     segments = cf.simulate(model, batch, mesh={"dp": 4}, loss_fn=nn.functional.mse_loss).memory
     assert segments.at_peak == found.at_peak and segments.allocator != found.allocator
+
+
+@pytest.mark.parametrize("way", ["ddp", "fsdp"])
+def test_what_is_trained_in_half_precision_alone_keeps_no_copies(way: str) -> None:
+    width, layers, ranks = 512, 4, 4
+    with torch.device("meta"):
+        model = nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(layers))).bfloat16()
+    batch = tuple(torch.empty(64, width, dtype=torch.bfloat16) for _ in range(2))
+    mixed, alone = (
+        cf.simulate(model, batch, mesh={"dp": ranks}, loss_fn=nn.functional.mse_loss, way=way, master=master)
+        for master in (True, False)
+    )
+    count = layers * width * width // (ranks if way == "fsdp" else 1)
+    assert (alone.memory.parameters, alone.memory.optimizer) == (2 * count, 4 * count)
+    in_parts = (4 * count, 8 * count)  # the parts are the copies
+    assert (mixed.memory.parameters, mixed.memory.optimizer) == (in_parts if way == "fsdp" else (2 * count, 12 * count))
+    assert alone.spent["update"] < 0.6 * mixed.spent["update"]
+    if way == "fsdp":  # gradients travel in two bytes instead of four
+        sent = [[travel.bytes for travel in found.timeline.communication if travel.kind is Kind.REDUCE_SCATTER]
+                for found in (mixed, alone)]  # fmt: skip
+        assert sum(sent[0]) == 2 * sum(sent[1])
 
 
 def test_selective_checkpointing_keeps_in_eager_mode_what_nothing_reads() -> None:
