@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import gc
 import statistics
 import time
 from collections.abc import Callable, Iterator
@@ -184,15 +185,12 @@ def _with_host(machine: Machine, device: str, steps: int) -> Machine:
 def _case(name: str, case: Case, ways: list[str], machine: Machine, steps: int) -> Iterator[dict[str, Any]]:
     device, ranks = machine.device, dist.get_world_size()
     seconds: dict[str, list[float]] = {way: [] for way in ways}
-    reserved: dict[str, int] = {}
+    reserved = {way: _most_reserved(case, way) for way in ways} if device == "cuda" else {}
     runs = {}
     for way in ways:
-        before = _reserved(device)
         runs[way], _ = _stepping(case, way, device)
         for _ in range(WARM_UP):
             _timed(runs[way], device)
-        if device == "cuda":
-            reserved[way] = torch.cuda.max_memory_reserved() - before
     for _ in range(steps):
         for way in ways:
             seconds[way].append(_timed(runs[way], device))
@@ -210,7 +208,7 @@ def _forecast(case: Case, way: str, mesh: dict[str, int], machine: Machine, devi
         model = case.build()
     model = model.to(_dtype(device))
     return simulate(model, _moved(case.batch(), "meta", device), mesh=mesh, machine=machine, loss_fn=case.loss,
-                    way="ddp" if way == "alone" else way)  # fmt: skip
+                    way="ddp" if way == "alone" else way, master=False)  # fmt: skip
 
 
 def _stepping(case: Case, way: str, device: str) -> tuple[Callable[[], Any], nn.Module]:
@@ -267,10 +265,18 @@ def _wait(device: str) -> None:
         torch.cuda.synchronize()
 
 
-def _reserved(device: str) -> int:
+def _most_reserved(case: Case, way: str) -> int:
+    """Bytes that torch takes of a GPU for a way by itself: beside another, it would use holes that this one leaves."""
+    before = _reserved()
+    run, _ = _stepping(case, way, "cuda")
+    for _ in range(WARM_UP):
+        _timed(run, "cuda")
+    return torch.cuda.max_memory_reserved() - before
+
+
+def _reserved() -> int:
     """Bytes that torch holds of a GPU, once it has given back what is unused; its high mark starts there."""
-    if device != "cuda":
-        return 0
+    gc.collect()  # what an earlier model held goes now, not while the next is measured
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()

@@ -2,14 +2,16 @@
 
 What is measured, each time on all ranks at once and counted by the slowest:
 
-- Collectives, as programs run them: started by the asynchronous functional operators and waited for, one alone up to
-  the size of a piece (1 MB), larger ones as pieces of that size started together. Bandwidth and latency are fitted to
-  the medians, see `fitted`. A reduce-scatter is the backend's own.
-- Pieces: 8 MB all-reduced, gathered and exchanged in one, in two, four and eight: the largest piece that is nearly as
-  fast as any, see `best_piece`.
-- Launch: the time in which a start of a small collective returns.
-- Arithmetic: the three products of a layer with a square weight, of growing size until one takes a few milliseconds.
-- Convolutions: one with both of its gradients, as a share of that rate.
+- Collectives, as programs run them: started by the asynchronous functional operators and waited for. Of a GPU's tensors
+  each is one; of a CPU's one alone up to the size of a piece (1 MB), larger ones as pieces of that size started
+  together. Bandwidth and latency are fitted to the medians, see `fitted`. A reduce-scatter is the backend's own.
+- Pieces, on CPUs: 8 MB all-reduced, gathered and exchanged in one, in two, four and eight: the largest piece that is
+  nearly as fast as any, see `best_piece`.
+- Launch: the time in which a start of a small collective returns; on a GPU, that its computing stream loses by it.
+- Arithmetic: the three products of a layer with a square weight, of growing size until one takes a few milliseconds; on
+  a GPU the rate is that of full waves of tiles, see `Products`.
+- Attention, on a GPU: causal, in bfloat16, and its gradient, as shares of that rate.
+- Convolutions: one with both of its gradients, as a share of that rate, in the precisions that models have there.
 - Memory: additions of two tensors of 4 MB into a third, rotating through 64 MB and more.
 - Overhead: an addition of eight elements, with fresh memory for its result; on a GPU, behind other work.
 - Host: copies of many bytes and of few to the host's memory (pinned, for a GPU) and back, the slower way.
@@ -39,13 +41,20 @@ from torch import Tensor
 
 from crossfade.cost.machine import Fabric, Link, Machine
 from crossfade.cost.machine_parts import HostLink, bytes_sent, fitted, rounded
+from crossfade.cost.products import Products
 from crossfade.errors import MachineError
 from crossfade.graph import collectives
 from crossfade.graph.collectives import Kind
 
 MB = 2**20
-SIZES = (2**12, 2**16, 2**18, MB, 4 * MB, 16 * MB)
-"""Bytes of the larger side of the collectives that are timed."""
+SIZES = {
+    "cpu": (2**12, 2**16, 2**18, MB, 4 * MB, 16 * MB),
+    "cuda": (2**16, MB, 8 * MB, 32 * MB, 128 * MB, 512 * MB),
+}
+"""Bytes of the larger side of the collectives that are timed, by the device whose tensors travel."""
+
+_CONVOLVED = {"cpu": (torch.float32,), "cuda": (torch.float32, torch.bfloat16, torch.float16)}
+"""A GPU convolves float32 by TF32, unless it is told not to, which products of float32 do not use."""
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _PIECE_BYTES = MB
@@ -68,7 +77,7 @@ def calibrate(
     axes: Mapping[str, Any],
     *,
     device: str = "cpu",
-    sizes: Sequence[int] = SIZES,
+    sizes: Sequence[int] | None = None,
     seconds: float = 10.0,
     world: Any = None,
 ) -> Machine:
@@ -78,7 +87,7 @@ def calibrate(
         name: what the machine is to be called.
         axes: the process group of this rank along each mesh axis; `"*"` stands for every axis not named.
         device: type of device that computes and holds what travels.
-        sizes: bytes of the collectives to time, at least two different ones.
+        sizes: bytes of the collectives to time, at least two different ones; by default `SIZES` of the device.
         seconds: about how long to take; noisy machines deserve more.
         world: the group of all ranks that call, by default torch's world.
 
@@ -91,6 +100,7 @@ def calibrate(
             expected="every rank to be in one",
             remedy="call torch.distributed.init_process_group first, or run crossfade calibrate",
         )
+    sizes = SIZES[device] if sizes is None else sizes
     for axis, group in axes.items():
         _check(axis, group, device, sizes)
     share = seconds / (len(axes) + 1)
@@ -112,8 +122,8 @@ def rows(machine: Machine) -> list[tuple[str, str, str, str]]:
         slower = f"computation {fabric.slows_compute:.0%} slower meanwhile"
         lines.append(("launch", axis, _microseconds(fabric.launch), slower))
     lines += [("matrix product", dtype, "", _rate(rate, "FLOP/s")) for dtype, rate in machine.flops.items()]
-    if machine.convolutions != 1.0:
-        lines.append(("convolution", machine.device, "", f"{machine.convolutions:.0%} of the products' rate"))
+    lines += [("convolution", dtype, "", f"{share:.0%} of the products' rate")
+              for dtype, share in machine.convolutions.items()]  # fmt: skip
     if machine.host is not None:
         rate = _rate(machine.host.bandwidth, "B/s")
         lines.append(("copy to the host", machine.device, _microseconds(machine.host.latency), rate))
@@ -210,7 +220,9 @@ class _Calibration:
             source=self._source(axes),
             host=self._host_link(),
         )
-        found = dataclasses.replace(found, convolutions=self._convolutions(found.flops["float32"]))
+        found = dataclasses.replace(found, convolutions=self._convolutions(found.flops))
+        if self.device == "cuda":
+            found = dataclasses.replace(found, products=self._products(found.flops["bfloat16"]))
         if self.unsteady and self.ranks.is_first:
             log.warning(
                 "times of the same collective that vary while calibrating: %s; predictions for this machine may "
@@ -235,14 +247,50 @@ class _Calibration:
             x, weight, gradient = (self.numbers(size, size, seed=seed).to(dtype) for seed in range(3))
             layer = functools.partial(_products_of_layer, x, weight, gradient)
             if self.agreed(layer, 0.0) > 3 * _PRODUCT_SECONDS or size >= 8192:
-                return rounded(3 * 2 * size**3 / self.agreed(layer, self.seconds / len(DTYPES) / 2))
+                return rounded(3 * self._operations(size) / self.agreed(layer, self.seconds / len(DTYPES) / 2))
             size *= 2
 
-    def _convolutions(self, rate: float) -> float:
-        """The share of a rate of products that a convolution of 3 x 3 and both of its gradients reach."""
+    def _operations(self, size: int) -> float:
+        """Of a square product; on a GPU those at the rate of full waves that take as long."""
+        return 2.0 * size**3 if self.device == "cpu" else self._tiles.seconds(1, size, size, size, rate=1.0)
+
+    @property
+    def _tiles(self) -> Products:
+        return Products(torch.cuda.get_device_properties(self.device).multi_processor_count)
+
+    def _products(self, rate: float) -> Products:
+        """What tiles there are, and the shares of a rate that attention and its gradient reach."""
+        samples, heads, length, width = 4, 16, 2048, 128
+        query, key, value, gradient = (
+            self.numbers(samples, heads, length, width, seed=seed).to(torch.bfloat16).requires_grad_()
+            for seed in range(4)
+        )
+
+        def forward() -> Tensor:
+            return torch.nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+
+        with torch.enable_grad():
+            attended = forward()
+            backward = functools.partial(
+                torch.autograd.grad, attended, (query, key, value), gradient, retain_graph=True
+            )
+            there, back = (self.agreed(way, self.seconds / 16) for way in (forward, backward))
+        scores = 2 * samples * heads * length**2 * width / 2  # half of them are masked
+        attention, behind = (products * scores / seconds / rate for products, seconds in ((2, there), (5, back)))
+        return dataclasses.replace(
+            self._tiles, attention=rounded(attention), attention_backward=rounded(behind / attention)
+        )
+
+    def _convolutions(self, rates: Mapping[str, float]) -> dict[str, float]:
+        """The shares of the products' rates that a convolution of 3 x 3 and both of its gradients reach, by dtype."""
+        names = {dtype: str(dtype).removeprefix("torch.") for dtype in _CONVOLVED[self.device]}
+        return {name: rounded(self._convolved(dtype) / rates[name]) for dtype, name in names.items()}
+
+    def _convolved(self, dtype: torch.dtype) -> float:
+        """Operations a second of a convolution and both of its gradients."""
         images, channels, pixels = (8, 64, 32) if self.device == "cpu" else (64, 256, 56)
-        x, gradient = (self.numbers(images, channels, pixels, pixels, seed=seed) for seed in (0, 1))
-        weight = self.numbers(channels, channels, 3, 3, seed=2)
+        x, gradient = (self.numbers(images, channels, pixels, pixels, seed=seed).to(dtype) for seed in (0, 1))
+        weight = self.numbers(channels, channels, 3, 3, seed=2).to(dtype)
         how: tuple[Any, ...] = ([1, 1], [1, 1], [1, 1], False, [0, 0], 1)
 
         def layer() -> None:
@@ -250,7 +298,7 @@ class _Calibration:
             torch.ops.aten.convolution_backward(gradient, x, weight, None, *how, [True, True, False])
 
         operations = 3 * 2 * images * pixels**2 * 9 * channels**2
-        return rounded(operations / self.agreed(layer, self.seconds / 16) / rate)
+        return operations / self.agreed(layer, self.seconds / 16)
 
     def numbers(self, *sizes: int, seed: int = 0) -> Tensor:
         """Random numbers: a GPU multiplies numbers that are alike faster than a model's."""
@@ -287,10 +335,10 @@ class _Calibration:
                 torch.add(left, left)
 
         if self.device == "cuda":
-            return rounded(self.ranks.slowest([statistics.median(self._behind(adds) for _ in range(9))])[0] / 100)
+            return rounded(self.ranks.slowest([statistics.median(self.behind(adds) for _ in range(9))])[0] / 100)
         return rounded(self.agreed(adds, self.seconds / 8) / 100)
 
-    def _behind(self, work: Callable[[], Any]) -> float:
+    def behind(self, work: Callable[[], Any]) -> float:
         """Seconds of kernels on a GPU that is still busy while they are launched: the host runs ahead, as in a step."""
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         busy = self.numbers(8192, 8192)
@@ -352,7 +400,8 @@ class _Axis:
             self.calibration.unsteady.append(f"{kind} on {self.name} by {factor:.1f}x")
         hops = (self.ranks - 1).bit_length()  # the steps that Link counts a latency for
         found = fitted([(hops * count, sent, seconds) for count, sent, seconds in points])
-        return dataclasses.replace(found, piece=self._piece(kind)) if kind in _CUT else found
+        cut = kind in _CUT and self.calibration.device == "cpu"  # NCCL cuts what it sends itself
+        return dataclasses.replace(found, piece=self._piece(kind)) if cut else found
 
     def _piece(self, kind: Kind) -> int | None:
         """The best piece for much data; None if that is all of it in one."""
@@ -365,9 +414,10 @@ class _Axis:
         found = best_piece(dict(zip(_PIECES, zip(*(one_round() for _ in range(repeats)), strict=True), strict=True)))
         return None if found == _PIECES[-1] else found
 
-    def _inputs(self, kind: Kind, size: int, piece: int = _PIECE_BYTES) -> list[Tensor]:
+    def _inputs(self, kind: Kind, size: int, piece: int = 0) -> list[Tensor]:
         """Tensors for a collective whose larger side has about `size` bytes, one for each piece."""
-        count = max(1, size // piece)
+        whole = _PIECE_BYTES if self.calibration.device == "cpu" else size
+        count = max(1, size // (piece or whole))
         rows = max(1, size // count // 4 // self.ranks)
         shape = (rows,) if kind is Kind.ALL_GATHER else (rows * self.ranks,)
         return [torch.ones(shape, device=self.calibration.device) for _ in range(count)]
@@ -403,16 +453,20 @@ class _Axis:
             collectives.wait(value)
 
     def launch(self) -> float:
-        """Median seconds in which starting a small collective returns."""
+        """Median seconds in which starting a small collective returns, or for which it keeps a GPU from computing."""
         inputs = self._inputs(Kind.ALL_REDUCE, 2**12) * 8
         samples = []
         for _ in range(8):
             dist.barrier(self.group)
-            start = time.perf_counter()
-            started = self._start(Kind.ALL_REDUCE, inputs)
-            samples.append((time.perf_counter() - start) / len(inputs))
+            started: list[Tensor] = []
+            start_all = functools.partial(self._start_into, started, inputs)
+            seconds = self.calibration.behind(start_all) if self.calibration.device == "cuda" else _clocked(start_all)
+            samples.append(seconds / len(inputs))
             self._finish(started)
         return rounded(self.calibration.ranks.slowest([statistics.median(samples)])[0])
+
+    def _start_into(self, started: list[Tensor], inputs: list[Tensor]) -> None:
+        started += self._start(Kind.ALL_REDUCE, inputs)
 
     def slows_compute(self, link: Link) -> float:
         """By which share matrix products take longer while all-reduces travel."""
@@ -446,6 +500,12 @@ def _products_of_layer(x: Tensor, weight: Tensor, gradient: Tensor) -> None:
     """What a layer multiplies in a step: some of the matrices are transposed, which libraries do slower."""
     for left, right in ((x, weight.t()), (gradient, weight), (gradient.t(), x)):
         torch.mm(left, right)
+
+
+def _clocked(work: Callable[[], Any]) -> float:
+    start = time.perf_counter()
+    work()
+    return time.perf_counter() - start
 
 
 def _repeats(seconds: float, once: float) -> int:

@@ -132,9 +132,10 @@ class Estimator:
         """Seconds of the floating-point operations at the rate of the first tensor's dtype."""
         first = next(tensor for source in node.all_input_nodes for tensor in self.keys.tensors(source))
         rates = self.machine.flops
-        rate = rates.get(str(first.dtype).removeprefix("torch."), rates["float32"])
+        dtype = str(first.dtype).removeprefix("torch.")
+        rate = rates.get(dtype, rates["float32"])
         if is_convolution(node.target):
-            rate *= self.machine.convolutions
+            rate *= self.machine.convolutions.get(dtype, 1.0)
         products = self.machine.products
         if products is None:
             return flops_of(node, self.keys) / rate

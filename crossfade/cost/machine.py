@@ -94,8 +94,8 @@ class Machine:
     """What a host takes to launch what a device computes; nothing where operators are called as they run."""
     host: HostLink | None = None
     """What copies to the host's memory and back cost; None where unknown."""
-    convolutions: float = 1.0
-    """The share of `flops` that convolutions and their gradients reach."""
+    convolutions: Mapping[str, float] = field(default_factory=dict)
+    """The share of `flops` that convolutions and their gradients reach, by dtype; all of them where unknown."""
     _digest: str = field(init=False, compare=False, default="")
 
     def __post_init__(self) -> None:
@@ -202,7 +202,7 @@ class Machine:
             ("products", None),
             ("host", None),
             ("launching", dataclasses.asdict(Launching())),
-            ("convolutions", 1.0),
+            ("convolutions", {}),
         ):
             if plain[name] == nothing:
                 del plain[name]
@@ -287,7 +287,7 @@ def _fields_traced(traced: Traced, like: Machine | None) -> dict[str, Any]:
         "memory_bandwidth": traced.memory_bandwidth or (like.memory_bandwidth if like is not None else 0.0),
         "overhead": traced.overhead if traced.overhead is not None else like.overhead if like is not None else 0.0,
         "host": like.host if like is not None else None,
-        "convolutions": like.convolutions if like is not None else 1.0,
+        "convolutions": like.convolutions if like is not None else {},
         "device": traced.device,
         "memory": like.memory if like is not None else None,
         "source": f"a trace of {traced.said()}" + (f"; unseen, {instead}: {', '.join(unseen)}" if unseen else ""),
@@ -352,7 +352,7 @@ def _record(kind: Any, plain: Any, where: str) -> dict[str, Any]:
                 f"{where}.{name}", expected=f"only {', '.join(wanted)}", remedy="correct it, or calibrate again"
             )
     for name, declared in wanted.items():
-        if name not in plain and declared.default is dataclasses.MISSING:
+        if name not in plain and declared.default is declared.default_factory is dataclasses.MISSING:
             raise MachineError(
                 f"{where}.{name} is missing", expected="every field", remedy="add it, or calibrate again"
             )
@@ -385,7 +385,8 @@ def _check(machine: Machine) -> None:
         raise MachineError("flops.float32 is missing", expected="that dtype at least", remedy="add it, or calibrate")
     _number(machine.memory_bandwidth, "memory_bandwidth")
     _number(machine.overhead, "overhead", least=0)
-    _number(machine.convolutions, "convolutions")
+    for dtype, share in _mapping(machine.convolutions, "convolutions").items():
+        _number(share, f"convolutions.{dtype}")
     if machine.memory is not None:
         _number(machine.memory, "memory")
     _check_parts(machine)

@@ -143,9 +143,9 @@ def test_convolutions_reach_a_share_of_the_products_rate(transposed: bool, backw
         """)
     node = list(program.graph.nodes)[2]
     whole = replace(toy_machine(), overhead=0.0, memory_bandwidth=1e300)
-    half = replace(whole, convolutions=0.5)
+    half = replace(whole, convolutions={"float32": 0.5, "float16": 0.1})
     assert estimate(program, half).compute[node] == pytest.approx(2 * estimate(program, whole).compute[node])
-    assert last_compute(binary("aten.mm", "[8, 8]", "[8, 8]"), convolutions=0.5) == pytest.approx(
+    assert last_compute(binary("aten.mm", "[8, 8]", "[8, 8]"), convolutions={"float32": 0.5}) == pytest.approx(
         last_compute(binary("aten.mm", "[8, 8]", "[8, 8]"))
     )
 

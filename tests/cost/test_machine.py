@@ -54,7 +54,7 @@ def test_an_unknown_axis_is_named() -> None:
 
 
 def test_json_and_files_give_the_same_machine_back(tmp_path: Path) -> None:
-    machine = toy_machine(memory=10**9, source="made up", convolutions=0.5)
+    machine = toy_machine(memory=10**9, source="made up", convolutions={"bfloat16": 0.5})
     assert Machine.from_json(machine.to_json()) == machine
     assert Machine.load(machine.save(tmp_path / "toy.json")) == machine
 
@@ -115,7 +115,11 @@ REFUSED: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
     "number for text": (lambda m: m.update(name=5), "name = 5: expected text"),
     "list for fabrics": (lambda m: m.update(fabrics=[]), "fabrics = []: expected an object"),
     "list for flops": (lambda m: m.update(flops=[1]), "flops = [1]: expected an object"),
-    "no convolutions": (lambda m: m.update(convolutions=0), "convolutions = 0: expected a number more than 0"),
+    "list for convolutions": (lambda m: m.update(convolutions=[1]), "convolutions = [1]: expected an object"),
+    "no convolutions": (
+        lambda m: m.update(convolutions={"float32": 0}),
+        "convolutions.float32 = 0: expected a number more than 0",
+    ),
     "no float32": (lambda m: m["flops"].pop("float32"), "flops.float32 is missing: expected that dtype at least"),
 }
 
