@@ -172,7 +172,7 @@ def test_results_have_the_layouts_of_the_program() -> None:
 
 @needs_compiler
 def test_results_have_the_precision_of_the_program() -> None:
-    """Inductor of torch 2.11 would return a loss's gradient in float32: twice the bytes, and refused by what follows."""
+    """Inductor of torch 2.11 would return the gradient of a loss in float32."""
     region = parse("""
         l: bf16[64, 32] = input("l")
         t: i64[64] = input("t")
