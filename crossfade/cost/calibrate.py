@@ -92,7 +92,8 @@ def calibrate(
         world: the group of all ranks that call, by default torch's world.
 
     Raises:
-        MachineError: there are no ranks, an axis has only one, or its backend cannot carry the device's tensors.
+        MachineError: there are no ranks, an axis has only one, its backend cannot carry the device's tensors, or the
+            device is of another type than `cpu` and `cuda`.
     """
     if not dist.is_initialized():
         raise MachineError(
@@ -100,6 +101,8 @@ def calibrate(
             expected="every rank to be in one",
             remedy="call torch.distributed.init_process_group first, or run crossfade calibrate",
         )
+    if device not in SIZES:
+        raise MachineError(f"device={device!r}", expected=f"one of {', '.join(SIZES)}", remedy="pass one of them")
     sizes = SIZES[device] if sizes is None else sizes
     for axis, group in axes.items():
         _check(axis, group, device, sizes)

@@ -127,7 +127,7 @@ def _laid_out(value: Tensor, layout: Layout) -> Tensor:
     """
     shape, strides, dtype = layout
     if value.shape != shape:
-        value = value.view(shape)
+        value = value.reshape(shape)
     same = all(size == 1 or own == wanted for size, own, wanted in zip(shape, value.stride(), strides, strict=True))
     if same and value.dtype == dtype:
         return value

@@ -142,6 +142,7 @@ def refused() -> list[str]:
         ({"tp": alone}, {}),
         ({"dp": dist.group.WORLD}, {"device": "cuda"}),
         ({"dp": dist.group.WORLD}, {"sizes": (MB, MB)}),
+        ({"dp": dist.group.WORLD}, {"device": "mps"}),
     ):
         try:
             calibrate("none", axes, **options)  # type: ignore[arg-type]
@@ -151,10 +152,11 @@ def refused() -> list[str]:
 
 
 def test_what_cannot_be_measured_is_refused_before_anything_travels(ranks: Callable[[int], Ranks]) -> None:
-    (alone, cuda, sizes), _ = ranks(2).run(refused)
+    (alone, cuda, sizes, other), _ = ranks(2).run(refused)
     assert alone.startswith("axis 'tp' has one rank: expected at least 2")
     assert cuda.startswith("axis 'dp' would carry cuda tensors over gloo: expected nccl (gloo's all-gather")
     assert sizes.startswith(f"the sizes are [{MB}, {MB}]: expected at least two different ones")
+    assert other == "device='mps': expected one of cpu, cuda. Remedy: pass one of them."
 
 
 def points(latency: float, bandwidth: float, noise: tuple[float, ...]) -> list[tuple[float, float, float]]:
