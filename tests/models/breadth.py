@@ -331,12 +331,13 @@ def main() -> None:
     """Go over the architectures and print what became of each."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--names", default="*", help="patterns of names, by comma")
+    parser.add_argument("--every", type=int, default=1, help="one of so many, from the first name on")
     parser.add_argument("--ranks", type=int, default=2, help="how many ranks split the weights")
     parser.add_argument("--pairs", action="store_true", help="only what is in pairs, as `Plan.megatron` unless asked")
     parser.add_argument("--compare", action="store_true", help="run the programs of all ranks too, with random weights")
     options = parser.parse_args()
     rows = []
-    for name in names(options.names):
+    for name in names(options.names)[:: options.every]:
         if options.compare:
             print(name, _compared(name, options), flush=True)
             continue
