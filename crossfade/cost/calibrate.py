@@ -31,7 +31,7 @@ import itertools
 import logging
 import statistics
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -42,6 +42,7 @@ from torch import Tensor
 from crossfade.cost.machine import Fabric, Link, Machine
 from crossfade.cost.machine_parts import HostLink, bytes_sent, fitted, rounded
 from crossfade.cost.products import Products
+from crossfade.cost.ranks_clock import CalibratingRanks, Clock, clocked, repeats_for
 from crossfade.errors import MachineError
 from crossfade.graph import collectives
 from crossfade.graph.collectives import Kind
@@ -63,7 +64,6 @@ _CUT = (Kind.ALL_REDUCE, Kind.ALL_GATHER, Kind.ALL_TO_ALL)
 """Kinds that programs start in pieces, or in buckets as large as a piece."""
 _NEARLY = 1.08
 _MOST_IN_FLIGHT = 256 * MB
-_LEAST_REPEATS, _MOST_REPEATS = 5, 50
 _LEAST_ROUNDS = 7
 _PRODUCT_SECONDS = 5e-3
 _UNSTEADY = 1.5
@@ -107,7 +107,7 @@ def calibrate(
     for axis, group in axes.items():
         _check(axis, group, device, sizes)
     share = seconds / (len(axes) + 1)
-    return _Calibration(name, device, tuple(sorted(sizes)), share, _Ranks.of(world)).machine(axes)
+    return _Calibration(device, CalibratingRanks.of(world), name, tuple(sorted(sizes)), share).machine(axes)
 
 
 def rows(machine: Machine) -> list[tuple[str, str, str, str]]:
@@ -166,48 +166,11 @@ def _check(axis: str, group: Any, device: str, sizes: Sequence[int]) -> None:
         )
 
 
-@dataclass(frozen=True)
-class _Ranks:
-    """All ranks that calibrate, and the device their agreement travels on."""
-
-    group: Any
-    device: str
-
-    @classmethod
-    def of(cls, group: Any) -> _Ranks:
-        group = dist.group.WORLD if group is None else group
-        return cls(group, "cuda" if dist.get_backend(group) == "nccl" else "cpu")
-
-    def slowest(self, seconds: Iterable[float]) -> list[float]:
-        """The largest of all ranks' numbers, one by one."""
-        values = torch.tensor(list(seconds), dtype=torch.float64, device=self.device)
-        dist.all_reduce(values, dist.ReduceOp.MAX, group=self.group)
-        return values.tolist()
-
-    @property
-    def first(self) -> int:
-        """The group's first rank, by its number in the world."""
-        return dist.get_process_group_ranks(self.group)[0]
-
-    @property
-    def is_first(self) -> bool:
-        """Whether this is the group's first rank."""
-        return dist.get_rank() == self.first
-
-    def word_of_the_first(self, text: str) -> str:
-        """What the group's first rank says."""
-        said = [text]
-        dist.broadcast_object_list(said, src=self.first, group=self.group)
-        return said[0]
-
-
 @dataclass
-class _Calibration:
+class _Calibration(Clock):
     name: str
-    device: str
     sizes: tuple[int, ...]
     seconds: float
-    ranks: _Ranks
     unsteady: list[str] = field(default_factory=list)
     """Which links did not keep their pace, and how far they varied."""
 
@@ -303,11 +266,6 @@ class _Calibration:
         operations = 3 * 2 * images * pixels**2 * 9 * channels**2
         return operations / self.agreed(layer, self.seconds / 16)
 
-    def numbers(self, *sizes: int, seed: int = 0) -> Tensor:
-        """Random numbers: a GPU multiplies numbers that are alike faster than a model's."""
-        generator = torch.Generator(self.device).manual_seed(seed)  # the user's own draws go on as if nothing had been
-        return torch.randn(*sizes, device=self.device, generator=generator)
-
     def _memory_bandwidth(self) -> float:
         elements = MB if self.device == "cpu" else 64 * MB
         tensors = [torch.full((elements,), 0.5, device=self.device) for _ in range(18)]
@@ -340,37 +298,6 @@ class _Calibration:
         if self.device == "cuda":
             return rounded(self.ranks.slowest([statistics.median(self.behind(adds) for _ in range(9))])[0] / 100)
         return rounded(self.agreed(adds, self.seconds / 8) / 100)
-
-    def behind(self, work: Callable[[], Any]) -> float:
-        """Seconds of kernels on a GPU that is still busy while they are launched: the host runs ahead, as in a step."""
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        busy = self.numbers(8192, 8192)
-        torch.mm(busy, busy)
-        start.record()
-        work()
-        end.record()
-        end.synchronize()
-        return start.elapsed_time(end) / 1e3
-
-    def agreed(self, work: Callable[[], Any], seconds: float) -> float:
-        """Median seconds of some computation on the slowest rank, repeated for about so many seconds."""
-        work()
-        once = self.ranks.slowest([self.timed(work)])[0]
-        repeats = _repeats(seconds, once)
-        return self.ranks.slowest([statistics.median(self.timed(work) for _ in range(repeats))])[0]
-
-    def timed(self, work: Callable[[], Any]) -> float:
-        """Seconds until some work is done."""
-        self.synchronize()
-        start = time.perf_counter()
-        work()
-        self.synchronize()
-        return time.perf_counter() - start
-
-    def synchronize(self) -> None:
-        """Wait for the computing stream only: what still travels has streams of its own."""
-        if self.device == "cuda":
-            torch.cuda.current_stream().synchronize()
 
     def _fabric(self, name: str, group: Any) -> Fabric:
         axis = _Axis(self, name, group)
@@ -413,7 +340,7 @@ class _Axis:
         def one_round() -> list[float]:  # all once: what disturbs a while disturbs them all
             return self.calibration.ranks.slowest(self._once(kind, inputs) for inputs in choices)
 
-        repeats = max(_LEAST_ROUNDS, _repeats(self.calibration.seconds / 10, sum(one_round())))
+        repeats = max(_LEAST_ROUNDS, repeats_for(self.calibration.seconds / 10, sum(one_round())))
         found = best_piece(dict(zip(_PIECES, zip(*(one_round() for _ in range(repeats)), strict=True), strict=True)))
         return None if found == _PIECES[-1] else found
 
@@ -431,7 +358,7 @@ class _Axis:
     def _travel(self, kind: Kind, inputs: list[Tensor], seconds: float) -> list[float]:
         """Seconds until all pieces have arrived, on the slowest rank, in each of some rounds."""
         once = min(self.calibration.ranks.slowest(self._once(kind, inputs) for _ in range(2)))  # a stall is not usual
-        repeats = _repeats(seconds, once)
+        repeats = repeats_for(seconds, once)
         return self.calibration.ranks.slowest(self._once(kind, inputs) for _ in range(repeats))
 
     def _once(self, kind: Kind, inputs: list[Tensor]) -> float:
@@ -463,7 +390,7 @@ class _Axis:
             dist.barrier(self.group)
             started: list[Tensor] = []
             start_all = functools.partial(self._start_into, started, inputs)
-            seconds = self.calibration.behind(start_all) if self.calibration.device == "cuda" else _clocked(start_all)
+            seconds = self.calibration.behind(start_all) if self.calibration.device == "cuda" else clocked(start_all)
             samples.append(seconds / len(inputs))
             self._finish(started)
         return rounded(self.calibration.ranks.slowest([statistics.median(samples)])[0])
@@ -503,17 +430,6 @@ def _products_of_layer(x: Tensor, weight: Tensor, gradient: Tensor) -> None:
     """What a layer multiplies in a step: some of the matrices are transposed, which libraries do slower."""
     for left, right in ((x, weight.t()), (gradient, weight), (gradient.t(), x)):
         torch.mm(left, right)
-
-
-def _clocked(work: Callable[[], Any]) -> float:
-    start = time.perf_counter()
-    work()
-    return time.perf_counter() - start
-
-
-def _repeats(seconds: float, once: float) -> int:
-    """How often to repeat what takes `once` on the slowest rank, which all ranks know: the same number on all."""
-    return max(_LEAST_REPEATS, min(_MOST_REPEATS, int(seconds / max(once, 1e-9))))
 
 
 def varied(seconds: Sequence[float]) -> float:
