@@ -9,7 +9,8 @@ What is measured, each time on all ranks at once and counted by the slowest:
   nearly as fast as any, see `best_piece`.
 - Launch: the time in which a start of a small collective returns; on a GPU, that its computing stream loses by it.
 - Arithmetic: the three products of a layer with a square weight, of growing size until one takes a few milliseconds; on
-  a GPU the rate is that of full waves of tiles, see `Products`.
+  a GPU the rate is that of full waves of tiles, see `Products`. Before the collectives and after them, and again until
+  two rounds in a row agree, see `steady`; so are convolutions, memory and overhead.
 - Attention, on a GPU: causal, in bfloat16, and its gradient, as shares of that rate.
 - Convolutions: one with both of its gradients, as a share of that rate, in the precisions that models have there.
 - Memory: additions of two tensors of 4 MB into a third, rotating through 64 MB and more.
@@ -17,8 +18,9 @@ What is measured, each time on all ranks at once and counted by the slowest:
 - Host: copies of many bytes and of few to the host's memory (pinned, for a GPU) and back, the slower way.
 - What travelling costs computation: matrix products, alone and while collectives travel.
 
-A link on which the same collective takes now this long and now that, see `varied`, is reported in a warning and in the
-machine's `source`: predictions for it can be no better than it keeps its pace.
+A link on which the same collective takes now this long and now that, see `varied`, and products whose rounds never
+agree are reported in a warning and in the machine's `source`: predictions can be no better than a machine keeps its
+pace.
 
 Nothing here can hang: a rank that stays away lets the others' collectives fail at the timeout of their group.
 """
@@ -27,7 +29,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import itertools
 import logging
 import statistics
 import time
@@ -39,6 +40,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from crossfade.cost.computing_rates import RatesClock, steady
 from crossfade.cost.machine import Fabric, Link, Machine
 from crossfade.cost.machine_parts import HostLink, bytes_sent, fitted, rounded
 from crossfade.cost.products import Products
@@ -54,10 +56,6 @@ SIZES = {
 }
 """Bytes of the larger side of the collectives that are timed, by the device whose tensors travel."""
 
-_CONVOLVED = {"cpu": (torch.float32,), "cuda": (torch.float32, torch.bfloat16, torch.float16)}
-"""A GPU convolves float32 by TF32, unless it is told not to, which products of float32 do not use."""
-
-DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _PIECE_BYTES = MB
 _PIECES = (MB, 2 * MB, 4 * MB, 8 * MB)
 _CUT = (Kind.ALL_REDUCE, Kind.ALL_GATHER, Kind.ALL_TO_ALL)
@@ -65,7 +63,6 @@ _CUT = (Kind.ALL_REDUCE, Kind.ALL_GATHER, Kind.ALL_TO_ALL)
 _NEARLY = 1.08
 _MOST_IN_FLIGHT = 256 * MB
 _LEAST_ROUNDS = 7
-_PRODUCT_SECONDS = 5e-3
 _UNSTEADY = 1.5
 """By which factor the middle half of the times of one collective may vary before users are warned."""
 
@@ -172,26 +169,32 @@ class _Calibration(Clock):
     sizes: tuple[int, ...]
     seconds: float
     unsteady: list[str] = field(default_factory=list)
-    """Which links did not keep their pace, and how far they varied."""
+    """What did not keep its pace, and how far it varied."""
 
     def machine(self, axes: Mapping[str, Any]) -> Machine:
+        timed = RatesClock(self.device, self.ranks, self.seconds)
+        rounds = [timed.round()]
+        fabrics = {axis: self._fabric(axis, group) for axis, group in axes.items()}
+        rates, varied_by = steady(rounds, timed.round)
+        if varied_by is not None:
+            self.unsteady.append(f"matrix products by {varied_by:.1f}x")
         found = Machine(
             self.name,
-            {axis: self._fabric(axis, group) for axis, group in axes.items()},
-            flops={str(dtype).removeprefix("torch."): self._flops(dtype) for dtype in DTYPES},
-            memory_bandwidth=self._memory_bandwidth(),
-            overhead=self._overhead(),
+            fabrics,
+            flops=rates.flops,
+            memory_bandwidth=rates.memory_bandwidth,
+            overhead=rates.overhead,
             device=self.device,
             memory=torch.cuda.get_device_properties(self.device).total_memory if self.device == "cuda" else None,
             source=self._source(axes),
             host=self._host_link(),
+            convolutions=rates.convolutions,
         )
-        found = dataclasses.replace(found, convolutions=self._convolutions(found.flops))
         if self.device == "cuda":
-            found = dataclasses.replace(found, products=self._products(found.flops["bfloat16"]))
+            found = dataclasses.replace(found, products=self._products(timed.tiles, found.flops["bfloat16"]))
         if self.unsteady and self.ranks.is_first:
             log.warning(
-                "times of the same collective that vary while calibrating: %s; predictions for this machine may "
+                "times that vary while calibrating: %s; predictions for this machine may "
                 "be as far off. Remedy: calibrate again when nothing else runs, or for longer.",
                 ", ".join(self.unsteady),
             )
@@ -206,25 +209,7 @@ class _Calibration(Clock):
         unsteady = [f"times varied: {', '.join(self.unsteady)}"] if self.unsteady else []
         return "; ".join([when, *groups, *threads, *unsteady])
 
-    def _flops(self, dtype: torch.dtype) -> float:
-        """Operations a second of a layer's products: of its result, and of the gradients of its input and weight."""
-        size = 128
-        while True:
-            x, weight, gradient = (self.numbers(size, size, seed=seed).to(dtype) for seed in range(3))
-            layer = functools.partial(_products_of_layer, x, weight, gradient)
-            if self.agreed(layer, 0.0) > 3 * _PRODUCT_SECONDS or size >= 8192:
-                return rounded(3 * self._operations(size) / self.agreed(layer, self.seconds / len(DTYPES) / 2))
-            size *= 2
-
-    def _operations(self, size: int) -> float:
-        """Of a square product; on a GPU those at the rate of full waves that take as long."""
-        return 2.0 * size**3 if self.device == "cpu" else self._tiles.seconds(1, size, size, size, rate=1.0)
-
-    @property
-    def _tiles(self) -> Products:
-        return Products(torch.cuda.get_device_properties(self.device).multi_processor_count)
-
-    def _products(self, rate: float) -> Products:
+    def _products(self, tiles: Products, rate: float) -> Products:
         """What tiles there are, and the shares of a rate that attention and its gradient reach."""
         samples, heads, length, width = 4, 16, 2048, 128
         query, key, value, gradient = (
@@ -243,39 +228,7 @@ class _Calibration(Clock):
             there, back = (self.agreed(way, self.seconds / 16) for way in (forward, backward))
         scores = 2 * samples * heads * length**2 * width / 2  # half of them are masked
         attention, behind = (products * scores / seconds / rate for products, seconds in ((2, there), (5, back)))
-        return dataclasses.replace(
-            self._tiles, attention=rounded(attention), attention_backward=rounded(behind / attention)
-        )
-
-    def _convolutions(self, rates: Mapping[str, float]) -> dict[str, float]:
-        """The shares of the products' rates that a convolution of 3 x 3 and both of its gradients reach, by dtype."""
-        names = {dtype: str(dtype).removeprefix("torch.") for dtype in _CONVOLVED[self.device]}
-        return {name: rounded(self._convolved(dtype) / rates[name]) for dtype, name in names.items()}
-
-    def _convolved(self, dtype: torch.dtype) -> float:
-        """Operations a second of a convolution and both of its gradients."""
-        images, channels, pixels = (8, 64, 32) if self.device == "cpu" else (64, 256, 56)
-        x, gradient = (self.numbers(images, channels, pixels, pixels, seed=seed).to(dtype) for seed in (0, 1))
-        weight = self.numbers(channels, channels, 3, 3, seed=2).to(dtype)
-        how: tuple[Any, ...] = ([1, 1], [1, 1], [1, 1], False, [0, 0], 1)
-
-        def layer() -> None:
-            torch.ops.aten.convolution(x, weight, None, *how)
-            torch.ops.aten.convolution_backward(gradient, x, weight, None, *how, [True, True, False])
-
-        operations = 3 * 2 * images * pixels**2 * 9 * channels**2
-        return operations / self.agreed(layer, self.seconds / 16)
-
-    def _memory_bandwidth(self) -> float:
-        elements = MB if self.device == "cpu" else 64 * MB
-        tensors = [torch.full((elements,), 0.5, device=self.device) for _ in range(18)]
-        turn = itertools.count()
-
-        def add() -> None:
-            start = 3 * (next(turn) % 6)
-            torch.add(tensors[start], tensors[start + 1], out=tensors[start + 2])
-
-        return rounded(3 * 4 * elements / self.agreed(add, self.seconds / 8))
+        return dataclasses.replace(tiles, attention=rounded(attention), attention_backward=rounded(behind / attention))
 
     def _host_link(self) -> HostLink:
         few, many = self._to_host_and_back(8), self._to_host_and_back(16 * MB)
@@ -287,17 +240,6 @@ class _Calibration(Clock):
         host = torch.empty(elements, pin_memory=self.device == "cuda")
         ways = (lambda: host.copy_(there), lambda: there.copy_(host))
         return max(self.agreed(way, self.seconds / 32) for way in ways)
-
-    def _overhead(self) -> float:
-        left = torch.ones(8, device=self.device)
-
-        def adds() -> None:
-            for _ in range(100):
-                torch.add(left, left)
-
-        if self.device == "cuda":
-            return rounded(self.ranks.slowest([statistics.median(self.behind(adds) for _ in range(9))])[0] / 100)
-        return rounded(self.agreed(adds, self.seconds / 8) / 100)
 
     def _fabric(self, name: str, group: Any) -> Fabric:
         axis = _Axis(self, name, group)
@@ -424,12 +366,6 @@ class _Axis:
             self.calibration.synchronize()
             count += 1
         return (time.perf_counter() - start) / count
-
-
-def _products_of_layer(x: Tensor, weight: Tensor, gradient: Tensor) -> None:
-    """What a layer multiplies in a step: some of the matrices are transposed, which libraries do slower."""
-    for left, right in ((x, weight.t()), (gradient, weight), (gradient.t(), x)):
-        torch.mm(left, right)
 
 
 def varied(seconds: Sequence[float]) -> float:

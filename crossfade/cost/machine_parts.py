@@ -70,7 +70,8 @@ def fitted(points: Sequence[tuple[float, float, float]]) -> Link:
 
     The bandwidth has the least squared error in seconds, which large sizes decide: a link that lets small bursts pass
     faster counts with what it sustains. Given that, the latency has the least relative error, which small sizes decide.
-    Neither can be negative; where more bytes took less time, the bandwidth is that of the most bytes.
+    Neither can be negative, and no latency is longer than what took the least; where more bytes took less time, the
+    bandwidth is that of the most bytes.
 
     >>> fitted([(1, 1000, 0.002), (1, 10_000, 0.011), (4, 400_000, 0.404)])
     Link(latency=0.001, bandwidth=1000000.0, piece=None)
@@ -79,6 +80,9 @@ def fitted(points: Sequence[tuple[float, float, float]]) -> Link:
     at, bt = sum(x[0] * x[2] for x in points), sum(x[1] * x[2] for x in points)
     determinant = aa * bb - ab * ab
     inverse = (bt * aa - at * ab) / determinant if determinant else bt / bb
+    longest = min(seconds / count for count, _, seconds in points)
+    if at - inverse * ab > longest * aa:  # large sizes, of many pieces each, would be all latency
+        inverse = (bt - longest * ab) / bb
     if inverse <= 0:
         _, sent, seconds = max(points, key=lambda point: point[1])
         inverse = seconds / sent
