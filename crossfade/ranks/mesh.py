@@ -47,7 +47,7 @@ SPLIT_AXIS, COPY_AXIS = "dp_shard", "dp_replicate"
 EXPERT_AXIS = "ep"
 """The axis of a mesh over which whole experts are spread; its ranks have different samples too."""
 
-_OF_BATCHES = frozenset({"dp", SPLIT_AXIS, COPY_AXIS})
+_OF_BATCHES = frozenset({"dp", SPLIT_AXIS, COPY_AXIS, EXPERT_AXIS})
 
 
 @dataclass(frozen=True)
@@ -159,7 +159,7 @@ def _check_others(name: str, sizes: Mapping[str, int]) -> None:
         one[name] = sizes[name] * math.prod(strange.values())
         raise MeshError(
             f"mesh {dict(sizes)}, in which nothing would be split over {' and '.join(strange)}",
-            expected=f"beside {name} only dp, or {COPY_AXIS} and {SPLIT_AXIS}",
+            expected=f"beside {name} only dp and {EXPERT_AXIS}, or {COPY_AXIS} and {SPLIT_AXIS}",
             remedy=f"to split the model over all of them, make them one axis: mesh={one}; call an axis dp to split the "
             "batch over it",
         )
