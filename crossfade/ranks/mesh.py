@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
@@ -66,7 +67,7 @@ class DataParallel:
         if self.mesh is not None:
             return self.mesh
         axes = [self.whole] if self.copies is None else [self.copies, self.split]
-        return _MESHES.get(device, {axis.name: axis.size for axis in axes}, members)
+        return _MESHES.get(device, {axis.name: axis.size for axis in axes}, members.guard)
 
 
 class _Meshes:
@@ -76,17 +77,23 @@ class _Meshes:
         self._world: Any = None
         self._made: dict[Any, DeviceMesh] = {}
 
-    def get(self, device: str, sizes: Mapping[str, int], members: Members) -> DeviceMesh:
+    def get(self, device: str, sizes: Mapping[str, int], guard: Callable[[str, Callable[[], Any]], Any]) -> DeviceMesh:
         if dist.group.WORLD is not self._world:
             self._world, self._made = dist.group.WORLD, {}
         key, shape = (device, tuple(sizes.items())), tuple(sizes.values())
         if key not in self._made:
             what = f"opening the mesh {dict(sizes)}"
-            self._made[key] = members.guard(what, lambda: init_device_mesh(device, shape, mesh_dim_names=tuple(sizes)))
+            self._made[key] = guard(what, lambda: init_device_mesh(device, shape, mesh_dim_names=tuple(sizes)))
         return self._made[key]
 
 
 _MESHES = _Meshes()
+
+
+def mesh_of_world(sizes: Mapping[str, int]) -> DeviceMesh:
+    """The mesh of all ranks with axes of these sizes, on the devices that the world's backend serves; all ranks ask."""
+    device = "cuda" if backend_on("cuda", dist.get_backend()) == "nccl" and torch.cuda.is_available() else "cpu"
+    return _MESHES.get(device, sizes, lambda what, function: function())
 
 
 def ranks_of(mesh: MeshLike) -> tuple[int, ...]:
@@ -135,7 +142,7 @@ def without_axis(
                 expected="as many ranks in the mesh as in the world",
                 remedy="start as many processes (crossfade launch --ranks N script.py)",
             )
-        mesh = _MESHES.get(device, sizes, members)
+        mesh = _MESHES.get(device, sizes, members.guard)
     names = (mesh.mesh_dim_names or ()) if mesh is not None else ()
     if mesh is None or name not in names:
         raise MeshError(

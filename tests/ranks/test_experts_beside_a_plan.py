@@ -10,7 +10,6 @@ import pytest
 from torch.distributed.tensor import DTensor
 
 import crossfade as cf
-from crossfade.errors import CrossfadeError
 from tests.ranks.expert_cases import language_model, word_loss, words
 from tests.ranks.test_experts_on_ranks import OPTIMIZERS, train
 
