@@ -61,6 +61,15 @@ class Position:
         return own if rank is None else _of_rank(rank, sizes, axis)
 
 
+def axes_of(mesh: MeshLike) -> tuple[str, ...]:
+    """The names of a mesh's axes.
+
+    >>> axes_of({"ep": 2, "tp": 4})
+    ('ep', 'tp')
+    """
+    return tuple(mesh.mesh_dim_names or ()) if isinstance(mesh, DeviceMesh) else tuple(mesh)
+
+
 def _of_rank(rank: int, sizes: Mapping[str, int], axis: str) -> Position:
     """The position of one of all ranks."""
     ranks, expert_ranks = sizes.get(axis, 1), sizes[EXPERT_AXIS]
@@ -78,7 +87,7 @@ def _of_world(sizes: Mapping[str, int], axis: str, called: str) -> Position:
 
 def _on_mesh(mesh: DeviceMesh, axis: str, called: str) -> Position:
     """The position of this process on a mesh that spreads experts."""
-    names = mesh.mesh_dim_names or ()
+    names = axes_of(mesh)
     name_group(EXPERT_AXIS, mesh.get_group(EXPERT_AXIS))
     expert_ranks, expert_rank = mesh.size(names.index(EXPERT_AXIS)), mesh.get_local_rank(EXPERT_AXIS)
     beside = _on_axis(mesh, axis, None, called) if axis in names else (1, 0)
@@ -87,7 +96,7 @@ def _on_mesh(mesh: DeviceMesh, axis: str, called: str) -> Position:
 
 def _on_axis(mesh: MeshLike, axis: str, rank: int | None, called: str) -> tuple[int, int]:
     """How many ranks the axis has and which of them this is; its group is given the name that the program calls."""
-    names = tuple(mesh.mesh_dim_names or ()) if isinstance(mesh, DeviceMesh) else tuple(mesh)
+    names = axes_of(mesh)
     alone = isinstance(mesh, DeviceMesh) and mesh.ndim == 1
     if axis not in names and not alone:
         raise MeshError(f"a mesh with the axes {', '.join(names) or 'without names'}", expected=f"an axis {axis!r}",

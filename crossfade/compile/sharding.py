@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.export import ExportedProgram
 from torch.export.graph_signature import OutputKind
 
-from crossfade.compile.rank_position import Position
+from crossfade.compile.rank_position import Position, axes_of
 from crossfade.compile.spread_exported import spread
 from crossfade.errors import MeshError
 from crossfade.graph.collectives import NAMESPACE
@@ -77,6 +77,11 @@ class Sharded:
     def place(self) -> int:
         """Which this is of all ranks that run the program; those of `axis` are side by side."""
         return self.expert_rank * self.ranks + self.rank
+
+    @property
+    def axes(self) -> str:
+        """The axes that it is for, with their ranks."""
+        return ", ".join(f"{axis}={ranks}" for axis, ranks in self._account().axes.items())
 
     def module(self) -> torch.nn.Module:
         """The program as a module: called with this rank's inputs; plain autograd through it gives right gradients."""
@@ -166,9 +171,8 @@ class Sharded:
     def __str__(self) -> str:
         found = self.collectives()
         said = ", ".join(f"{count} {kind}s ({size} B)" for kind, (count, size) in found.items()) or "no collectives"
-        sizes = ", ".join(f"{axis}={ranks}" for axis, ranks in self._account().axes.items())
         spread = f"\n{', '.join(self.experts.parameters)}: own experts alone" if self.experts is not None else ""
-        return f"{sizes}, a forward has {said}\n{self.plan}{spread}"
+        return f"{self.axes}, a forward has {said}\n{self.plan}{spread}"
 
 
 _KINDS = {
@@ -199,8 +203,9 @@ def shard(
     `mesh` is a `DeviceMesh`, whose axis named `axis` (or its only one) is used, or a mapping of axes to sizes: with
     `rank`, which says whose parts to take, no process group is needed until the program runs; without, the world is the
     axis. With an axis `ep`, alone or beside `axis`, each of its ranks has its own experts, whole ones or their parts by
-    the plan, and calls the program with tokens of its own, which travel to the ranks of their experts and back;
-    `rank` then counts the ranks of both axes, those of `axis` side by side. `plan` is a `Plan`, or a dict as `Plan` takes; without one `Plan.megatron(exported)`. Weights are taken from
+    the plan, and calls the program with tokens of its own, which travel to the ranks of their experts and back; what
+    it returns is what one device would for these. `rank` then counts the ranks of both axes, those of `axis` side by
+    side. `plan` is a `Plan`, or a dict as `Plan` takes; without one `Plan.megatron(exported)`. Weights are taken from
     the exported program, or from `state`: a dict, a safetensors file or folder, a checkpoint of
     `torch.distributed.checkpoint`, or a list of these; a rank reads only its parts. A program exported with fake
     tensors or on the meta device needs one, and is put on the mesh's device. `inputs` (by name) and `outputs` (by
@@ -216,12 +221,8 @@ def shard(
         torch.Size([16, 8])
     """
     here = Position.on(mesh, axis, rank)
-    if plan is not None and here.expert_ranks > 1 and not _has(mesh, axis):
-        raise MeshError(
-            f"a plan, on a mesh with an axis {EXPERT_AXIS} and no axis {axis}",
-            expected=f"an axis {axis} beside it, which the plan is for",
-            remedy=f'pass a mesh like {{"{EXPERT_AXIS}": 2, "{axis}": 2}}, or leave the plan out',
-        )
+    if plan is not None and here.expert_ranks > 1 and axis not in axes_of(mesh):
+        raise plan_without_axis(axis)
     device = torch.device(mesh.device_type if isinstance(mesh, DeviceMesh) else "cpu")
     prepared = prepare(
         exported, here.ranks, plan, axis, device, inputs, outputs, allow_weight_gather, here.expert_ranks
@@ -310,5 +311,10 @@ def own_inputs(leaves: Sequence[Any], placements: Iterable[Placement], rank: int
     return [local_part(whole, where, rank, ranks) if isinstance(where, Shard) else whole for whole, where in pairs]
 
 
-def _has(mesh: MeshLike, axis: str) -> bool:
-    return axis in ((mesh.mesh_dim_names or ()) if isinstance(mesh, DeviceMesh) else mesh)
+def plan_without_axis(axis: str) -> MeshError:
+    """The error for a plan on a mesh that only spreads experts."""
+    return MeshError(
+        f"a plan, on a mesh with an axis {EXPERT_AXIS} and no axis {axis}",
+        expected=f"an axis {axis} beside it, which the plan is for",
+        remedy=f'pass a mesh like {{"{EXPERT_AXIS}": 2, "{axis}": 2}}, or leave the plan out',
+    )

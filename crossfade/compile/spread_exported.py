@@ -1,4 +1,4 @@
-"""Experts of an exported program, spread over the ranks of an axis: rows travel to them in the program of every rank."""
+"""Experts of an exported program, spread over the ranks of an axis: rows travel to them and back."""
 
 from __future__ import annotations
 

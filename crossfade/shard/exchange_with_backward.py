@@ -45,6 +45,9 @@ def _exchange(x: Tensor, sent: Tensor, received: Tensor, rows: int, group: str) 
 _LIBRARY.define(f"ep_exchange{_SIGNATURE}")
 _LIBRARY.impl("ep_exchange", _exchange, "CompositeImplicitAutograd")
 
+EXCHANGE = torch.ops.crossfade.ep_exchange.default
+"""What a graph calls to exchange rows with a backward."""
+
 
 @dataclass(frozen=True)
 class ExchangeWithBackward(Pass):
@@ -79,7 +82,7 @@ class ExchangeWithBackward(Pass):
             if exchange.node.target is not exchange_rows.OPERATOR or len(exchange.waits) != 1:
                 continue
             (wait,) = exchange.waits
-            made = insert_call(program, torch.ops.crossfade.ep_exchange.default, *exchange.node.args, before=wait, like=wait)  # fmt: skip
+            made = insert_call(program, EXCHANGE, *exchange.node.args, before=wait, like=wait)
             verdicts.append(Verdict.of(exchange.node, Outcome.REPLACED, "knows its backward", bytes=exchange.bytes))
             done.replace(wait, made)
             done.drop(exchange.node)

@@ -1,4 +1,4 @@
-"""Exported programs whose experts are spread over ranks: each rank's tokens give what one device gives, and gradients."""
+"""Exported programs whose experts are spread over ranks: outputs and gradients are those of one device."""
 
 from __future__ import annotations
 

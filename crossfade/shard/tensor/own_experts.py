@@ -1,4 +1,4 @@
-"""Whole experts spread over an axis of their own, beside the one that a plan is for: which, and a rank's part of them."""
+"""Whole experts spread over an axis of their own, beside the one that a plan is for: which, and a rank's of them."""
 
 from __future__ import annotations
 
