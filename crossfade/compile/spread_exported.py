@@ -19,6 +19,7 @@ from crossfade.shard.split_experts import SplitExperts
 from crossfade.shard.tensor.devices import like
 from crossfade.shard.tensor.localize import LocalProgram
 from crossfade.shard.tensor.own_experts import SpreadExperts
+from crossfade.simplify.remove_asserts import RemoveAsserts
 
 
 def spread(local: LocalProgram, axis: str, ranks: int) -> tuple[LocalProgram, SpreadExperts]:
@@ -26,7 +27,7 @@ def spread(local: LocalProgram, axis: str, ranks: int) -> tuple[LocalProgram, Sp
 
     Every rank has tokens of its own, of the same sizes, whatever they are.
     """
-    program = capture_exported(local.exported)
+    program = run_passes(capture_exported(local.exported), [RemoveAsserts()])
     program.groups = {axis: ranks}
     experts = _experts(program, axis, ranks)
     done = run_passes(program, [SplitExperts(axis, ranks, rows_alone=True), ExchangeWithBackward()])
