@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 from torch.export import ExportedProgram
 
-from crossfade.compile.sharding import Prepared, Sharded, plan_without_axis, prepare
+from crossfade.compile.sharding import Prepared, Sharded, prepare, without_axis
 from crossfade.errors import MeshError, PlanError
 from crossfade.ranks.mesh import EXPERT_AXIS
 from crossfade.report.units import format_bytes
@@ -68,7 +68,7 @@ def shard_model(exported: ExportedProgram, mesh: str, plan: str) -> Prepared:
     axis, ranks, experts = read_mesh(mesh)
     chosen = read_plan(plan)
     if chosen is not None and not axis:
-        raise plan_without_axis("tp")
+        raise without_axis("a plan", "tp")
     return prepare(exported, ranks, chosen, axis or "tp", torch.device("cpu"), expert_ranks=experts)
 
 

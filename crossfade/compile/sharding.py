@@ -108,7 +108,7 @@ class Sharded:
         """
         path = Path(folder)
         account = self._account()
-        if self.rank == 0:
+        if self.place == 0:
             write_program(path, self.program, account)
         return write_weights(path, self.program, account, self.place)
 
@@ -221,8 +221,11 @@ def shard(
         torch.Size([16, 8])
     """
     here = Position.on(mesh, axis, rank)
-    if plan is not None and here.expert_ranks > 1 and axis not in axes_of(mesh):
-        raise plan_without_axis(axis)
+    placed = [
+        name for name, given in (("a plan", plan), ("inputs=", inputs), ("outputs=", outputs)) if given is not None
+    ]
+    if placed and here.expert_ranks > 1 and axis not in axes_of(mesh):
+        raise without_axis(placed[0], axis)
     device = torch.device(mesh.device_type if isinstance(mesh, DeviceMesh) else "cpu")
     prepared = prepare(
         exported, here.ranks, plan, axis, device, inputs, outputs, allow_weight_gather, here.expert_ranks
@@ -311,10 +314,10 @@ def own_inputs(leaves: Sequence[Any], placements: Iterable[Placement], rank: int
     return [local_part(whole, where, rank, ranks) if isinstance(where, Shard) else whole for whole, where in pairs]
 
 
-def plan_without_axis(axis: str) -> MeshError:
-    """The error for a plan on a mesh that only spreads experts."""
+def without_axis(what: str, axis: str) -> MeshError:
+    """The error for what places values over the axis of a plan, on a mesh that only spreads experts."""
     return MeshError(
-        f"a plan, on a mesh with an axis {EXPERT_AXIS} and no axis {axis}",
-        expected=f"an axis {axis} beside it, which the plan is for",
-        remedy=f'pass a mesh like {{"{EXPERT_AXIS}": 2, "{axis}": 2}}, or leave the plan out',
+        f"{what}, on a mesh with an axis {EXPERT_AXIS} and no axis {axis}",
+        expected=f"an axis {axis} beside it, for plans; each rank of {EXPERT_AXIS} passes its own tokens",
+        remedy=f'pass a mesh like {{"{EXPERT_AXIS}": 2, "{axis}": 2}}, or leave {what} out',
     )

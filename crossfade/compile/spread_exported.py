@@ -20,6 +20,7 @@ from crossfade.shard.tensor.devices import like
 from crossfade.shard.tensor.localize import LocalProgram
 from crossfade.shard.tensor.own_experts import SpreadExperts
 from crossfade.simplify.remove_asserts import RemoveAsserts
+from crossfade.simplify.spell_out_copies import SpellOutCopies
 
 
 def spread(local: LocalProgram, axis: str, ranks: int) -> tuple[LocalProgram, SpreadExperts]:
@@ -27,7 +28,7 @@ def spread(local: LocalProgram, axis: str, ranks: int) -> tuple[LocalProgram, Sp
 
     Every rank has tokens of its own, of the same sizes, whatever they are.
     """
-    program = run_passes(capture_exported(local.exported), [RemoveAsserts()])
+    program = run_passes(capture_exported(local.exported), [RemoveAsserts(), SpellOutCopies()])
     program.groups = {axis: ranks}
     experts = _experts(program, axis, ranks)
     done = run_passes(program, [SplitExperts(axis, ranks, rows_alone=True), ExchangeWithBackward()])
