@@ -322,7 +322,7 @@ def simplify(
 def shard(
     model: Annotated[Path, typer.Argument(help="A model saved with torch.export.save.", exists=True, dir_okay=False)],
     output: Annotated[Path, typer.Option("--output", "-o", help="The folder to write.")],
-    mesh: Annotated[str, typer.Option(help="The axis and its ranks.")] = "tp=2",
+    mesh: Annotated[str, typer.Option(help="The axis and its ranks; ep=2, or ep=2,tp=4, spreads experts.")] = "tp=2",
     plan: Annotated[
         str, typer.Option(help="A .yaml or .json plan, or megatron: what the graph suggests.")
     ] = "megatron",
@@ -343,7 +343,7 @@ def shard(
     prepared = shard_models.shard_model(simplify_exported.load(model, trusted=trusted), mesh, plan)
     written = []
     with Progress(console=console, transient=True) as progress:
-        task = progress.add_task("ranks written", total=prepared.local.ranks)
+        task = progress.add_task("ranks written", total=prepared.places)
         for file in shard_models.write_ranks(prepared, weights, output):
             written.append(file)
             progress.advance(task)

@@ -16,7 +16,7 @@ from torch import Tensor
 from crossfade.compile.sharding import Sharded, own_inputs
 from crossfade.errors import BatchError
 from crossfade.files.pickled import load_tensors
-from crossfade.graph.private import tree_flatten, tree_unflatten
+from crossfade.graph.private import group_named, tree_flatten, tree_unflatten
 from crossfade.ranks.local import Ranks
 from crossfade.shard.tensor.folder import read_account
 from crossfade.shard.tensor.parts import gathered
@@ -38,12 +38,14 @@ def run_folder(
 ) -> Ran | None:
     """Run a saved program on whole inputs, and save its whole outputs; under torchrun, None on all ranks but the first.
 
+    Where experts are spread, the ranks of `ep` are all given the same tokens.
+
     `inputs` was written by `torch.save`: a tuple of arguments, a dict of named ones, or one tensor. Nothing in
     the files is run, unless they are `trusted`.
     """
     account = read_account(folder)
     if "TORCHELASTIC_RUN_ID" not in os.environ:
-        with Ranks(account.ranks, timeout=timeout) as ranks:
+        with Ranks(account.files, timeout=timeout) as ranks:
             return ranks.run(_run, str(folder), str(inputs), str(output or ""), trusted)[0]
     dist.init_process_group("gloo")
     try:
@@ -55,7 +57,9 @@ def run_folder(
 
 def _run(folder: str, inputs: str, output: str, trusted: bool) -> Ran:
     began = time.perf_counter()
-    sharded = Sharded.load(folder, {read_account(Path(folder)).axis: dist.get_world_size()}, trusted=trusted)
+    account, ranks = read_account(Path(folder)), dist.get_world_size()
+    mesh = account.axes if account.experts is not None else {account.axis: ranks}
+    sharded = Sharded.load(folder, mesh, trusted=trusted)
     module = sharded.module()
     args, kwargs = read_inputs(Path(inputs), sharded, trusted=trusted)
     loaded = time.perf_counter()
@@ -63,13 +67,14 @@ def _run(folder: str, inputs: str, output: str, trusted: bool) -> Ran:
         result = module(*args, **kwargs)
     ended = time.perf_counter()
     leaves, shape = tree_flatten(result)
-    wholes = [_whole(value, where) for value, where in zip(leaves, sharded.outputs, strict=True)]
-    if output and sharded.rank == 0:
+    group = group_named(sharded.axis) if sharded.ranks > 1 else None
+    wholes = [_whole(value, where, group) for value, where in zip(leaves, sharded.outputs, strict=True)]
+    if output and sharded.place == 0:
         torch.save(tree_unflatten(wholes, shape), output)
     described = [
         f"{value.dtype} {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value) for value in wholes
     ]
-    return Ran(sharded.ranks, [text.removeprefix("torch.") for text in described], ended - loaded, loaded - began)
+    return Ran(ranks, [text.removeprefix("torch.") for text in described], ended - loaded, loaded - began)
 
 
 def read_inputs(path: Path, sharded: Sharded, *, trusted: bool = False) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -88,11 +93,13 @@ def read_inputs(path: Path, sharded: Sharded, *, trusted: bool = False) -> tuple
     return tree_unflatten(parts, sharded.program.call_spec.in_spec)
 
 
-def _whole(value: Any, placement: Placement) -> Any:
-    """An output as one device would have it."""
+def _whole(value: Any, placement: Placement, group: Any) -> Any:
+    """An output as one device would have it; `group` is that of the plan's axis, None where it has one rank."""
+    if group is None:
+        return value
     if isinstance(placement, Partial):
         value = value.clone()  # what is returned twice is one tensor
-        dist.all_reduce(value)
+        dist.all_reduce(value, group=group)
     if not isinstance(placement, Shard):
         return value
-    return gathered(value, placement, dist.group.WORLD)
+    return gathered(value, placement, group)

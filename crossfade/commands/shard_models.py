@@ -12,8 +12,9 @@ from rich.table import Table
 from rich.text import Text
 from torch.export import ExportedProgram
 
-from crossfade.compile.sharding import Prepared, Sharded, prepare
+from crossfade.compile.sharding import Prepared, Sharded, prepare, without_axis
 from crossfade.errors import MeshError, PlanError
+from crossfade.ranks.mesh import EXPERT_AXIS
 from crossfade.report.units import format_bytes
 from crossfade.shard.tensor.plan import Plan
 from crossfade.shard.tensor.sources import source_of
@@ -30,16 +31,25 @@ class Written:
     """Without weights: what is alike on all ranks."""
 
 
-def read_mesh(spelling: str) -> tuple[str, int]:
-    """The axis and its ranks, from the command line.
+def read_mesh(spelling: str) -> tuple[str, int, int]:
+    """The axis of the plan, its ranks, and those that experts are spread over, from the command line.
 
-    >>> read_mesh("tp=4")
-    ('tp', 4)
+    Without an axis for a plan, its name is empty.
+
+    >>> read_mesh("tp=4"), read_mesh("ep=2"), read_mesh("ep=2,tp=4")
+    (('tp', 4, 1), ('', 1, 2), ('tp', 4, 2))
     """
-    axis, found, size = spelling.partition("=")
-    if not found or not axis or not size.isdecimal() or int(size) < 1:
-        raise MeshError(f"the mesh {spelling!r}", expected="AXIS=RANKS", remedy="write tp=4, for example")
-    return axis, int(size)
+    axes = [item.partition("=") for item in spelling.split(",")]
+    sizes = {axis: int(size) for axis, _, size in axes if axis and size.isdecimal() and int(size)}
+    others = [axis for axis in sizes if axis != EXPERT_AXIS]
+    if len(sizes) != len(axes) or len(others) > 1:
+        raise MeshError(
+            f"the mesh {spelling!r}",
+            expected=f"AXIS=RANKS, or {EXPERT_AXIS}=RANKS for experts, or both with a comma between",
+            remedy=f"write tp=4, for example, or {EXPERT_AXIS}=2,tp=4",
+        )
+    axis = others[0] if others else ""
+    return axis, sizes.get(axis, 1), sizes.get(EXPERT_AXIS, 1)
 
 
 def read_plan(spelling: str) -> Plan | None:
@@ -55,25 +65,28 @@ def read_plan(spelling: str) -> Plan | None:
 
 def shard_model(exported: ExportedProgram, mesh: str, plan: str) -> Prepared:
     """The program of all ranks, without weights."""
-    axis, ranks = read_mesh(mesh)
-    return prepare(exported, ranks, read_plan(plan), axis, torch.device("cpu"))
+    axis, ranks, experts = read_mesh(mesh)
+    chosen = read_plan(plan)
+    if chosen is not None and not axis:
+        raise without_axis("a plan", "tp")
+    return prepare(exported, ranks, chosen, axis or "tp", torch.device("cpu"), expert_ranks=experts)
 
 
 def write_ranks(prepared: Prepared, state: object, folder: Path) -> Iterator[Written]:
     """Write one rank after the other: beside the source, only one rank's parts are held at a time."""
     source = source_of(prepared.whole.state_dict if state is None else state)
-    for rank in range(prepared.local.ranks):
-        sharded = prepared.of_rank(rank, source)
+    for place in range(prepared.places):
+        sharded = prepared.of_place(place, source)
         path = sharded.save(folder)
         bare = replace(sharded, program=prepared.local.exported)
         del sharded
-        yield Written(rank, path, path.stat().st_size, bare)
+        yield Written(place, path, path.stat().st_size, bare)
 
 
 def summary(written: list[Written]) -> RenderableType:
     """The plan, what a forward communicates, what each rank has to load, and what did not go as a plan hopes."""
     sharded = written[0].sharded
-    files = Table("rank", "file", "bytes", title=f"{sharded.axis}={sharded.ranks}")
+    files = Table("rank", "file", "bytes", title=sharded.axes)
     for file in written:
         files.add_row(str(file.rank), file.path.name, format_bytes(file.bytes))
     found = sharded.collectives()

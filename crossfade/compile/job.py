@@ -88,7 +88,7 @@ class Job:
                 continue
             if place.tensor is not None and place.tensor.parts is not None:
                 whole = tuple(place.tensor.parts.whole_shape(name, parameter.shape))
-            if place.shards is not None:
+            if place.shards is not None and place.shards.updates_rows_of(name):
                 part = rows_per_rank(part[0], place.shards.ranks), *part[1:]
             if whole != part:
                 shapes[name] = whole, part

@@ -112,7 +112,7 @@ class Place:
         assert self.shards is not None
         if not self.shards.has_begun:
             self.shards.begin(names)
-            self.shards.split_all_but(())
+            self.split_all_but(())
         if set(names) != set(self.shards.names):
             other = sorted(set(names) ^ set(self.shards.names))[0]
             raise ModelError(
@@ -215,13 +215,11 @@ def _travelled(axes: DataParallel, mode: DataParallelMode) -> list[str]:
 
 def _check_beside_experts(options: Options) -> None:
     """Refuse what does not go together with experts over an axis."""
-    found = [f"data_parallel={options.data_parallel!r}"] if options.data_parallel != "replicate" else []
-    found += ["tensor_parallel"] if options.tensor_parallel is not None else []
-    if found:
+    if options.data_parallel != "replicate":
         raise NotYetError(
-            f"{' and '.join(found)} together with a mesh axis {EXPERT_AXIS}",
-            expected=f"parameters other than experts whole on every rank, with {EXPERT_AXIS} alone or beside dp",
-            remedy=f"leave {' and '.join(found)} out, or the axis {EXPERT_AXIS}: call it dp to split the batch alone",
+            f"data_parallel={options.data_parallel!r} together with a mesh axis {EXPERT_AXIS}",
+            expected=f"rows of parameters that are not split again, with {EXPERT_AXIS} alone or beside dp and tp",
+            remedy=f"leave data_parallel out, or the axis {EXPERT_AXIS}: call it dp to split the batch alone",
         )
 
 

@@ -1,4 +1,4 @@
-"""Tensor parallelism: a single-device exported program becomes what each rank of an axis runs.
+"""Tensor and expert parallelism: a single-device exported program becomes what each rank of an axis runs.
 
 import crossfade as cf
 
@@ -17,16 +17,19 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.export import ExportedProgram
 from torch.export.graph_signature import OutputKind
 
+from crossfade.compile.rank_position import Position, axes_of
+from crossfade.compile.spread_exported import spread
 from crossfade.errors import MeshError
+from crossfade.graph.collectives import NAMESPACE
 from crossfade.graph.passes import Verdict
-from crossfade.graph.private import name_group, schema_of, tree_flatten, tree_unflatten
+from crossfade.graph.private import schema_of, tree_flatten, tree_unflatten
 from crossfade.graph.program import tensor_bytes
+from crossfade.ranks.mesh import EXPERT_AXIS
 from crossfade.shard.tensor.borders import input_placements, output_placements
 from crossfade.shard.tensor.devices import device_types, has_numbers, moved
 from crossfade.shard.tensor.fill import filled
@@ -40,6 +43,7 @@ from crossfade.shard.tensor.folder import (
     write_weights,
 )
 from crossfade.shard.tensor.localize import LocalProgram, Request, localize
+from crossfade.shard.tensor.own_experts import OwnExperts, SpreadExperts
 from crossfade.shard.tensor.placements import Placement, Shard
 from crossfade.shard.tensor.plan import Plan, ResolvedPlan
 from crossfade.shard.tensor.sources import Source, local_part, source_of
@@ -64,6 +68,20 @@ class Sharded:
     inputs: Mapping[str, Placement]
     outputs: tuple[Placement, ...]
     verdicts: tuple[Verdict, ...]
+    experts: SpreadExperts | None = None
+    """The parameters of which this rank has its own experts alone, where an axis `ep` spreads them."""
+    expert_rank: int = 0
+    """Which of the ranks of that axis this is."""
+
+    @property
+    def place(self) -> int:
+        """Which this is of all ranks that run the program; those of `axis` are side by side."""
+        return self.expert_rank * self.ranks + self.rank
+
+    @property
+    def axes(self) -> str:
+        """The axes that it is for, with their ranks."""
+        return ", ".join(f"{axis}={ranks}" for axis, ranks in self._account().axes.items())
 
     def module(self) -> torch.nn.Module:
         """The program as a module: called with this rank's inputs; plain autograd through it gives right gradients."""
@@ -90,9 +108,9 @@ class Sharded:
         """
         path = Path(folder)
         account = self._account()
-        if self.rank == 0:
+        if self.place == 0:
             write_program(path, self.program, account)
-        return write_weights(path, self.program, account, self.rank)
+        return write_weights(path, self.program, account, self.place)
 
     @classmethod
     def load(
@@ -111,27 +129,30 @@ class Sharded:
         """
         path = Path(folder)
         account = read_account(path)
+        spread_over = account.experts.ranks if account.experts is not None else 1
         try:
-            ranks, own = _position(mesh, axis or account.axis, rank, called=account.axis)
+            here = Position.on(mesh, axis or account.axis, rank, called=account.axis, experts=spread_over > 1)
         except MeshError as error:
             raise MeshError(f"{error.found} for {path}", expected=error.expected, remedy=error.remedy) from error
-        if ranks != account.ranks:
+        if (here.ranks, here.expert_ranks) != (account.ranks, spread_over):
             raise MeshError(
-                f"{ranks} ranks for {path}",
-                expected=f"{account.ranks}, for which it was saved",
-                remedy=f"start {account.ranks} ranks, or shard the model for {ranks}",
+                f"{here} for {path}",
+                expected=f"{Position(account.ranks, 0, spread_over)}, for which it was saved",
+                remedy=f"start {account.files} ranks, or shard the model for {here}",
             )
-        program = read_weights(path, read_program(path, account, trusted=trusted), account, own)
+        program = read_weights(path, read_program(path, account, trusted=trusted), account, here.place)
         return cls(
             program,
             account.plan,
             account.axis,
-            own,
-            ranks,
+            here.rank,
+            here.ranks,
             account.placements,
             account.inputs,
             account.outputs,
             account.verdicts,
+            account.experts,
+            here.expert_rank,
         )
 
     def _account(self) -> Account:
@@ -144,12 +165,14 @@ class Sharded:
             self.inputs,
             self.outputs,
             self.verdicts,
+            self.experts,
         )
 
     def __str__(self) -> str:
         found = self.collectives()
         said = ", ".join(f"{count} {kind}s ({size} B)" for kind, (count, size) in found.items()) or "no collectives"
-        return f"{self.axis}={self.ranks}, a forward has {said}\n{self.plan}"
+        spread = f"\n{', '.join(self.experts.parameters)}: own experts alone" if self.experts is not None else ""
+        return f"{self.axes}, a forward has {said}\n{self.plan}{spread}"
 
 
 _KINDS = {
@@ -157,6 +180,8 @@ _KINDS = {
     "crossfade::tp_gather": "all-gather",
     "crossfade::tp_gather_enter": "all-gather",
     "crossfade::tp_scatter": "reduce-scatter",
+    "crossfade::ep_exchange": "all-to-all",
+    f"{NAMESPACE}::all_to_all_single": "all-to-all",
 }
 
 
@@ -177,7 +202,10 @@ def shard(
 
     `mesh` is a `DeviceMesh`, whose axis named `axis` (or its only one) is used, or a mapping of axes to sizes: with
     `rank`, which says whose parts to take, no process group is needed until the program runs; without, the world is the
-    axis. `plan` is a `Plan`, or a dict as `Plan` takes; without one `Plan.megatron(exported)`. Weights are taken from
+    axis. With an axis `ep`, alone or beside `axis`, each of its ranks has its own experts, whole ones or their parts by
+    the plan, and calls the program with tokens of its own, which travel to the ranks of their experts and back; what
+    it returns is what one device would for these. `rank` then counts the ranks of both axes, those of `axis` side by
+    side. `plan` is a `Plan`, or a dict as `Plan` takes; without one `Plan.megatron(exported)`. Weights are taken from
     the exported program, or from `state`: a dict, a safetensors file or folder, a checkpoint of
     `torch.distributed.checkpoint`, or a list of these; a rank reads only its parts. A program exported with fake
     tensors or on the meta device needs one, and is put on the mesh's device. `inputs` (by name) and `outputs` (by
@@ -192,24 +220,39 @@ def shard(
         >>> sharded.program.state_dict["0.weight"].shape
         torch.Size([16, 8])
     """
-    ranks, own = _position(mesh, axis, rank)
+    here = Position.on(mesh, axis, rank)
+    placed = [
+        name for name, given in (("a plan", plan), ("inputs=", inputs), ("outputs=", outputs)) if given is not None
+    ]
+    if placed and here.expert_ranks > 1 and axis not in axes_of(mesh):
+        raise without_axis(placed[0], axis)
     device = torch.device(mesh.device_type if isinstance(mesh, DeviceMesh) else "cpu")
-    prepared = prepare(exported, ranks, plan, axis, device, inputs, outputs, allow_weight_gather)
-    return prepared.of_rank(own, source_of(exported.state_dict if state is None else state))
+    prepared = prepare(
+        exported, here.ranks, plan, axis, device, inputs, outputs, allow_weight_gather, here.expert_ranks
+    )
+    return prepared.of_place(here.place, source_of(exported.state_dict if state is None else state))
 
 
 @dataclass(frozen=True)
 class Prepared:
-    """A local program for all ranks of an axis, before any of them has weights."""
+    """A local program for all ranks, before any of them has weights."""
 
     local: LocalProgram
     plan: ResolvedPlan
     axis: str
     whole: ExportedProgram
+    experts: SpreadExperts | None = None
 
-    def of_rank(self, rank: int, source: Source) -> Sharded:
-        """The program of one rank, with its parts of the state."""
+    @property
+    def places(self) -> int:
+        """How many ranks there are, of all axes."""
+        return self.local.ranks * (self.experts.ranks if self.experts is not None else 1)
+
+    def of_place(self, place: int, source: Source) -> Sharded:
+        """The program of one of all ranks, with its parts of the state."""
         local = self.local
+        expert_rank, rank = divmod(place, local.ranks)
+        source = OwnExperts(source, self.experts, expert_rank) if self.experts is not None else source
         program = filled(local, self.plan.aliases, source, rank)
         program.example_inputs = self._example_inputs(rank)
         kinds = [spec.kind for spec in program.graph_signature.output_specs]
@@ -224,6 +267,8 @@ class Prepared:
             local.inputs,
             tuple(outputs),
             local.verdicts,
+            self.experts,
+            expert_rank,
         )
 
     def _example_inputs(self, rank: int) -> Any:
@@ -245,16 +290,22 @@ def prepare(
     inputs: Mapping[str, Any] | None = None,
     outputs: Mapping[int, Any] | None = None,
     allow_weight_gather: bool = False,
+    expert_ranks: int = 1,
 ) -> Prepared:
-    """Place and localize a program, for any of its ranks; see `shard`."""
+    """Place and localize a program, for any of its ranks, and spread its experts over `expert_ranks`; see `shard`."""
     if "meta" in device_types(exported):
         exported = moved(exported, {"meta": device})
-    plan = Plan.megatron(exported) if plan is None else plan if isinstance(plan, Plan) else Plan(plan)
-    resolved = plan.resolve(exported, ranks)
+    if plan is None:
+        plan = Plan.megatron(exported) if ranks > 1 or expert_ranks == 1 else Plan({})
+    resolved = (plan if isinstance(plan, Plan) else Plan(plan)).resolve(exported, ranks)
     given = input_placements(exported, inputs or {}, ranks)
     wanted = output_placements(exported, outputs or {}, ranks)
-    local = localize(exported, resolved, ranks, axis, Request(given, wanted, allow_weight_gather))
-    return Prepared(local, resolved, axis, exported)
+    request = Request(given, wanted, allow_weight_gather)
+    if expert_ranks == 1:
+        return Prepared(localize(exported, resolved, ranks, axis, request), resolved, axis, exported)
+    plain = exported.run_decompositions({})  # nothing in place, and few operators to know
+    local, experts = spread(localize(plain, resolved, ranks, axis, request), EXPERT_AXIS, expert_ranks)
+    return Prepared(local, resolved, axis, exported, experts)
 
 
 def own_inputs(leaves: Sequence[Any], placements: Iterable[Placement], rank: int, ranks: int) -> list[Any]:
@@ -263,25 +314,10 @@ def own_inputs(leaves: Sequence[Any], placements: Iterable[Placement], rank: int
     return [local_part(whole, where, rank, ranks) if isinstance(where, Shard) else whole for whole, where in pairs]
 
 
-def _position(mesh: MeshLike, axis: str, rank: int | None, called: str = "") -> tuple[int, int]:
-    """How many ranks the axis has and which of them this is; its group is given the name that the program calls."""
-    names = tuple(mesh.mesh_dim_names or ()) if isinstance(mesh, DeviceMesh) else tuple(mesh)
-    alone = isinstance(mesh, DeviceMesh) and mesh.ndim == 1
-    if axis not in names and not alone:
-        raise MeshError(f"a mesh with the axes {', '.join(names) or 'without names'}", expected=f"an axis {axis!r}",
-                        remedy="name the axes of the mesh, or pass axis=...")  # fmt: skip
-    if isinstance(mesh, DeviceMesh):
-        index = 0 if alone else names.index(axis)
-        name_group(called or axis, mesh.get_group(index))
-        size, own = mesh.size(index), mesh.get_local_rank(index)
-    else:
-        size, own = mesh[axis], None
-        if rank is None and dist.is_initialized() and dist.get_world_size() == size:
-            name_group(called or axis, dist.group.WORLD)
-            own = dist.get_rank()
-    chosen = own if rank is None else rank
-    if chosen is None or not 0 <= chosen < size:
-        raise MeshError(f"rank={chosen} on an axis of {size} ranks", expected=f"0 to {size - 1}",
-                        remedy=f"say whose parts to take by rank=..., start {size} ranks, "
-                               "or pass a DeviceMesh")  # fmt: skip
-    return size, chosen
+def without_axis(what: str, axis: str) -> MeshError:
+    """The error for what places values over the axis of a plan, on a mesh that only spreads experts."""
+    return MeshError(
+        f"{what}, on a mesh with an axis {EXPERT_AXIS} and no axis {axis}",
+        expected=f"an axis {axis} beside it, for plans; each rank of {EXPERT_AXIS} passes its own tokens",
+        remedy=f'pass a mesh like {{"{EXPERT_AXIS}": 2, "{axis}": 2}}, or leave {what} out',
+    )

@@ -92,7 +92,7 @@ def compile_step(
         mesh: a `DeviceMesh` with an axis `dp` (or only one), a mapping like `{"dp": 4}`, or None for one device. Axes
             `dp_replicate` and `dp_shard` split the batch over both, and what is sharded over the second only. An axis
             `ep`, alone or after `dp`, splits the batch too, and spreads routed experts: each rank keeps whole ones of
-            its own, and rows travel to them (docs/training.md).
+            its own (with `tensor_parallel`, its parts of them), and rows travel to them (docs/training.md).
             `"auto"`: found by simulation at the first batch, as `find_plan` does, by the first rank for all of them,
             together with the mode, what stays whole, the plan and the number of micro-batches: `step.found` says why.
         data_parallel: `"replicate"`: every rank holds all parameters. `"zero1"`: each rank holds and updates the

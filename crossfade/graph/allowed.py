@@ -7,6 +7,8 @@ up in closed lists and in torch's registry of operators; no attribute of a modul
     <OpOverload(op='aten.mm', overload='default')>
     >>> operator_named("builtins.exec") is None, operator_named("torch.load") is None
     (True, True)
+    >>> operator_named("aten.__and__.Tensor"), operator_named("aten.__class__")
+    (<OpOverload(op='aten.__and__', overload='Tensor')>, None)
     >>> why_refused(torch.ops.aten.from_file.default)
     'filename names a file'
 """
@@ -69,6 +71,9 @@ REFUSED_NAMESPACES = frozenset(
 """Namespaces of torch whose operators are the interpreter's own, record, write files, or work on process groups that
 are objects: none is part of a program."""
 
+_BITWISE = frozenset(("__and__", "__or__", "__xor__", "__lshift__", "__rshift__"))
+"""Operators of torch that are called like methods of Python."""
+
 _WITHOUT_TENSORS = frozenset(
     ("aten::_assert_scalar", "aten::sym_constrain_range", "aten::sym_constrain_range_for_size")
 )
@@ -109,7 +114,7 @@ def overload_named(namespace: str, path: list[str]) -> OpOverload | None:
 
 def _packet(namespace: str, name: str) -> OpOverloadPacket | None:
     """A family of overloads. Only what is an identifier and no attribute of a Python object is looked up."""
-    if not all(part.isidentifier() and not part.startswith("__") for part in (namespace, name)):
+    if not all(part.isidentifier() and (not part.startswith("__") or part in _BITWISE) for part in (namespace, name)):
         return None
     space = getattr(torch.ops, namespace)
     found = getattr(space, name, None) if isinstance(space, OpNamespace) else None

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
@@ -47,7 +48,7 @@ SPLIT_AXIS, COPY_AXIS = "dp_shard", "dp_replicate"
 EXPERT_AXIS = "ep"
 """The axis of a mesh over which whole experts are spread; its ranks have different samples too."""
 
-_OF_BATCHES = frozenset({"dp", SPLIT_AXIS, COPY_AXIS})
+_OF_BATCHES = frozenset({"dp", SPLIT_AXIS, COPY_AXIS, EXPERT_AXIS})
 
 
 @dataclass(frozen=True)
@@ -66,7 +67,7 @@ class DataParallel:
         if self.mesh is not None:
             return self.mesh
         axes = [self.whole] if self.copies is None else [self.copies, self.split]
-        return _MESHES.get(device, {axis.name: axis.size for axis in axes}, members)
+        return _MESHES.get(device, {axis.name: axis.size for axis in axes}, members.guard)
 
 
 class _Meshes:
@@ -76,17 +77,23 @@ class _Meshes:
         self._world: Any = None
         self._made: dict[Any, DeviceMesh] = {}
 
-    def get(self, device: str, sizes: Mapping[str, int], members: Members) -> DeviceMesh:
+    def get(self, device: str, sizes: Mapping[str, int], guard: Callable[[str, Callable[[], Any]], Any]) -> DeviceMesh:
         if dist.group.WORLD is not self._world:
             self._world, self._made = dist.group.WORLD, {}
         key, shape = (device, tuple(sizes.items())), tuple(sizes.values())
         if key not in self._made:
             what = f"opening the mesh {dict(sizes)}"
-            self._made[key] = members.guard(what, lambda: init_device_mesh(device, shape, mesh_dim_names=tuple(sizes)))
+            self._made[key] = guard(what, lambda: init_device_mesh(device, shape, mesh_dim_names=tuple(sizes)))
         return self._made[key]
 
 
 _MESHES = _Meshes()
+
+
+def mesh_of_world(sizes: Mapping[str, int]) -> DeviceMesh:
+    """The mesh of all ranks with axes of these sizes, on the devices that the world's backend serves; all ranks ask."""
+    device = "cuda" if backend_on("cuda", dist.get_backend()) == "nccl" and torch.cuda.is_available() else "cpu"
+    return _MESHES.get(device, sizes, lambda what, function: function())
 
 
 def ranks_of(mesh: MeshLike) -> tuple[int, ...]:
@@ -135,7 +142,7 @@ def without_axis(
                 expected="as many ranks in the mesh as in the world",
                 remedy="start as many processes (crossfade launch --ranks N script.py)",
             )
-        mesh = _MESHES.get(device, sizes, members)
+        mesh = _MESHES.get(device, sizes, members.guard)
     names = (mesh.mesh_dim_names or ()) if mesh is not None else ()
     if mesh is None or name not in names:
         raise MeshError(
@@ -159,7 +166,7 @@ def _check_others(name: str, sizes: Mapping[str, int]) -> None:
         one[name] = sizes[name] * math.prod(strange.values())
         raise MeshError(
             f"mesh {dict(sizes)}, in which nothing would be split over {' and '.join(strange)}",
-            expected=f"beside {name} only dp, or {COPY_AXIS} and {SPLIT_AXIS}",
+            expected=f"beside {name} only dp and {EXPERT_AXIS}, or {COPY_AXIS} and {SPLIT_AXIS}",
             remedy=f"to split the model over all of them, make them one axis: mesh={one}; call an axis dp to split the "
             "batch over it",
         )

@@ -117,8 +117,11 @@ def _by_operands(node: fx.Node) -> GroupedProduct | None:
             return GroupedProduct(node, ends, ((left, 1), (right, 0)), None, ((_OF_GROUPS, 0),))
 
 
-def find_experts(program: Program, ranks: int) -> Experts:
+def find_experts(program: Program, ranks: int, *, rows_alone: bool = False) -> Experts:
     """The experts of a program, each rank to have the same number of whole ones; refused where that cannot be.
+
+    With `rows_alone`, nothing between two products is given anything but rows: what autograd differentiates later must
+    not sum, for a vector that all rows share, over rows that came from other ranks.
 
     >>> from crossfade.graph.text import parse
     >>> program = parse('''
@@ -137,13 +140,17 @@ def find_experts(program: Program, ranks: int) -> Experts:
     for product in found:
         by_ends.setdefault(product.ends, []).append(product)
     taken: set[fx.Node] = set()
-    regions = tuple(_region(ends, products, order, taken) for ends, products in by_ends.items())
+    regions = tuple(_region(ends, products, order, taken, rows_alone) for ends, products in by_ends.items())
     matrices = _Matrices(program, found, order, ranks)
     return Experts(regions, *matrices.found())
 
 
 def _region(
-    ends: fx.Node, products: list[GroupedProduct], order: Mapping[fx.Node, int], taken: set[fx.Node]
+    ends: fx.Node,
+    products: list[GroupedProduct],
+    order: Mapping[fx.Node, int],
+    taken: set[fx.Node],
+    rows_alone: bool,
 ) -> ExpertRegion:
     """What is computed of the rows of some products, between these; what is not `taken` by another region."""
     own = {product.node for product in products}
@@ -153,7 +160,7 @@ def _region(
         if node in own or node in places or node in taken or node.op == "output":
             continue
         how = _of_each_row(node, places)
-        if how is None:
+        if how is None or (rows_alone and _shared(node, how)):
             continue
         calls[node] = how
         if isinstance(how.place, int):
@@ -164,7 +171,14 @@ def _region(
     taken |= inside.keys()
     kept = {node: dim for node, dim in places.items() if _maker(node) in inside or _maker(node) in own}
     operand, dim = products[0].rows[0]
-    return ExpertRegion(ends, tuple(products), inside, kept, int(operand.meta["val"].shape[dim]))
+    rows = operand.meta["val"].shape[dim]
+    if not isinstance(rows, int):
+        raise RewriteError(
+            f"{rows} rows for experts ({operand.name}), whose number is known only when it runs",
+            expected="as many rows at every run, by which exchanges have room for those of all ranks",
+            remedy="export the model with fixed sizes, without dynamic_shapes, or leave the axis ep out of the mesh",
+        )
+    return ExpertRegion(ends, tuple(products), inside, kept, rows)
 
 
 def _downwards(places: Mapping[fx.Node, int], order: Mapping[fx.Node, int]) -> Iterator[fx.Node]:
@@ -191,6 +205,16 @@ def _of_each_row(node: fx.Node, places: Mapping[fx.Node, int]) -> Split | None:
         return None
     results = how.place if isinstance(how.place, tuple) else (how.place,)
     return None if per_token.SUMMED in results else how
+
+
+def _shared(node: fx.Node, how: Split) -> list[fx.Node]:
+    """What a call is given of numbers that are no rows, and may have a gradient."""
+    values = {source: source.meta.get("val") for source in node.all_input_nodes if source not in how.cut}
+    return [
+        source
+        for source, value in values.items()
+        if isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex())
+    ]
 
 
 def _leading_to_products(

@@ -31,7 +31,9 @@ class SplitExperts(Pass):
     Experts are the matrices of products of groups of rows, each group with its own. Their rows, in the order of
     experts already, go where their experts are by an all-to-all of as many rows as there are, none dropped; what is
     computed of each row by itself between two products is computed there; and results come back in their old order.
-    So it is in the backward. Buffers have room for as many rows as could arrive: products skip what is empty.
+    So it is in the backward. Buffers have room for as many rows as could arrive: products skip what is empty. With
+    `rows_alone`, what shares a value among rows is computed where these came from, so that autograd may differentiate
+    the result.
 
     Also known as: expert parallelism; dropless (capacity-free) routing, as of MegaBlocks; the token dispatcher of
     Megatron, `ExpertParallel` of torchtitan.
@@ -76,10 +78,11 @@ class SplitExperts(Pass):
 
     group: str = "ep"
     ranks: int = 2
+    rows_alone: bool = False
 
     def run(self, program: Program) -> PassResult:
         """Cut the matrices, and move the rows of each region."""
-        experts = find_experts(program, self.ranks)
+        experts = find_experts(program, self.ranks, rows_alone=self.rows_alone)
         rewriting = _Rewriting(program, experts, self)
         rewriting.carry_out()
         counts = {"split": len(experts.parameters), "exchanges": len(rewriting.verdicts)}

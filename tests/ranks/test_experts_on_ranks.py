@@ -21,7 +21,7 @@ from crossfade.communicate.pipeline_all_to_alls import SLOWER, PipelineAllToAlls
 from crossfade.compile.training_phases import TRAINING
 from crossfade.errors import CrossfadeError
 from crossfade.graph.in_pieces import ROWS
-from tests.ranks.expert_cases import language_loss, language_model, routed
+from tests.ranks.expert_cases import language_loss, language_model, routed, word_loss, words
 
 CLIP = 0.5
 OPTIMIZERS = {
@@ -35,6 +35,8 @@ def started(name: str) -> tuple[nn.Module, Any, list[Any]]:
     if name == "routed":
         model, batches = routed()
         return model, nn.functional.mse_loss, batches
+    if name == "words":
+        return words()[0], word_loss, words()[1]
     return language_model(name)[0], language_loss, language_model(name)[1]
 
 
@@ -186,7 +188,6 @@ def refused() -> list[str]:
     for model, mesh, options in (
         (nn.Linear(16, 16), {"ep": 2}, {}),
         (routed()[0], {"ep": 2}, {"data_parallel": "zero2"}),
-        (routed()[0], {"ep": 2}, {"tensor_parallel": {"first.router": "colwise"}}),
         (routed()[0], {"ep": 2, "tp": 1, "dp_shard": 2}, {}),
         (routed(experts=3)[0], {"ep": 2}, {}),
         (Penalized(), {"ep": 2}, {}),
@@ -213,11 +214,10 @@ class Penalized(nn.Module):
 
 @pytest.mark.ranks
 def test_what_cannot_be_spread_says_so(ranks: Any) -> None:
-    for none, rows, plan, axes, three, penalized in ranks(2).run(refused):
+    for none, rows, axes, three, penalized in ranks(2).run(refused):
         assert "a Linear in which no experts are found" in none
         assert "grouped_mm" in none.partition("Remedy")[2]
         assert "data_parallel='zero2' together with a mesh axis ep" in rows
-        assert "tensor_parallel together with a mesh axis ep" in plan
         assert "beside ep only dp" in axes
         assert "3 experts (first.up) over 2 ranks" in three
         assert "uses the matrices of all experts at once" in penalized

@@ -149,7 +149,7 @@ def test_a_name_is_for_one_set_of_ranks(ranks: Any) -> None:
 
 def returned_twice() -> list[list[float]]:
     value = torch.tensor([1.0, 2.0])
-    return [_whole(value, PARTIAL).tolist() for _ in range(2)]
+    return [_whole(value, PARTIAL, dist.group.WORLD).tolist() for _ in range(2)]
 
 
 @pytest.mark.ranks

@@ -16,6 +16,7 @@ from crossfade.errors import StateError
 from crossfade.files.found import FileValue
 from crossfade.graph.passes import Verdict
 from crossfade.graph.words import ALL_DTYPES
+from crossfade.shard.tensor.own_experts import SpreadExperts
 from crossfade.shard.tensor.placements import PARTIAL, REPLICATE, Partial, Placement, Shard
 from crossfade.shard.tensor.plan_resolved import ModuleBoundary, ParameterSharding, ResolvedPlan
 
@@ -35,6 +36,18 @@ class Account:
     inputs: Mapping[str, Placement]
     outputs: tuple[Placement, ...]
     verdicts: tuple[Verdict, ...]
+    experts: SpreadExperts | None = None
+
+    @property
+    def files(self) -> int:
+        """How many ranks there are, each with a file of weights."""
+        return self.ranks * (self.experts.ranks if self.experts is not None else 1)
+
+    @property
+    def axes(self) -> dict[str, int]:
+        """The ranks along each axis that the program communicates along."""
+        spread = {self.experts.axis: self.experts.ranks} if self.experts is not None else {}
+        return {**spread, **({self.axis: self.ranks} if self.ranks > 1 or not spread else {})}
 
 
 def to_data(account: Account) -> dict[str, Any]:
@@ -56,6 +69,7 @@ def to_data(account: Account) -> dict[str, Any]:
             "notes": list(plan.notes),
         },
         "verdicts": [dataclasses.asdict(verdict) for verdict in account.verdicts],
+        "experts": dataclasses.asdict(account.experts) if account.experts is not None else None,
     }
 
 
@@ -80,6 +94,7 @@ def account_of(data: FileValue) -> Account:
         {name: _read(entry) for name, entry in data["inputs"].entries().items()},
         tuple(_read(item) for item in data["outputs"].items()),
         tuple(item.record(Verdict) for item in data["verdicts"].items()),
+        _experts(data.get("experts", None)),
     )
 
 
@@ -125,6 +140,14 @@ def _parameter(data: FileValue) -> ParameterSharding:
     found: ParameterSharding = data.record(ParameterSharding, dtype=data["dtype"].one_of(ALL_DTYPES))
     if found.dim is not None and (not found.shape or sum(found.blocks) not in (0, found.shape[found.dim])):
         raise data["blocks"].wrong("blocks that fill the dim")
+    return found
+
+
+def _experts(data: FileValue) -> SpreadExperts | None:
+    if data.value is None:
+        return None
+    data["ranks"].whole(least=2, most=1 << 20)
+    found: SpreadExperts = data.record(SpreadExperts)
     return found
 
 

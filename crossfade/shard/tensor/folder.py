@@ -77,13 +77,13 @@ def write_program(folder: Path, exported: ExportedProgram, account: Account) -> 
 def write_weights(folder: Path, exported: ExportedProgram, account: Account, rank: int) -> Path:
     """Write what one rank holds; a file that is there under this name is complete."""
     folder.mkdir(parents=True, exist_ok=True)
-    path = folder / weights_file(rank, account.ranks)
+    path = folder / weights_file(rank, account.files)
     tensors = {name: value.detach() for name, value in exported.state_dict.items() if name != RANK}
     for alias, canonical in account.plan.aliases.items():
         if canonical in tensors:
             tensors.pop(alias, None)
     tensors |= {name: exported.constants[name] for name in _split_constants(exported, account.placements)}
-    said = {"format": "pt", "program": account.program, "rank": str(rank), "ranks": str(account.ranks)}
+    said = {"format": "pt", "program": account.program, "rank": str(rank), "ranks": str(account.files)}
     with _finished(path) as unfinished:
         safetensors_for(path).torch.save_file(_apart(tensors), str(unfinished), metadata=said)
     return path
@@ -129,7 +129,7 @@ def read_program(folder: Path, account: Account, *, trusted: bool = False) -> Ex
 
 def read_weights(folder: Path, exported: ExportedProgram, account: Account, rank: int) -> ExportedProgram:
     """The program with a rank's state: mapped from its file, so that a number is read when it is first used."""
-    path = folder / weights_file(rank, account.ranks)
+    path = folder / weights_file(rank, account.files)
     if not path.exists():
         there = ", ".join(sorted(file.name for file in folder.glob("*.safetensors"))) or "none"
         raise StateError(f"{folder} has no {path.name} (but: {there})", expected="a file of each rank",
@@ -137,7 +137,7 @@ def read_weights(folder: Path, exported: ExportedProgram, account: Account, rank
     opened = TensorsFile(path)
     _check_program(path, opened.metadata().get("program", ""), account)
     held = {name: opened.tensor(name) for name in opened.names}
-    held[RANK] = torch.tensor(rank)
+    held[RANK] = torch.tensor(rank % account.ranks)  # those of the plan's axis are side by side
     devices = devices_of(exported)
     held = {name: value.to(devices.get(name, value.device)) for name, value in held.items()}
     aliases = account.plan.aliases
