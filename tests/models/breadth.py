@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import fnmatch
 import inspect
+import json
 import re
 import signal
 import time
@@ -17,7 +18,8 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -331,18 +333,22 @@ def main() -> None:
     """Go over the architectures and print what became of each."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--names", default="*", help="patterns of names, by comma")
-    parser.add_argument("--every", type=int, default=1, help="one of so many, from the first name on")
+    parser.add_argument("--every", type=int, default=1, help="one of so many, in order of name")
+    parser.add_argument("--first", type=int, default=0, help="how many names to pass over before the first one")
+    parser.add_argument("--save", type=Path, help="a file for the rows, as JSON")
     parser.add_argument("--ranks", type=int, default=2, help="how many ranks split the weights")
     parser.add_argument("--pairs", action="store_true", help="only what is in pairs, as `Plan.megatron` unless asked")
     parser.add_argument("--compare", action="store_true", help="run the programs of all ranks too, with random weights")
     options = parser.parse_args()
     rows = []
-    for name in names(options.names)[:: options.every]:
+    for name in names(options.names)[options.first :: options.every]:
         if options.compare:
             print(name, _compared(name, options), flush=True)
             continue
         rows.append(breadth_of(name, options.ranks, not options.pairs))
         print(f"{rows[-1]}  [{rows[-1].seconds:.0f} s]", flush=True)
+        if options.save:
+            options.save.write_text(json.dumps([asdict(row) for row in rows], indent=1))
     print(summary(rows))
 
 

@@ -19,7 +19,7 @@ from torch.export import ExportedProgram
 
 from crossfade.errors import PlanError
 from crossfade.graph.operators import arguments
-from crossfade.graph.private import schema_of
+from crossfade.shard.tensor.plan_products import CONVOLUTIONS, Product, is_grouped_product, product_of
 
 aten = torch.ops.aten
 
@@ -34,12 +34,6 @@ _PASS_ON = {
     aten.contiguous.default,
     aten._to_copy.default,
 }
-_TRANSPOSED = {aten.conv_transpose1d.default, aten.conv_transpose2d.input, aten.conv_transpose3d.input}
-CONVOLUTIONS: set[Any] = {
-    *(getattr(getattr(aten, f"conv{size}d"), form) for size in (1, 2, 3) for form in ("default", "padding")),
-    aten.convolution.default,
-    *_TRANSPOSED,
-}
 
 
 @dataclass(frozen=True)
@@ -52,8 +46,11 @@ class Use:
     out_dim: int | None = None
     in_dim: int | None = None
     node: fx.Node | None = None
-    left: bool = False
-    """Whether the weight is the left factor, so that the activations' columns are their rows."""
+    activations: fx.Node | None = None
+    """What is multiplied by the weight."""
+    out_at: int = -1
+    """Where `out_dim` is in the result, and `in_at` where `in_dim` is in the activations."""
+    in_at: int = -1
 
 
 @dataclass(frozen=True)
@@ -227,7 +224,7 @@ def _uses(reader: fx.Node) -> Iterator[Use]:
             moved = moved_dims(user, len(dims))
             if moved is not None:
                 pending.append((user, tuple(dims[dim] for dim in moved)))
-            elif _picks_matrices(user, value) or _keeps_shape(user, value):
+            elif _picks_matrices(user, value) or _keeps_shape(user, value) or _normalizes(user, value):
                 pending.append((user, dims))
             elif user.target is aten.expand.default and user.meta["val"].ndim == len(dims) + 1:
                 pending.append((user, (_REPEATED, *dims)))  # one matrix for every sample, in decomposed graphs
@@ -268,6 +265,11 @@ def _keeps_shape(node: fx.Node, value: fx.Node) -> bool:
     return node.target is aten.view.default and node.meta["val"].shape == value.meta["val"].shape
 
 
+def _normalizes(node: fx.Node, value: fx.Node) -> bool:
+    """Whether a node brings a weight to given norms."""
+    return node.target is aten._weight_norm.default and node.args[0] is value
+
+
 def _picks_matrices(node: fx.Node, value: fx.Node) -> bool:
     """Whether a node takes for each row one matrix of a stack."""
     if node.target is not aten.index.Tensor or value.meta["val"].ndim != 3:
@@ -279,50 +281,45 @@ def _picks_matrices(node: fx.Node, value: fx.Node) -> bool:
     )
 
 
-_OPERANDS = {
-    aten.linear.default: ("weight", 0, 1, "bias"),
-    aten.addmm.default: ("mat2", 1, 0, "self"),
-    aten.mm.default: ("mat2", 1, 0, None),
-    aten.matmul.default: ("other", 1, 0, None),
-}
-"""Of an operator that multiplies by a matrix: the matrix, its dims put out and contracted over, and the bias."""
-
-
-def is_grouped_product(node: fx.Node) -> bool:
-    """Whether a node multiplies rows by the matrix of their group, of a stack of them: how experts compute by default.
-
-    Told by name: the one operator is only in torch, the other only where the transformers library is loaded.
-    """
-    name = getattr(schema_of(node.target), "name", "")
-    return name in ("aten::_grouped_mm", "transformers::grouped_mm_fallback")
-
-
-def is_transposed(node: fx.Node) -> bool:
-    """Whether a convolution's weight keeps `[in, out / groups, ...]`."""
-    return node.target in _TRANSPOSED or bool(arguments(node).get("transposed"))
-
-
 def _use(node: fx.Node, value: fx.Node, dims: tuple[int, ...]) -> Use:
     module, given = module_of(node), arguments(node)
-    if node.target in _OPERANDS:
-        weight, out, contracted, bias = _OPERANDS[node.target]
-        if given.get(weight) is value and len(dims) == 2:
-            return Use(module, "linear", dims[out], dims[contracted], node)
-        if bias is not None and given.get(bias) is value and len(dims) == 1:
-            return Use(module, "bias", dims[0], None, node)
+    product = product_of(node, value)
+    if product is not None and (found := _projection(module, product, value, dims)) is not None:
+        return found
+    if node.target in _ADDED and given.get(_ADDED[node.target]) is value and len(dims) == 1:
+        return Use(module, "bias", dims[0], None, node)
     if node.target is aten.embedding.default and given["weight"] is value:
         return Use(module, "embedding", dims[1], dims[0], node)
-    if node.target in CONVOLUTIONS and given["weight"] is value:
-        out, contracted = (1, 0) if is_transposed(node) else (0, 1)
-        alone = given["groups"] > 1
-        return Use(module, "linear", dims[0 if alone else out], None if alone else dims[contracted], node)
-    if node.target is aten.bmm.default and given["mat2"] is value and dims[0] == _REPEATED:
-        return Use(module, "linear", dims[2], dims[1], node)
-    if node.target is aten.bmm.default and value.target is aten.index.Tensor:
-        left = given["self"] is value
-        return Use(module, "expert", dims[1 if left else 2], dims[2 if left else 1], node, left)
-    if is_grouped_product(node) and value is node.args[1] and len(dims) == 3:
-        return Use(module, "expert", dims[2], dims[1], node)
     if len(dims) == 1 and (node.target is aten.add.Tensor or node.target in CONVOLUTIONS):
         return Use(module, "bias", dims[0], None, node)
     return Use(module, "other", node=node)
+
+
+_ADDED = {aten.linear.default: "bias", aten.addmm.default: "self"}
+"""Operators that add a bias to their product, and what they call it."""
+
+
+def _projection(module: str, product: Product, value: fx.Node, dims: tuple[int, ...]) -> Use | None:
+    """A product as a projection: of a matrix, of one for each row or each of a batch, or of groups of channels."""
+    own = [dim != _REPEATED for dim in dims]
+    weight = [name if is_own else None for name, is_own in zip(product.weight, own, strict=True)]
+    in_result, in_input = set(product.result) - {None}, set(product.activations) - {None}
+    put_out = [name for name in weight if name in in_result and name not in in_input]
+    taken_in = [name for name in weight if name in in_input and name not in in_result]
+    shared = [name for name in weight if name in in_input and name in in_result]
+    if product.in_groups and shared:
+        return Use(module, "linear", dims[weight.index(shared[0])], None, product.node, product.source)
+    if not put_out or not taken_in:
+        return None
+    out, contracted = put_out[0], taken_in[0]
+    picked = value.target is aten.index.Tensor or bool(shared) or is_grouped_product(product.node)
+    return Use(
+        module,
+        "expert" if picked else "linear",
+        dims[weight.index(out)],
+        dims[weight.index(contracted)],
+        product.node,
+        product.source,
+        product.result.index(out),
+        product.activations.index(contracted),
+    )

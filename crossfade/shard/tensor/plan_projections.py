@@ -2,26 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import fx
 
-from crossfade.graph.operators import arguments
 from crossfade.shard.tensor.plan_channel_factors import sizes_of
-from crossfade.shard.tensor.plan_names import CONVOLUTIONS, Use
+from crossfade.shard.tensor.plan_names import Use
 
 aten = torch.ops.aten
-
-INPUTS: dict[Any, str] = {
-    aten.linear.default: "input",
-    aten.addmm.default: "mat1",
-    aten.mm.default: "self",
-    aten.matmul.default: "self",
-    aten.bmm.default: "self",
-    **dict.fromkeys(CONVOLUTIONS, "input"),
-}
-"""The activations of operators that multiply by a matrix."""
 
 NO_VALUES = {
     aten.new_empty.default,
@@ -38,33 +25,12 @@ NO_VALUES = {
 
 def multiplies(use: Use) -> bool:
     """Whether a use of a parameter is a projection."""
-    if use.role == "expert":
-        return True
-    return use.role == "linear" and use.in_dim is not None and use.node is not None and use.node.target in INPUTS
+    return use.activations is not None and use.in_dim is not None
 
 
 def in_groups(use: Use) -> bool:
     """Whether a use of a parameter is a convolution of which each channel sees only those of its group."""
     return use.role == "linear" and use.in_dim is None
-
-
-def back_of(use: Use) -> int:
-    """How far from the last the dim is that a projection puts out, and the one of the activations contracted over."""
-    if use.node is not None and use.node.target in CONVOLUTIONS:
-        return len(sizes_of(arguments(use.node)["weight"])) - 1
-    return 2 if use.left else 1
-
-
-def activations_of(use: Use) -> fx.Node:
-    """What a projection multiplies by its parameter."""
-    assert use.node is not None
-    given = arguments(use.node)
-    if use.role != "expert":
-        found = given[INPUTS[use.node.target]]
-    else:
-        found = given["mat2"] if use.left else use.node.args[0]
-    assert isinstance(found, fx.Node)
-    return found
 
 
 def adds_earlier(node: fx.Node, projection: fx.Node) -> bool:

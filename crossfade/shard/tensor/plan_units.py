@@ -19,9 +19,9 @@ from torch import fx
 
 from crossfade.shard.tensor.placements import units_each
 from crossfade.shard.tensor.plan_channel_factors import ChannelFactor, Channels, sizes_of
-from crossfade.shard.tensor.plan_channels import follow, is_normed
+from crossfade.shard.tensor.plan_channels import follow_all, is_normed
 from crossfade.shard.tensor.plan_names import ProgramNames, Use
-from crossfade.shard.tensor.plan_projections import activations_of, adds_earlier, back_of, is_value, lends, multiplies
+from crossfade.shard.tensor.plan_projections import adds_earlier, is_value, lends, multiplies
 
 Split = tuple[int | None, tuple[int, ...]]
 
@@ -129,9 +129,8 @@ def _followed(
     """In how many units every block of a projection's channels comes, and the weights that contract over them."""
     start = use.node
     assert start is not None
-    back = back_of(use)
-    width = sizes_of(start)[-back]
-    whole = Channels(0, width, (ChannelFactor(start.meta["val"].ndim - back, width),))
+    width = sizes_of(start)[use.out_at]
+    whole = Channels(0, width, (ChannelFactor(use.out_at, width),))
     units, ends = dict(_ranges(blocks or (width,))), []
     seen, pending = {(start, whole)}, deque([(start, whole)])
     while pending and len(seen) < _FAR:
@@ -142,17 +141,16 @@ def _followed(
                 units[first, size] = math.gcd(count, size // unit if size % unit == 0 else 1)
         for user in node.users:
             name, end = every.get(user, ("", None))
-            if end is not None and activations_of(end) is node:
-                dim = node.meta["val"].ndim - back_of(end)
-                if channels.first.dim == dim and splits.get(name, (None, ()))[0] == end.in_dim:
+            if end is not None and end.activations is node:
+                if channels.first.dim == end.in_at and splits.get(name, (None, ()))[0] == end.in_dim:
                     ends.append(name)
                 continue
             if not is_value(user) or lends(user, node) or adds_earlier(user, start):
                 continue
-            now = channels if is_normed(user, node, channels) else follow(user, node, channels)
-            if now is not None and (user, now) not in seen:
-                seen.add((user, now))
-                pending.append((user, now))
+            after = (channels,) if is_normed(user, node, channels) else follow_all(user, node, channels)
+            new = [(user, now) for now in after if (user, now) not in seen]
+            seen.update(new)
+            pending.extend(new)
     return math.gcd(*units.values()), list(dict.fromkeys(ends))
 
 
