@@ -23,7 +23,7 @@ from crossfade.graph.private import schema_of
 from crossfade.shard.tensor.equations import read_equation
 from crossfade.shard.tensor.plan_channel_factors import ChannelFactor, Channels, keep, number, sizes_of
 from crossfade.shard.tensor.plan_channels_images import BY_CHANNEL, by_channel, convolved, normed_in_groups, rolled
-from crossfade.shard.tensor.plan_names import moved_dims
+from crossfade.shard.tensor.plan_moves import moved_dims
 from crossfade.shard.tensor.plan_products import CONVOLUTIONS
 
 aten = torch.ops.aten
@@ -47,7 +47,7 @@ def is_normed(node: fx.Node, source: fx.Node, channels: Channels) -> bool:
 
 
 def follow_all(node: fx.Node, source: fx.Node, channels: Channels) -> tuple[Channels, ...]:
-    """The channels in `node`'s result: twice where halves of them meet in one; none where ranks would need each other."""
+    """The channels in `node`'s result: several where halves of them meet; none where ranks would need each other."""
     if node.target is aten.glu.default and channels.first.dim == arguments(node)["dim"] % len(sizes_of(source)):
         return _halves(channels)
     now = follow(node, source, channels)

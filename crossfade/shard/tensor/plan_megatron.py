@@ -22,15 +22,13 @@ from crossfade.graph.metadata import tensor_bytes
 from crossfade.graph.operators import arguments
 from crossfade.shard.tensor.plan_channel_factors import ChannelFactor, Channels, sizes_of
 from crossfade.shard.tensor.plan_channels import follow_all, is_normed, is_summed
-from crossfade.shard.tensor.plan_names import ProgramNames, Use, is_glob, matches, names_of, owner, starred
-from crossfade.shard.tensor.plan_projections import (
+from crossfade.shard.tensor.plan_meetings import (
     NO_VALUES,
     adds_earlier,
-    in_groups,
     is_value,
     lends,
-    multiplies,
 )
+from crossfade.shard.tensor.plan_names import ProgramNames, Use, is_glob, matches, names_of, owner, starred
 from crossfade.shard.tensor.plan_styles import Fused, read_style
 
 aten = torch.ops.aten
@@ -87,12 +85,14 @@ def find_entries(
             names = names_of(exported)
             found = _paired(names, exported.graph)
     tables = _split_vocabulary(found, names, _from_tokens(exported)) if vocab else {}
+    alone: dict[str, Any] = {}
     if singles:
         whole = sum(tensor_bytes(names.tensors[name]) for name in names.parameters if names.canonical[name] == name)
         _split_singles(found.values(), names, whole)
         tables = _single_tables(names, whole) | tables
-    styles = _by_name(found.values(), names) | tables
-    return _patterns(styles, names), (*_notes(found.values(), names), *problems)
+        alone = _single_groups(names, whole)
+    styles = alone | _by_name(found.values(), names) | tables
+    return _patterns(styles, names), (*_notes(found.values(), names, styles), *problems)
 
 
 def _paired(names: ProgramNames, graph: fx.Graph) -> dict[fx.Node, Projection]:
@@ -106,18 +106,17 @@ def _projections(names: ProgramNames, graph: fx.Graph) -> dict[fx.Node, Projecti
     every = [(name, use) for name, uses in names.uses.items() for use in uses]
     biases = {use.node: name for name, use in every if use.role == "bias"}
     tables = {name for name, use in every if use.role == "embedding"}
-    known = {
-        use.node: Projection(name, use, biases.get(use.node), is_table=name in tables)
-        for name, use in every
-        if multiplies(use)
-    }
+    known: dict[fx.Node | None, Projection] = {}
+    for name, use in every:
+        if use.multiplies:
+            known.setdefault(use.node, Projection(name, use, biases.get(use.node), is_table=name in tables))
     return {node: known[node] for node in graph.nodes if node in known}
 
 
 def _grouped(names: ProgramNames) -> dict[fx.Node, tuple[str, Use]]:
     """Convolutions in groups by what they compute, with their weights."""
     every = ((name, use) for name, uses in names.uses.items() for use in uses)
-    return {use.node: (name, use) for name, use in every if use.node is not None and in_groups(use)}
+    return {use.node: (name, use) for name, use in every if use.node is not None and use.in_groups}
 
 
 def _pair(found: Mapping[fx.Node, Projection], grouped: Mapping[fx.Node, tuple[str, Use]]) -> None:
@@ -131,6 +130,9 @@ def _pair(found: Mapping[fx.Node, Projection], grouped: Mapping[fx.Node, tuple[s
                 continue
             projection.reason, projection.apart, projection.is_written, projection.ends = "", True, False, set()
             projection.on_the_way = {}
+            if projection.use.out_dim is None:
+                projection.apart, projection.reason = False, "what its weight is computed by needs all of it"
+                continue
             blocks = _followed(projection, found, grouped, through_norms)
             if projection.reason or not _all_free(projection, found, through_norms):
                 projection.on_the_way = {}
@@ -235,7 +237,8 @@ def _contracts(user: fx.Node, node: fx.Node, channels: Channels, found: Mapping[
     """Whether a projection contracts over the dim that the channels fill, outermost factor outermost."""
     if user not in found or found[user].activations is not node:
         return False
-    return channels.first.dim == found[user].use.in_at and channels.first.outer == 1
+    end = found[user].use
+    return end.in_dim is not None and channels.first.dim == end.in_at and channels.first.outer == 1
 
 
 def _where(node: fx.Node) -> str:
@@ -279,7 +282,8 @@ def _split_singles(found: Iterable[Projection], names: ProgramNames, whole: int)
     """What is in no pair is split by columns where it is large, and what it puts out is gathered."""
     for projection in found:
         large = tensor_bytes(names.tensors[projection.weight]) * _LARGE >= whole
-        if projection.style is None and projection.use.role == "linear" and large and not projection.is_table:
+        alone = projection.use.role == "linear" and projection.use.out_dim is not None and not projection.is_table
+        if projection.style is None and alone and large:
             projection.style = read_style("colwise_gather_output") if _as_module(projection, names) else "colwise"
 
 
@@ -289,6 +293,18 @@ def _single_tables(names: ProgramNames, whole: int) -> dict[str, Any]:
     only = [name for name in large if all(use.role == "embedding" for use in names.uses[name])]
     modules = {use.module for name in only for use in names.uses[name] if owner(name) == use.module}
     return dict.fromkeys(modules - {""}, read_style("embedding_colwise"))
+
+
+def _single_groups(names: ProgramNames, whole: int) -> dict[str, Any]:
+    """Large convolutions in groups by their groups: each rank needs of what comes in only what its groups see."""
+    found: dict[str, Any] = {}
+    for name, (use,) in ((name, uses) for name, uses in names.uses.items() if len(uses) == 1):
+        if use.in_groups and use.out_dim is not None and tensor_bytes(names.tensors[name]) * _LARGE >= whole:
+            as_module = owner(name) == use.module
+            found[use.module if as_module else name] = (
+                read_style("colwise_gather_output") if as_module else _direct("colwise", 0, names.tensors[name])
+            )
+    return found
 
 
 _LARGE = 400
@@ -326,14 +342,15 @@ def _direct(style: Any, dim: int | None, tensor: torch.Tensor) -> Any:
     return Fused(split, style.blocks) if isinstance(style, Fused) else split
 
 
-def _notes(found: Iterable[Projection], names: ProgramNames) -> tuple[str, ...]:
+def _notes(found: Iterable[Projection], names: ProgramNames, styles: Mapping[str, Any]) -> tuple[str, ...]:
     """What stays whole, layers that are alike in one line."""
     whole = [projection for projection in found if projection.style is None]
     notes = [f"{starred(projection.weight)} stays whole: {starred(projection.reason)}" for projection in whole]
     multiplied = {name for projection in found for name in (projection.weight, *projection.on_the_way)}
     for name, uses in names.uses.items():
         matrix = name in names.parameters and names.tensors[name].ndim > 1
-        if matrix and name not in multiplied and not any(use.role == "embedding" for use in uses):
+        split = name in styles or any(use.in_groups and use.module in styles for use in uses)
+        if matrix and not split and name not in multiplied and not any(use.role == "embedding" for use in uses):
             notes.append(f"{starred(name)} stays whole: it is not multiplied with activations as a matrix")
     return tuple(dict.fromkeys(notes))
 

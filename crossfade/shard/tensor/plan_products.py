@@ -59,6 +59,12 @@ def product_of(node: fx.Node, value: fx.Node) -> Product | None:
     return Product(node, source, inputs[1 - at], inputs[at], result)
 
 
+def is_product(node: fx.Node) -> bool:
+    """Whether a node multiplies and adds up, which it may do with weights."""
+    known = node.target in _OPERANDS or node.target in CONVOLUTIONS or node.target is aten.einsum.default
+    return known or is_grouped_product(node)
+
+
 def is_grouped_product(node: fx.Node) -> bool:
     """Whether a node multiplies rows by the matrix of their group, of a stack of them: how experts compute by default.
 

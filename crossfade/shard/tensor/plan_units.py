@@ -12,16 +12,17 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from torch import fx
 
+from crossfade.graph.operators import arguments
 from crossfade.shard.tensor.placements import units_each
 from crossfade.shard.tensor.plan_channel_factors import ChannelFactor, Channels, sizes_of
 from crossfade.shard.tensor.plan_channels import follow_all, is_normed
+from crossfade.shard.tensor.plan_meetings import adds_earlier, is_value, lends
 from crossfade.shard.tensor.plan_names import ProgramNames, Use
-from crossfade.shard.tensor.plan_projections import adds_earlier, is_value, lends, multiplies
 
 Split = tuple[int | None, tuple[int, ...]]
 
@@ -49,6 +50,9 @@ def fit(splits: Mapping[str, Split], names: ProgramNames, ranks: int) -> Fitted:
     for name, (dim, blocks) in splits.items():
         if dim is None or name in known:
             continue
+        if why := _groups_apart(names.uses[name], ranks):
+            fitted.whole[name] = why
+            continue
         sizes = blocks or (int(names.tensors[name].shape[dim]),)
         if all(size % ranks == 0 for size in sizes):
             continue
@@ -59,6 +63,17 @@ def fit(splits: Mapping[str, Split], names: ProgramNames, ranks: int) -> Fitted:
             fitted.units[name] = units
     fitted.whole = {name: fitted.whole[name] for name in splits if name in fitted.whole}
     return fitted
+
+
+def _groups_apart(uses: Iterable[Use], ranks: int) -> str:
+    """Why a convolution of several channels a group cannot be split: ranks would have parts of a group."""
+    for use in uses:
+        if use.node is not None and use.in_groups:
+            given = arguments(use.node)
+            groups, channels = given["groups"], given["weight"].meta["val"].shape[0]
+            if groups % ranks and groups != channels:
+                return f"{groups} groups over {ranks} ranks"
+    return ""
 
 
 def _wasted(units: int, ranks: int) -> bool:
@@ -103,7 +118,7 @@ def _fit_meeting(meeting: _Meeting, splits: Mapping[str, Split], ranks: int, fit
 
 def _meetings(splits: Mapping[str, Split], names: ProgramNames) -> list[_Meeting]:
     """Projections split by columns, with those split by rows that they end in; what shares an end is together."""
-    every = {use.node: (name, use) for name, uses in names.uses.items() for use in uses if multiplies(use)}
+    every = {use.node: (name, use) for name, uses in names.uses.items() for use in uses if use.multiplies}
     biases = {use.node: name for name, uses in names.uses.items() for use in uses if use.role == "bias"}
     found: dict[str, _Meeting] = {}
     for name, use in every.values():
@@ -142,7 +157,8 @@ def _followed(
         for user in node.users:
             name, end = every.get(user, ("", None))
             if end is not None and end.activations is node:
-                if channels.first.dim == end.in_at and splits.get(name, (None, ()))[0] == end.in_dim:
+                in_pairs = end.in_dim is not None and splits.get(name, (None, ()))[0] == end.in_dim
+                if channels.first.dim == end.in_at and in_pairs:
                     ends.append(name)
                 continue
             if not is_value(user) or lends(user, node) or adds_earlier(user, start):

@@ -1,4 +1,4 @@
-"""Projections in a graph: multiplications of activations by a parameter, and what their results meet."""
+"""What a value meets in a graph: what it is added to, and who only asks for its sizes or its dtype."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import torch
 from torch import fx
 
 from crossfade.shard.tensor.plan_channel_factors import sizes_of
-from crossfade.shard.tensor.plan_names import Use
 
 aten = torch.ops.aten
 
@@ -21,16 +20,6 @@ NO_VALUES = {
     aten.full_like.default,
 }
 """Operators that look at a tensor's shape and not at what is in it."""
-
-
-def multiplies(use: Use) -> bool:
-    """Whether a use of a parameter is a projection."""
-    return use.activations is not None and use.in_dim is not None
-
-
-def in_groups(use: Use) -> bool:
-    """Whether a use of a parameter is a convolution of which each channel sees only those of its group."""
-    return use.role == "linear" and use.in_dim is None
 
 
 def adds_earlier(node: fx.Node, projection: fx.Node) -> bool:
