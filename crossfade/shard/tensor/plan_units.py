@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from torch import fx
@@ -45,13 +45,14 @@ def fit(splits: Mapping[str, Split], names: ProgramNames, ranks: int) -> Fitted:
     """Decide for every split parameter, by canonical name, with the dim and the blocks that it is split in."""
     fitted = Fitted()
     known: set[str] = set()
+    apart = _groups_apart(names, ranks)
     for meeting in _meetings(splits, names):
         known |= _fit_meeting(meeting, splits, ranks, fitted)
     for name, (dim, blocks) in splits.items():
         if dim is None or name in known:
             continue
-        if why := _groups_apart(names.uses[name], ranks):
-            fitted.whole[name] = why
+        if name in apart:
+            fitted.whole[name] = apart[name]
             continue
         sizes = blocks or (int(names.tensors[name].shape[dim]),)
         if all(size % ranks == 0 for size in sizes):
@@ -65,15 +66,17 @@ def fit(splits: Mapping[str, Split], names: ProgramNames, ranks: int) -> Fitted:
     return fitted
 
 
-def _groups_apart(uses: Iterable[Use], ranks: int) -> str:
-    """Why a convolution of several channels a group cannot be split: ranks would have parts of a group."""
-    for use in uses:
-        if use.node is not None and use.in_groups:
+def _groups_apart(names: ProgramNames, ranks: int) -> dict[str, str]:
+    """Convolutions in groups of several channels, and their biases, of which ranks would have parts of a group."""
+    every = [(name, use) for name, uses in names.uses.items() for use in uses if use.node is not None]
+    found: dict[fx.Node | None, str] = {}
+    for _, use in every:
+        if use.in_groups and use.node is not None:
             given = arguments(use.node)
             groups, channels = given["groups"], given["weight"].meta["val"].shape[0]
             if groups % ranks and groups != channels:
-                return f"{groups} groups over {ranks} ranks"
-    return ""
+                found[use.node] = f"{groups} groups over {ranks} ranks"
+    return {name: found[use.node] for name, use in every if use.node in found and (use.in_groups or use.role == "bias")}
 
 
 def _wasted(units: int, ranks: int) -> bool:
