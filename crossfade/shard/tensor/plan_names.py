@@ -250,7 +250,7 @@ def _use(node: fx.Node, value: fx.Node, dims: tuple[int | None, ...]) -> Use:
     return Use(module, "other", node=node)
 
 
-_ADDED = {aten.linear.default: "bias", aten.addmm.default: "self"}
+_ADDED: dict[Any, str] = {aten.linear.default: "bias", aten.addmm.default: "self"}
 """Operators that add a bias to their product, and what they call it."""
 
 
