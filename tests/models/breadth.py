@@ -354,6 +354,7 @@ def main() -> None:
     parser.add_argument("--first", type=int, default=0, help="how many names to pass over before the first one")
     parser.add_argument("--save", type=Path, help="a file for the rows, which `tests.models.table` makes a table of")
     parser.add_argument("--ranks", type=int, default=2, help="how many ranks split the weights")
+    parser.add_argument("--limit", type=int, default=120, help="seconds for an export, and for a plan")
     parser.add_argument("--pairs", action="store_true", help="only what is in pairs, as `Plan.megatron` unless asked")
     parser.add_argument("--compare", action="store_true", help="run the programs of all ranks too, with random weights")
     options = parser.parse_args()
@@ -362,7 +363,7 @@ def main() -> None:
         if options.compare:
             print(name, _compared(name, options), flush=True)
             continue
-        rows.append(breadth_of(name, options.ranks, not options.pairs))
+        rows.append(breadth_of(name, options.ranks, not options.pairs, options.limit))
         print(f"{rows[-1]}  [{rows[-1].seconds:.0f} s]", flush=True)
         if options.save:
             options.save.write_text(saved(rows, options.every, options.first, options.ranks))

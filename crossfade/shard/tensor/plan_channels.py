@@ -387,6 +387,13 @@ _ACROSS = {
     aten.sum.dim_IntList,
     aten.mean.dim,
     aten.amax.default,
+    aten.amin.default,
+    aten.logsumexp.default,
+    aten.std.correction,
+    aten.var.correction,
+    aten.std.dim,
+    aten.var.dim,
+    aten.norm.ScalarOpt_dim,
     aten.cumsum.default,
     aten.linalg_vector_norm.default,
 }

@@ -13,7 +13,7 @@ import torch
 from torch import fx
 
 from crossfade.graph.operators import arguments
-from crossfade.shard.tensor.plan_channel_factors import ChannelFactor, Channels, sizes_of
+from crossfade.shard.tensor.plan_channel_factors import ChannelFactor, Channels, number, sizes_of
 from crossfade.shard.tensor.plan_channels import follow
 from crossfade.shard.tensor.plan_meetings import is_value, lends
 from crossfade.shard.tensor.plan_moves import moved_dims
@@ -100,7 +100,7 @@ def _after(node: fx.Node, done: Prepared) -> dict[int, Channels]:
     sources = [source for source in node.all_input_nodes if source in done.held and not lends(node, source)]
     found: dict[int, Channels] = {}
     repeats = node.target is aten.expand.default or picks_matrices(node)
-    done.scales |= not repeats and math.prod(sizes_of(node)) > max(math.prod(sizes_of(source)) for source in sources)
+    done.scales |= not repeats and _elements(node) > max(map(_elements, sources))
     for dim in done.held[sources[0]]:
         ways = {_kept(node, source, done.held[source].get(dim)) for source in sources}
         now = ways.pop()
@@ -108,6 +108,12 @@ def _after(node: fx.Node, done: Prepared) -> dict[int, Channels]:
             found[dim] = now
     done.lost.update(dim for source in sources for dim in done.held[source] if dim not in found)
     return found
+
+
+def _elements(node: fx.Node) -> int:
+    """How many elements a value has, all that a list holds together."""
+    value = node.meta["val"]
+    return sum(math.prod(map(number, each.shape)) for each in (value if isinstance(value, list | tuple) else [value]))
 
 
 def _kept(node: fx.Node, source: fx.Node, channels: Channels | None) -> Channels | None:

@@ -148,6 +148,36 @@ def test_a_weight_is_split_along_the_dims_that_its_preparation_keeps() -> None:
     assert collectives(local) == ["tp_reduce"]
 
 
+def test_statistics_of_each_row_keep_rows_apart() -> None:
+    class Rows(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight, self.leave = drawn(16, 8), nn.Linear(16, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            centred = self.weight - self.weight.mean(1, keepdim=True)
+            return self.leave(F.linear(x, centred / self.weight.std(1, keepdim=True)).relu())
+
+    plan, local = split(Rows(), torch.randn(2, 8))
+    assert plan == Plan({"weight": "colwise", "leave": "rowwise"})
+    assert collectives(local) == ["tp_reduce"]
+
+
+@pytest.mark.parametrize("pieces", [2, 4])
+def test_a_weight_in_pieces_stays_whole(pieces: int) -> None:
+    class Pieces(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight, self.leave = drawn(64, 8), nn.Linear(64 // pieces, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.leave(sum(F.linear(x, piece) for piece in self.weight.chunk(pieces)))
+
+    plan, _ = split(Pieces(), torch.randn(2, 8))
+    assert plan == Plan({})
+    assert "weight stays whole: what its weight is computed by needs all of it" in plan.notes
+
+
 def test_a_dim_that_the_preparation_needs_stays_whole() -> None:
     class Behind(Standardized):
         def __init__(self) -> None:
