@@ -8,8 +8,10 @@ models that people use. They are built on the meta device: no weight takes memor
 from __future__ import annotations
 
 import argparse
+import datetime
 import fnmatch
 import inspect
+import json
 import re
 import signal
 import time
@@ -17,7 +19,9 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from importlib.metadata import version
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -322,27 +326,47 @@ def _short(error: BaseException) -> str:
 
 def summary(rows: Iterable[Breadth]) -> str:
     """How many of those that export are split enough."""
+    rows = list(rows)
     exported = [row for row in rows if row.exported]
     enough = [row for row in exported if not row.refused and row.share >= ENOUGH]
-    return f"{len(exported)} export; of {len(enough)} of them at least {ENOUGH:.0%} of the weight bytes are split"
+    share = f"at least {ENOUGH:.0%} of the weight bytes are split"
+    return f"{len(exported)} of {len(rows)} export; of {len(enough)} of them {share}"
+
+
+def saved(rows: Iterable[Breadth], every: int, first: int, ranks: int) -> str:
+    """The rows as JSON, with what a reader has to know about where they come from."""
+    about = {
+        "date": datetime.date.today().isoformat(),
+        "torch": torch.__version__,
+        "transformers": version("transformers"),
+        "every": every,
+        "first": first,
+        "ranks": ranks,
+    }
+    return json.dumps({**about, "rows": [asdict(row) for row in rows]}, indent=1)
 
 
 def main() -> None:
     """Go over the architectures and print what became of each."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--names", default="*", help="patterns of names, by comma")
-    parser.add_argument("--every", type=int, default=1, help="one of so many, from the first name on")
+    parser.add_argument("--every", type=int, default=1, help="one of so many, in order of name")
+    parser.add_argument("--first", type=int, default=0, help="how many names to pass over before the first one")
+    parser.add_argument("--save", type=Path, help="a file for the rows, which `tests.models.table` makes a table of")
     parser.add_argument("--ranks", type=int, default=2, help="how many ranks split the weights")
+    parser.add_argument("--limit", type=int, default=120, help="seconds for an export, and for a plan")
     parser.add_argument("--pairs", action="store_true", help="only what is in pairs, as `Plan.megatron` unless asked")
     parser.add_argument("--compare", action="store_true", help="run the programs of all ranks too, with random weights")
     options = parser.parse_args()
     rows = []
-    for name in names(options.names)[:: options.every]:
+    for name in names(options.names)[options.first :: options.every]:
         if options.compare:
             print(name, _compared(name, options), flush=True)
             continue
-        rows.append(breadth_of(name, options.ranks, not options.pairs))
+        rows.append(breadth_of(name, options.ranks, not options.pairs, options.limit))
         print(f"{rows[-1]}  [{rows[-1].seconds:.0f} s]", flush=True)
+        if options.save:
+            options.save.write_text(saved(rows, options.every, options.first, options.ranks))
     print(summary(rows))
 
 

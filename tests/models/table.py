@@ -1,22 +1,29 @@
-"""`make models`: every architecture, static and dynamic, raw and decomposed, split over 2 and 4 ranks; as a table."""
+"""`make models`: every architecture, static and dynamic, raw and decomposed, split over 2 and 4 ranks; as a table.
+
+`python -m tests.models.table --breadth rows.json` writes the second table of the page instead, of architectures in
+order of name, from what `python -m tests.models.breadth --every 8 --save rows.json` found. Either keeps the other's.
+"""
 
 from __future__ import annotations
 
 import argparse
 import datetime
+import json
 import platform
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from importlib.metadata import version
 from itertools import groupby
 from multiprocessing import get_context
 from pathlib import Path
+from typing import Any
 
 import torch
 from rich.progress import track
 
 from crossfade.ranks.local import Ranks
 from tests.models import zoo
+from tests.models.breadth import Breadth, summary
 from tests.models.sharded import VARIANTS, Row, minimum, shard_on_ranks
 
 DOCS = Path(__file__).parents[2] / "docs" / "models.md"
@@ -31,7 +38,14 @@ def main() -> None:
     parser.add_argument("--variants", default=";".join(VARIANTS), help="forms of the exported program, by semicolon")
     parser.add_argument("--output", type=Path, default=DOCS, help="the file to write")
     parser.add_argument("--jobs", type=int, default=2, help="architectures at a time")
+    parser.add_argument(
+        "--breadth", type=Path, help="rows that tests.models.breadth saved: write the second table only"
+    )
     options = parser.parse_args()
+    known = options.output.read_text() if options.output.exists() else ""
+    if options.breadth:
+        options.output.write_text(first_part(known) + by_name(json.loads(options.breadth.read_text())))
+        return
     counts, variants = [int(count) for count in options.ranks.split(",")], options.variants.split(";")
     rows: list[Row] = []
     with ProcessPoolExecutor(options.jobs, get_context("spawn"), max_tasks_per_child=1) as workers:
@@ -39,7 +53,7 @@ def main() -> None:
         for done in track(as_completed(pending), description="architectures", total=len(pending)):
             rows += done.result()
             print(*map(line, done.result()), sep="\n", flush=True)
-            options.output.write_text(page(rows))
+            options.output.write_text(page(rows) + second_part(known))
     print(f"written to {options.output.name}: {sum(not row.refused for row in rows)} of {len(rows)} run")
 
 
@@ -116,13 +130,55 @@ def page(rows: Sequence[Row]) -> str:
         "four forms (static and dynamic sizes, raw and decomposed), saved, loaded by each rank and run.\n\n"
         "- **difference**: the largest between a rank's results and one device's, relative to the largest value.\n"
         "- **weights split**: those whose part is smaller than the whole, of those that the plan names.\n"
-        "- **FLOPs**: of one rank's matmuls and convolutions, of one device's.\n"
+        "- **FLOPs**: of one rank's matmuls, convolutions and attention, of one device's.\n"
         "- **collectives**: all-reduces + all-gathers of a forward; **least**: counted by hand, for decoders.\n"
         "- **forms**: how many of those asked for ran; what was refused, and why.\n\n"
         f"{ran} of {len(rows)} ran; in {len(above)} a rank does more than 1/ranks + 5% of the FLOPs.\n\n{CAVEAT}\n\n"
     )
     lines = [HEADINGS, ("---",) * len(HEADINGS), *map(cells, groups)]
     return head + "\n".join("| " + " | ".join(map(_cell, line)) + " |" for line in lines) + "\n"
+
+
+SECOND = "\n## Architectures in order of name\n"
+"""Where the second table begins."""
+
+
+def first_part(text: str) -> str:
+    """A page without its second table."""
+    return text.partition(SECOND)[0]
+
+
+def second_part(text: str) -> str:
+    """The second table of a page, with its heading; nothing where there is none."""
+    _, heading, rest = text.partition(SECOND)
+    return heading + rest
+
+
+def by_name(found: Mapping[str, Any]) -> str:
+    """The second table, of what `tests.models.breadth.saved` keeps."""
+    rows = [Breadth(**{**row, "whole": tuple(row["whole"])}) for row in found["rows"]]
+    first = f" --first {found['first']}" if found["first"] else ""
+    head = (
+        f"{SECOND}\nEvery {found['every']}th architecture of the transformers library's `AutoModel`, in order of name: "
+        "nobody chose them for success. Each has the widths of its configuration's defaults, two layers, and small "
+        "tables of words and positions; the plan is `Plan.megatron(..., vocab=True, singles=True)`, for "
+        f"{found['ranks']} ranks. "
+        f"`python -m tests.models.breadth --every {found['every']}{first} --save rows.json` on {found['date']}, torch "
+        f"{found['torch']}, transformers {found['transformers']}.\n\n"
+        "- **split**: the share of the bytes of all parameters that the program reads.\n"
+        "- **whole, and why**: of parameters of more than one dim, those of more than 2% of the bytes. What is not "
+        "exported could not be built or exported with the inputs that the command makes, for the reason that stands "
+        "there; most of these need inputs of another kind or settings without defaults.\n\n"
+        f"{summary(rows)}.\n\n"
+    )
+    table = [("architecture", "MB", "split", "whole, and why"), ("---",) * 4, *map(_breadth_cells, rows)]
+    return head + "\n".join("| " + " | ".join(map(_cell, cells)) + " |" for cells in table) + "\n"
+
+
+def _breadth_cells(row: Breadth) -> tuple[str, str, str, str]:
+    if row.refused:
+        return row.name, "", "", f"{'refused' if row.exported else 'not exported'}: {row.refused}"
+    return row.name, f"{row.weights / 1e6:.1f}", f"{row.share:.1%}", "; ".join(row.whole)
 
 
 def _place(row: Row) -> tuple[int, int]:

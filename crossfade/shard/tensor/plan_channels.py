@@ -20,9 +20,11 @@ from torch import fx
 
 from crossfade.graph.operators import arguments
 from crossfade.graph.private import schema_of
+from crossfade.shard.tensor.equations import read_equation
 from crossfade.shard.tensor.plan_channel_factors import ChannelFactor, Channels, keep, number, sizes_of
 from crossfade.shard.tensor.plan_channels_images import BY_CHANNEL, by_channel, convolved, normed_in_groups, rolled
-from crossfade.shard.tensor.plan_names import CONVOLUTIONS, moved_dims
+from crossfade.shard.tensor.plan_moves import moved_dims
+from crossfade.shard.tensor.plan_products import CONVOLUTIONS
 
 aten = torch.ops.aten
 
@@ -42,6 +44,22 @@ def is_normed(node: fx.Node, source: fx.Node, channels: Channels) -> bool:
         return False
     dim, sizes = channels.first.dim, sizes_of(source)
     return dim in (_dims_taken(node, len(sizes)) or ()) and sizes[dim] >= _WIDE
+
+
+def follow_all(node: fx.Node, source: fx.Node, channels: Channels) -> tuple[Channels, ...]:
+    """The channels in `node`'s result: several where halves of them meet; none where ranks would need each other."""
+    if node.target is aten.glu.default and channels.first.dim == arguments(node)["dim"] % len(sizes_of(source)):
+        return _halves(channels)
+    now = follow(node, source, channels)
+    return () if now is None else (now,)
+
+
+def _halves(channels: Channels) -> tuple[Channels, ...]:
+    """The first half of a dim is multiplied by what the second says: each half is a block of channels."""
+    first = channels.first
+    half = first.size // 2
+    parts = [_part_of_dim(channels, first.dim, start, half) for start in (0, half)] if first.size % 2 == 0 else []
+    return tuple(part for part in parts if part is not None)
 
 
 def follow(node: fx.Node, source: fx.Node, channels: Channels) -> Channels | None:
@@ -182,6 +200,12 @@ def _best_of(node: fx.Node, source: fx.Node, channels: Channels) -> Channels | N
     return keep(channels, lambda factor: None if factor.dim == dim else _lowered(factor, gone))
 
 
+def _gated(node: fx.Node, source: fx.Node, channels: Channels) -> Channels | None:
+    """The halves of a dim meet, which is not the one that the channels begin in."""
+    dim = arguments(node)["dim"] % node.meta["val"].ndim
+    return keep(channels, lambda factor: None if factor.dim == dim else factor)
+
+
 def _pass_through(node: fx.Node, source: fx.Node, channels: Channels) -> Channels | None:
     return channels
 
@@ -251,14 +275,16 @@ def _repeated(node: fx.Node, source: fx.Node, channels: Channels) -> Channels | 
 def _by_equation(node: fx.Node, source: fx.Node, channels: Channels) -> Channels | None:
     """An einsum: where the result has the dim of the same letter, in all places where the value is given."""
     given = arguments(node)
-    left, arrow, right = str(given["equation"]).replace(" ", "").partition("->")
-    uses = [letters for letters, tensor in zip(left.split(","), given["tensors"], strict=True) if tensor is source]
-    if not arrow or "." in left or any(len(set(letters)) < len(letters) for letters in uses):
+    tensors = given["tensors"]
+    parts, result = read_equation(str(given["equation"]), [tensor.meta["val"].ndim for tensor in tensors])
+    uses = [names for names, tensor in zip(parts, tensors, strict=True) if tensor is source]
+    if any(len(set(names)) < len(names) for names in uses):
         return None
 
     def moved(factor: ChannelFactor) -> ChannelFactor | None:
-        now = {right.find(letters[factor.dim]) for letters in uses}
-        return replace(factor, dim=now.pop()) if len(now) == 1 and -1 not in now else None
+        now = {result.index(names[factor.dim]) if names[factor.dim] in result else None for names in uses}
+        dim = now.pop() if len(now) == 1 else None
+        return None if dim is None else replace(factor, dim=dim)
 
     return keep(channels, moved)
 
@@ -361,6 +387,13 @@ _ACROSS = {
     aten.sum.dim_IntList,
     aten.mean.dim,
     aten.amax.default,
+    aten.amin.default,
+    aten.logsumexp.default,
+    aten.std.correction,
+    aten.var.correction,
+    aten.std.dim,
+    aten.var.dim,
+    aten.norm.ScalarOpt_dim,
     aten.cumsum.default,
     aten.linalg_vector_norm.default,
 }
@@ -408,6 +441,7 @@ _RULES: tuple[tuple[Callable[[fx.Node], bool], Callable[[fx.Node, fx.Node, Chann
     (_one_of(CONVOLUTIONS), convolved),
     (_one_of({aten.group_norm.default}), normed_in_groups),
     (_one_of({aten.roll.default}), rolled),
+    (_one_of({aten.glu.default}), _gated),
     (lambda node: getattr(schema_of(node.target), "name", "") in BY_CHANNEL, by_channel),
     (_one_of({aten.einsum.default}), _by_equation),
     (_one_of(_FACTORS), _multiplied),

@@ -21,18 +21,14 @@ from crossfade.graph.effects import written_inputs
 from crossfade.graph.metadata import tensor_bytes
 from crossfade.graph.operators import arguments
 from crossfade.shard.tensor.plan_channel_factors import ChannelFactor, Channels, sizes_of
-from crossfade.shard.tensor.plan_channels import follow, is_normed, is_summed
-from crossfade.shard.tensor.plan_names import ProgramNames, Use, is_glob, matches, names_of, owner, starred
-from crossfade.shard.tensor.plan_projections import (
+from crossfade.shard.tensor.plan_channels import follow_all, is_normed, is_summed
+from crossfade.shard.tensor.plan_meetings import (
     NO_VALUES,
-    activations_of,
     adds_earlier,
-    back_of,
-    in_groups,
     is_value,
     lends,
-    multiplies,
 )
+from crossfade.shard.tensor.plan_names import ProgramNames, Use, is_glob, matches, names_of, owner, starred
 from crossfade.shard.tensor.plan_styles import Fused, read_style
 
 aten = torch.ops.aten
@@ -55,8 +51,8 @@ class Projection:
     is_written: bool = False
     """Whether it stays whole because it is written into something else."""
     ends: set[fx.Node] = field(default_factory=set)
-    on_the_way: dict[str, Use] = field(default_factory=dict)
-    """Weights of convolutions in groups that its channels pass, which are split with them."""
+    on_the_way: dict[str, tuple[Use, Any]] = field(default_factory=dict)
+    """Weights of convolutions in groups that its channels pass, which are split with them, and how."""
 
     @property
     def node(self) -> fx.Node:
@@ -65,16 +61,12 @@ class Projection:
 
     @property
     def activations(self) -> fx.Node:
-        return activations_of(self.use)
-
-    @property
-    def back(self) -> int:
-        """How far from the last the dim is that is put out, and the one of the activations contracted over."""
-        return back_of(self.use)
+        assert self.use.activations is not None
+        return self.use.activations
 
     @property
     def width(self) -> int:
-        return sizes_of(self.node)[-self.back]
+        return sizes_of(self.node)[self.use.out_at]
 
 
 def find_entries(
@@ -93,12 +85,14 @@ def find_entries(
             names = names_of(exported)
             found = _paired(names, exported.graph)
     tables = _split_vocabulary(found, names, _from_tokens(exported)) if vocab else {}
+    alone: dict[str, Any] = {}
     if singles:
         whole = sum(tensor_bytes(names.tensors[name]) for name in names.parameters if names.canonical[name] == name)
         _split_singles(found.values(), names, whole)
         tables = _single_tables(names, whole) | tables
-    styles = _by_name(found.values(), names) | tables
-    return _patterns(styles, names), (*_notes(found.values(), names), *problems)
+        alone = _single_groups(names, whole)
+    styles = alone | _by_name(found.values(), names) | tables
+    return _patterns(styles, names), (*_notes(found.values(), names, styles), *problems)
 
 
 def _paired(names: ProgramNames, graph: fx.Graph) -> dict[fx.Node, Projection]:
@@ -112,18 +106,17 @@ def _projections(names: ProgramNames, graph: fx.Graph) -> dict[fx.Node, Projecti
     every = [(name, use) for name, uses in names.uses.items() for use in uses]
     biases = {use.node: name for name, use in every if use.role == "bias"}
     tables = {name for name, use in every if use.role == "embedding"}
-    known = {
-        use.node: Projection(name, use, biases.get(use.node), is_table=name in tables)
-        for name, use in every
-        if multiplies(use)
-    }
+    known: dict[fx.Node | None, Projection] = {}
+    for name, use in every:
+        if use.multiplies:
+            known.setdefault(use.node, Projection(name, use, biases.get(use.node), is_table=name in tables))
     return {node: known[node] for node in graph.nodes if node in known}
 
 
 def _grouped(names: ProgramNames) -> dict[fx.Node, tuple[str, Use]]:
     """Convolutions in groups by what they compute, with their weights."""
     every = ((name, use) for name, uses in names.uses.items() for use in uses)
-    return {use.node: (name, use) for name, use in every if use.node is not None and in_groups(use)}
+    return {use.node: (name, use) for name, use in every if use.node is not None and use.in_groups}
 
 
 def _pair(found: Mapping[fx.Node, Projection], grouped: Mapping[fx.Node, tuple[str, Use]]) -> None:
@@ -137,10 +130,14 @@ def _pair(found: Mapping[fx.Node, Projection], grouped: Mapping[fx.Node, tuple[s
                 continue
             projection.reason, projection.apart, projection.is_written, projection.ends = "", True, False, set()
             projection.on_the_way = {}
+            if projection.use.out_dim is None:
+                projection.apart, projection.reason = False, "what its weight is computed by needs all of it"
+                continue
             blocks = _followed(projection, found, grouped, through_norms)
             if projection.reason or not _all_free(projection, found, through_norms):
+                projection.on_the_way = {}
                 continue
-            projection.style = "colwise" if blocks == 1 else Fused("colwise", blocks)
+            projection.style = _style_of(blocks)
             for end in projection.ends:
                 found[end].style = "rowwise"
                 found[end].reason = ""
@@ -165,8 +162,9 @@ def _followed(
 ) -> int | tuple[int, ...]:
     """Follow a projection's channels to their ends; the blocks of a fused one, or a reason."""
     start, width = projection.node, projection.width
-    whole = Channels(0, width, (ChannelFactor(start.meta["val"].ndim - projection.back, width),))
+    whole = Channels(0, width, (ChannelFactor(projection.use.out_at, width),))
     seen, pending, pieces = {(start, whole)}, deque([(start, whole)]), set()  # near first: most end soon
+    passed: dict[fx.Node, set[tuple[int, int]]] = {}
     summed = meets_residual = False
     while pending and not (summed and meets_residual):
         node, channels = pending.popleft()
@@ -183,28 +181,64 @@ def _followed(
                 summed |= summing
             elif is_value(user) and not lends(user, node):
                 meets_residual |= adds_earlier(user, start)
-                now = channels if normed else follow(user, node, channels) if user not in found else None
+                after = (channels,) if normed else follow_all(user, node, channels) if user not in found else ()
                 summed |= normed
-                if now is None:
+                if not after:
                     projection.apart, projection.reason = False, f"{_where(user)} needs all that it puts out"
                     projection.is_written = bool(written_inputs(user))
                     return 1
-                if user in grouped and (now.start, now.length, now.first.outer) == (0, width, 1):
-                    projection.on_the_way.update([grouped[user]])
-                if (user, now) not in seen:
-                    seen.add((user, now))
-                    pending.append((user, now))
+                if user in grouped and _fill_dim(node, channels):
+                    passed.setdefault(user, set()).add((channels.start, channels.length))
+                new = [(user, now) for now in after if (user, now) not in seen]
+                seen.update(new)
+                pending.extend(new)
     if summed and meets_residual:
         projection.apart, projection.reason = False, "it is added to a residual that a norm needs all of"
         return 1
-    return _blocks(projection, width, sorted(pieces))
+    ordered = sorted(pieces)
+    projection.on_the_way = _on_the_way(passed, ordered, grouped)
+    return _blocks(projection, width, ordered)
+
+
+def _fill_dim(node: fx.Node, channels: Channels) -> bool:
+    """Whether a dim holds these channels and nothing else."""
+    first = channels.first
+    return first.outer == 1 and first.size * first.inner == sizes_of(node)[first.dim]
+
+
+def _on_the_way(
+    passed: Mapping[fx.Node, set[tuple[int, int]]], pieces: list[tuple[int, int]], grouped: Mapping[fx.Node, Any]
+) -> dict[str, tuple[Use, Any]]:
+    """How convolutions in groups are split by what passes them: in the blocks that their channels are cut into."""
+    found = {}
+    for node, ranges in passed.items():
+        name, use = grouped[node]
+        cuts = {_within(begin, length, pieces) for begin, length in ranges}
+        sizes = cuts.pop()
+        width = arguments(node)["weight"].meta["val"].shape[0]
+        if cuts or not sizes or width * min(sizes) % sum(sizes):
+            continue
+        blocks = tuple(size * width // sum(sizes) for size in sizes)
+        found[name] = use, _style_of(len(blocks) if len(set(blocks)) == 1 else blocks)
+    return found
+
+
+def _within(begin: int, length: int, pieces: list[tuple[int, int]]) -> tuple[int, ...]:
+    """The sizes of the pieces that make up this range; none if they do not."""
+    sizes = tuple(size for start, size in pieces if begin <= start and start + size <= begin + length)
+    return sizes if sum(sizes) == length else ()
+
+
+def _style_of(blocks: int | tuple[int, ...]) -> Any:
+    return "colwise" if blocks == 1 else Fused("colwise", blocks)
 
 
 def _contracts(user: fx.Node, node: fx.Node, channels: Channels, found: Mapping[fx.Node, Projection]) -> bool:
     """Whether a projection contracts over the dim that the channels fill, outermost factor outermost."""
     if user not in found or found[user].activations is not node:
         return False
-    return channels.first.dim == node.meta["val"].ndim - found[user].back and channels.first.outer == 1
+    end = found[user].use
+    return end.in_dim is not None and channels.first.dim == end.in_at and channels.first.outer == 1
 
 
 def _where(node: fx.Node) -> str:
@@ -228,26 +262,29 @@ def _by_name(found: Iterable[Projection], names: ProgramNames) -> dict[str, Any]
     styles: dict[str, Any] = {}
     conflicts: set[str] = set()
     for projection in found:
-        passed = _passed(projection) if projection.style == "colwise" else {}
-        for name, style in (_named(projection, names) | passed).items():
+        for name, style in (_named(projection, names) | _passed(projection, names)).items():
             if styles.setdefault(name, style) != style:
                 conflicts.add(name)
     return {name: style for name, style in styles.items() if style is not None and name not in conflicts}
 
 
-def _passed(projection: Projection) -> dict[str, Any]:
+def _passed(projection: Projection, names: ProgramNames) -> dict[str, Any]:
     """Convolutions in groups between a pair, as modules where they are ones."""
-    weights = projection.on_the_way
-    return {use.module if owner(name) == use.module else name: "colwise" for name, use in weights.items()}
+    return {
+        use.module if owner(name) == use.module else name: style
+        if owner(name) == use.module
+        else _direct(style, 0, names.tensors[name])
+        for name, (use, style) in projection.on_the_way.items()
+    }
 
 
 def _split_singles(found: Iterable[Projection], names: ProgramNames, whole: int) -> None:
     """What is in no pair is split by columns where it is large, and what it puts out is gathered."""
     for projection in found:
         large = tensor_bytes(names.tensors[projection.weight]) * _LARGE >= whole
-        if projection.style is None and projection.use.role == "linear" and large and not projection.is_table:
-            module = projection.use.module if owner(projection.weight) == projection.use.module else ""
-            projection.style = read_style("colwise_gather_output") if module else "colwise"
+        alone = projection.use.role == "linear" and projection.use.out_dim is not None and not projection.is_table
+        if projection.style is None and alone and large:
+            projection.style = read_style("colwise_gather_output") if _as_module(projection, names) else "colwise"
 
 
 def _single_tables(names: ProgramNames, whole: int) -> dict[str, Any]:
@@ -258,47 +295,64 @@ def _single_tables(names: ProgramNames, whole: int) -> dict[str, Any]:
     return dict.fromkeys(modules - {""}, read_style("embedding_colwise"))
 
 
+def _single_groups(names: ProgramNames, whole: int) -> dict[str, Any]:
+    """Large convolutions in groups by their groups: each rank needs of what comes in only what its groups see."""
+    found: dict[str, Any] = {}
+    for name, (use,) in ((name, uses) for name, uses in names.uses.items() if len(uses) == 1):
+        if use.in_groups and use.out_dim is not None and tensor_bytes(names.tensors[name]) * _LARGE >= whole:
+            as_module = owner(name) == use.module
+            found[use.module if as_module else name] = (
+                read_style("colwise_gather_output") if as_module else _direct("colwise", 0, names.tensors[name])
+            )
+    return found
+
+
 _LARGE = 400
 """What is in no pair is worth a gather if all weights together are at most so many times as large."""
 
 
 def _named(projection: Projection, names: ProgramNames) -> dict[str, Any]:
     """The module that multiplies, if that is all it does; else the weight and, split by columns, its bias."""
-    if projection.use.role == "expert" and projection.style is not None:
-        return _named_expert(projection)
+    use, style, weight = projection.use, projection.style, projection.weight
+    if style is None:
+        return {weight: None}
+    if use.role != "expert" and _as_module(projection, names):
+        return {use.module: style}
+    if style == "rowwise":
+        whole = owner(weight) if use.role == "expert" else use.module
+        sums = {whole: "moe_tp_experts" if use.role == "expert" else "all_reduce"} if whole else {}
+        return {weight: _direct(style, use.in_dim, names.tensors[weight])} | sums
+    biases = {} if projection.bias is None else {projection.bias: style}
+    return {weight: _direct(style, use.out_dim, names.tensors[weight])} | biases
+
+
+def _as_module(projection: Projection, names: ProgramNames) -> bool:
+    """Whether a module holds the weight and does nothing but multiply by it."""
     module = projection.use.module
-    if module and module not in names.parents and any(owner(name) == module for name in names.tied[projection.weight]):
-        matrices = [name for name in names.modules[module] if names.tensors[name].ndim > 1]
-        if len(matrices) == 1:
-            return {module: projection.style}
-    if projection.style == "rowwise":
-        return {projection.weight: projection.style} | ({module: "all_reduce"} if module else {})
-    biases = [] if projection.bias is None else [projection.bias]
-    return dict.fromkeys([projection.weight, *biases], projection.style)
+    if not module or module in names.parents or all(owner(name) != module for name in names.tied[projection.weight]):
+        return False
+    return len([name for name in names.modules[module] if names.tensors[name].ndim > 1]) == 1
 
 
-def _named_expert(projection: Projection) -> dict[str, Any]:
-    """A stack of matrices by its dims, and the module that holds it returns whole sums."""
-    if projection.style == "rowwise":
-        return {projection.weight: f"shard({projection.use.in_dim})", owner(projection.weight): "moe_tp_experts"}
-    split = f"shard({projection.use.out_dim})"
-    return {projection.weight: Fused(split, projection.style.blocks) if isinstance(projection.style, Fused) else split}
+def _direct(style: Any, dim: int | None, tensor: torch.Tensor) -> Any:
+    """A style for a parameter that is named itself: only of a matrix is it known which dims are meant."""
+    if tensor.ndim == 2:
+        return style
+    split = f"shard({dim})"
+    return Fused(split, style.blocks) if isinstance(style, Fused) else split
 
 
-def _notes(found: Iterable[Projection], names: ProgramNames) -> tuple[str, ...]:
+def _notes(found: Iterable[Projection], names: ProgramNames, styles: Mapping[str, Any]) -> tuple[str, ...]:
     """What stays whole, layers that are alike in one line."""
     whole = [projection for projection in found if projection.style is None]
     notes = [f"{starred(projection.weight)} stays whole: {starred(projection.reason)}" for projection in whole]
-    multiplied = {name for projection in found for name in (projection.weight, *_split_on_the_way(projection))}
+    multiplied = {name for projection in found for name in (projection.weight, *projection.on_the_way)}
     for name, uses in names.uses.items():
         matrix = name in names.parameters and names.tensors[name].ndim > 1
-        if matrix and name not in multiplied and not any(use.role == "embedding" for use in uses):
+        split = name in styles or any(use.in_groups and use.module in styles for use in uses)
+        if matrix and not split and name not in multiplied and not any(use.role == "embedding" for use in uses):
             notes.append(f"{starred(name)} stays whole: it is not multiplied with activations as a matrix")
     return tuple(dict.fromkeys(notes))
-
-
-def _split_on_the_way(projection: Projection) -> Iterable[str]:
-    return projection.on_the_way if projection.style == "colwise" else ()
 
 
 def _from_tokens(exported: ExportedProgram) -> set[fx.Node]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import difflib
 import fnmatch
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,27 +19,10 @@ from torch.export import ExportedProgram
 
 from crossfade.errors import PlanError
 from crossfade.graph.operators import arguments
-from crossfade.graph.private import schema_of
+from crossfade.shard.tensor.plan_prepared import picks_matrices, prepare
+from crossfade.shard.tensor.plan_products import CONVOLUTIONS, Product, is_grouped_product, product_of
 
 aten = torch.ops.aten
-
-_PASS_ON = {
-    aten.to.dtype,
-    aten.to.device,
-    aten.to.dtype_layout,
-    aten.alias.default,
-    aten.detach.default,
-    aten.detach_.default,
-    aten.clone.default,
-    aten.contiguous.default,
-    aten._to_copy.default,
-}
-_TRANSPOSED = {aten.conv_transpose1d.default, aten.conv_transpose2d.input, aten.conv_transpose3d.input}
-CONVOLUTIONS: set[Any] = {
-    *(getattr(getattr(aten, f"conv{size}d"), form) for size in (1, 2, 3) for form in ("default", "padding")),
-    aten.convolution.default,
-    *_TRANSPOSED,
-}
 
 
 @dataclass(frozen=True)
@@ -48,12 +31,27 @@ class Use:
 
     module: str
     role: str
-    """`linear`, `embedding`, `bias`, `expert` (one matrix of many for each row) or `other`"""
+    """`linear`, `groups` (a convolution in groups), `embedding`, `bias`, `expert` (one matrix of many for each row) or
+    `other`"""
     out_dim: int | None = None
+    """None, as `in_dim`, where what prepares the weight needs all of that dim."""
     in_dim: int | None = None
     node: fx.Node | None = None
-    left: bool = False
-    """Whether the weight is the left factor, so that the activations' columns are their rows."""
+    activations: fx.Node | None = None
+    """What is multiplied by the weight."""
+    out_at: int = -1
+    """Where `out_dim` is in the result, and `in_at` where `in_dim` is in the activations."""
+    in_at: int = -1
+
+    @property
+    def multiplies(self) -> bool:
+        """Whether it is a projection."""
+        return self.role in ("linear", "expert") and self.activations is not None
+
+    @property
+    def in_groups(self) -> bool:
+        """Whether it is a convolution of which each channel sees only those of its group."""
+        return self.role == "groups"
 
 
 @dataclass(frozen=True)
@@ -90,7 +88,9 @@ class ProgramNames:
 
     def role(self, name: str) -> Use | None:
         """How a tensor is used as a weight or bias; None where it is neither, PlanError where uses disagree."""
-        found = [use for use in self.uses[self.canonical[name]] if use.role in ("linear", "embedding", "bias")]
+        found = [
+            use for use in self.uses[self.canonical[name]] if use.role in ("linear", "groups", "embedding", "bias")
+        ]
         candidates = [use for use in found if use.module == owner(name)] or found
         if len({(use.role, use.out_dim, use.in_dim) for use in candidates}) > 1:
             ways = ", ".join(sorted(f"{use.role} in {use.module or 'the model'}" for use in candidates))
@@ -156,7 +156,7 @@ def names_of(exported: ExportedProgram) -> ProgramNames:
     readers = {
         places[node.name]: node for node in exported.graph.nodes if node.op == "placeholder" and node.name in places
     }
-    tensors = _tensors(exported, readers)
+    tensors, active = _tensors(exported, readers), _active(exported)
     canonical = _canonical(exported, tensors, readers)
     parameters = set(signature.parameters)
     tied: dict[str, list[str]] = {}
@@ -172,7 +172,7 @@ def names_of(exported: ExportedProgram) -> ProgramNames:
         tied={meant: tuple(group) for meant, group in tied.items()},
         modules={name: tuple(own) for name, own in modules.items()},
         parents=frozenset(map(owner, modules)),
-        uses={name: tuple(_uses(readers[name])) if name in readers else () for name in tied},
+        uses={name: _uses(readers[name], active) if name in readers else () for name in tied},
     )
 
 
@@ -218,111 +218,62 @@ def module_of(node: fx.Node) -> str:
     return stack[-1][0] if stack else ""
 
 
-def _uses(reader: fx.Node) -> Iterator[Use]:
-    """Follow a parameter through casts and transposes to what computes with it."""
-    pending = [(reader, tuple(range(reader.meta["val"].ndim)))]
-    while pending:
-        value, dims = pending.pop()
-        for user in value.users:
-            moved = moved_dims(user, len(dims))
-            if moved is not None:
-                pending.append((user, tuple(dims[dim] for dim in moved)))
-            elif _picks_matrices(user, value) or _keeps_shape(user, value):
-                pending.append((user, dims))
-            elif user.target is aten.expand.default and user.meta["val"].ndim == len(dims) + 1:
-                pending.append((user, (_REPEATED, *dims)))  # one matrix for every sample, in decomposed graphs
-            elif user.op == "call_function":
-                yield _use(user, value, dims)
+def _active(exported: ExportedProgram) -> set[fx.Node]:
+    """What depends on the inputs that a user gives."""
+    given = set(exported.graph_signature.user_inputs)
+    found: set[fx.Node] = set()
+    for node in exported.graph.nodes:
+        if (node.op == "placeholder" and node.name in given) or not found.isdisjoint(node.all_input_nodes):
+            found.add(node)
+    return found
 
 
-def moved_dims(node: fx.Node, rank: int) -> tuple[int, ...] | None:
-    """Which dim of its input each dim of a cast or transpose is; None for other nodes."""
-    order = list(range(rank))
-    if node.target in _PASS_ON:
-        return tuple(order)
-    given = arguments(node) if node.op == "call_function" else {}
-    if node.target in (aten.t.default, aten.numpy_T.default):
-        return tuple(reversed(order))
-    if node.target in _SWAPS and rank > 1:
-        first, other = (given[name] for name in _SWAPS[node.target]) if _SWAPS[node.target] else (-2, -1)
-        order[first], order[other] = order[other], order[first]
-        return tuple(order)
-    if node.target is aten.permute.default:
-        return tuple(order[dim] for dim in given["dims"])
-    return None
+def _uses(reader: fx.Node, active: set[fx.Node]) -> tuple[Use, ...]:
+    """Follow a parameter through what is computed from it alone to what computes with it."""
+    prepared = prepare(reader, active)
+    if prepared.scales:
+        return tuple(Use(module_of(user), "other", node=user) for user, _ in prepared.users)
+    return tuple(_use(user, value, prepared.dims_of(value)) for user, value in prepared.users)
 
 
-_SWAPS: dict[Any, tuple[str, ...]] = {
-    aten.transpose.int: ("dim0", "dim1"),
-    aten.swapdims.default: ("dim0", "dim1"),
-    aten.swapaxes.default: ("axis0", "axis1"),
-    aten.mT.default: (),
-}
-"""Operators that swap two dims, and how they name them; the last two if they do not."""
-
-_REPEATED = -1
-"""In place of a dim of the parameter: one that only repeats it."""
-
-
-def _keeps_shape(node: fx.Node, value: fx.Node) -> bool:
-    return node.target is aten.view.default and node.meta["val"].shape == value.meta["val"].shape
-
-
-def _picks_matrices(node: fx.Node, value: fx.Node) -> bool:
-    """Whether a node takes for each row one matrix of a stack."""
-    if node.target is not aten.index.Tensor or value.meta["val"].ndim != 3:
-        return False
-    given = arguments(node)
-    rows = [index for index in given["indices"] if index is not None]
-    return (
-        given["self"] is value and len(rows) == 1 and given["indices"][0] is rows[0] and rows[0].meta["val"].ndim == 1
-    )
-
-
-_OPERANDS = {
-    aten.linear.default: ("weight", 0, 1, "bias"),
-    aten.addmm.default: ("mat2", 1, 0, "self"),
-    aten.mm.default: ("mat2", 1, 0, None),
-    aten.matmul.default: ("other", 1, 0, None),
-}
-"""Of an operator that multiplies by a matrix: the matrix, its dims put out and contracted over, and the bias."""
-
-
-def is_grouped_product(node: fx.Node) -> bool:
-    """Whether a node multiplies rows by the matrix of their group, of a stack of them: how experts compute by default.
-
-    Told by name: the one operator is only in torch, the other only where the transformers library is loaded.
-    """
-    name = getattr(schema_of(node.target), "name", "")
-    return name in ("aten::_grouped_mm", "transformers::grouped_mm_fallback")
-
-
-def is_transposed(node: fx.Node) -> bool:
-    """Whether a convolution's weight keeps `[in, out / groups, ...]`."""
-    return node.target in _TRANSPOSED or bool(arguments(node).get("transposed"))
-
-
-def _use(node: fx.Node, value: fx.Node, dims: tuple[int, ...]) -> Use:
+def _use(node: fx.Node, value: fx.Node, dims: tuple[int | None, ...]) -> Use:
     module, given = module_of(node), arguments(node)
-    if node.target in _OPERANDS:
-        weight, out, contracted, bias = _OPERANDS[node.target]
-        if given.get(weight) is value and len(dims) == 2:
-            return Use(module, "linear", dims[out], dims[contracted], node)
-        if bias is not None and given.get(bias) is value and len(dims) == 1:
-            return Use(module, "bias", dims[0], None, node)
-    if node.target is aten.embedding.default and given["weight"] is value:
+    product = product_of(node, value)
+    if product is not None and (found := _projection(module, product, value, dims)) is not None:
+        return found
+    if dims == (0,) and given.get(_ADDED.get(node.target)) is value:
+        return Use(module, "bias", 0, None, node)
+    if node.target is aten.embedding.default and given["weight"] is value and None not in dims:
         return Use(module, "embedding", dims[1], dims[0], node)
-    if node.target in CONVOLUTIONS and given["weight"] is value:
-        out, contracted = (1, 0) if is_transposed(node) else (0, 1)
-        alone = given["groups"] > 1
-        return Use(module, "linear", dims[0 if alone else out], None if alone else dims[contracted], node)
-    if node.target is aten.bmm.default and given["mat2"] is value and dims[0] == _REPEATED:
-        return Use(module, "linear", dims[2], dims[1], node)
-    if node.target is aten.bmm.default and value.target is aten.index.Tensor:
-        left = given["self"] is value
-        return Use(module, "expert", dims[1 if left else 2], dims[2 if left else 1], node, left)
-    if is_grouped_product(node) and value is node.args[1] and len(dims) == 3:
-        return Use(module, "expert", dims[2], dims[1], node)
-    if len(dims) == 1 and (node.target is aten.add.Tensor or node.target in CONVOLUTIONS):
-        return Use(module, "bias", dims[0], None, node)
+    if dims == (0,) and (node.target is aten.add.Tensor or node.target in CONVOLUTIONS):
+        return Use(module, "bias", 0, None, node)
     return Use(module, "other", node=node)
+
+
+_ADDED: dict[Any, str] = {aten.linear.default: "bias", aten.addmm.default: "self"}
+"""Operators that add a bias to their product, and what they call it."""
+
+
+def _projection(module: str, product: Product, value: fx.Node, dims: tuple[int | None, ...]) -> Use | None:
+    """A product as a projection: of a matrix, of one for each row or each of a batch, or of groups of channels."""
+    in_result, in_input = set(product.result) - {None}, set(product.activations) - {None}
+    put_out = [name for name in product.weight if name in in_result and name not in in_input]
+    taken_in = [name for name in product.weight if name in in_input and name not in in_result]
+    own = dict(zip(product.weight, dims, strict=True))
+    shared = [name for name in product.weight if name in in_input and name in in_result and own[name] is not None]
+    if product.in_groups:
+        return Use(module, "groups", own[shared[0]] if shared else None, None, product.node, product.source)
+    if not put_out or not taken_in:
+        return None
+    out, contracted = put_out[0], taken_in[0]
+    picked = picks_matrices(value) or bool(shared) or is_grouped_product(product.node)
+    return Use(
+        module,
+        "expert" if picked else "linear",
+        own[out],
+        own[contracted],
+        product.node,
+        product.source,
+        product.result.index(out),
+        product.activations.index(contracted),
+    )

@@ -17,11 +17,12 @@ from dataclasses import dataclass, field
 
 from torch import fx
 
+from crossfade.graph.operators import arguments
 from crossfade.shard.tensor.placements import units_each
 from crossfade.shard.tensor.plan_channel_factors import ChannelFactor, Channels, sizes_of
-from crossfade.shard.tensor.plan_channels import follow, is_normed
+from crossfade.shard.tensor.plan_channels import follow_all, is_normed
+from crossfade.shard.tensor.plan_meetings import adds_earlier, is_value, lends
 from crossfade.shard.tensor.plan_names import ProgramNames, Use
-from crossfade.shard.tensor.plan_projections import activations_of, adds_earlier, back_of, is_value, lends, multiplies
 
 Split = tuple[int | None, tuple[int, ...]]
 
@@ -44,10 +45,14 @@ def fit(splits: Mapping[str, Split], names: ProgramNames, ranks: int) -> Fitted:
     """Decide for every split parameter, by canonical name, with the dim and the blocks that it is split in."""
     fitted = Fitted()
     known: set[str] = set()
+    apart = _groups_apart(names, ranks)
     for meeting in _meetings(splits, names):
         known |= _fit_meeting(meeting, splits, ranks, fitted)
     for name, (dim, blocks) in splits.items():
         if dim is None or name in known:
+            continue
+        if name in apart:
+            fitted.whole[name] = apart[name]
             continue
         sizes = blocks or (int(names.tensors[name].shape[dim]),)
         if all(size % ranks == 0 for size in sizes):
@@ -59,6 +64,19 @@ def fit(splits: Mapping[str, Split], names: ProgramNames, ranks: int) -> Fitted:
             fitted.units[name] = units
     fitted.whole = {name: fitted.whole[name] for name in splits if name in fitted.whole}
     return fitted
+
+
+def _groups_apart(names: ProgramNames, ranks: int) -> dict[str, str]:
+    """Convolutions in groups of several channels, and their biases, of which ranks would have parts of a group."""
+    every = [(name, use) for name, uses in names.uses.items() for use in uses if use.node is not None]
+    found: dict[fx.Node | None, str] = {}
+    for _, use in every:
+        if use.in_groups and use.node is not None:
+            given = arguments(use.node)
+            groups, channels = given["groups"], given["weight"].meta["val"].shape[0]
+            if groups % ranks and groups != channels:
+                found[use.node] = f"{groups} groups over {ranks} ranks"
+    return {name: found[use.node] for name, use in every if use.node in found and (use.in_groups or use.role == "bias")}
 
 
 def _wasted(units: int, ranks: int) -> bool:
@@ -103,7 +121,7 @@ def _fit_meeting(meeting: _Meeting, splits: Mapping[str, Split], ranks: int, fit
 
 def _meetings(splits: Mapping[str, Split], names: ProgramNames) -> list[_Meeting]:
     """Projections split by columns, with those split by rows that they end in; what shares an end is together."""
-    every = {use.node: (name, use) for name, uses in names.uses.items() for use in uses if multiplies(use)}
+    every = {use.node: (name, use) for name, uses in names.uses.items() for use in uses if use.multiplies}
     biases = {use.node: name for name, uses in names.uses.items() for use in uses if use.role == "bias"}
     found: dict[str, _Meeting] = {}
     for name, use in every.values():
@@ -129,9 +147,8 @@ def _followed(
     """In how many units every block of a projection's channels comes, and the weights that contract over them."""
     start = use.node
     assert start is not None
-    back = back_of(use)
-    width = sizes_of(start)[-back]
-    whole = Channels(0, width, (ChannelFactor(start.meta["val"].ndim - back, width),))
+    width = sizes_of(start)[use.out_at]
+    whole = Channels(0, width, (ChannelFactor(use.out_at, width),))
     units, ends = dict(_ranges(blocks or (width,))), []
     seen, pending = {(start, whole)}, deque([(start, whole)])
     while pending and len(seen) < _FAR:
@@ -142,17 +159,17 @@ def _followed(
                 units[first, size] = math.gcd(count, size // unit if size % unit == 0 else 1)
         for user in node.users:
             name, end = every.get(user, ("", None))
-            if end is not None and activations_of(end) is node:
-                dim = node.meta["val"].ndim - back_of(end)
-                if channels.first.dim == dim and splits.get(name, (None, ()))[0] == end.in_dim:
+            if end is not None and end.activations is node:
+                in_pairs = end.in_dim is not None and splits.get(name, (None, ()))[0] == end.in_dim
+                if channels.first.dim == end.in_at and in_pairs:
                     ends.append(name)
                 continue
             if not is_value(user) or lends(user, node) or adds_earlier(user, start):
                 continue
-            now = channels if is_normed(user, node, channels) else follow(user, node, channels)
-            if now is not None and (user, now) not in seen:
-                seen.add((user, now))
-                pending.append((user, now))
+            after = (channels,) if is_normed(user, node, channels) else follow_all(user, node, channels)
+            new = [(user, now) for now in after if (user, now) not in seen]
+            seen.update(new)
+            pending.extend(new)
     return math.gcd(*units.values()), list(dict.fromkeys(ends))
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from crossfade.shard.tensor.equations import read_equation
 from crossfade.shard.tensor.factors import Decision, Factors
 from crossfade.shard.tensor.placements import PARTIAL, REPLICATE, Placement, Shard, divides, local_size
 from crossfade.shard.tensor.rules import PlacedCall, pointwise, rule
@@ -107,14 +108,10 @@ def matmul(call: PlacedCall) -> Decision:
 @rule("einsum")
 def einsum(call: PlacedCall) -> Decision:
     """As its own equation says."""
-    equation = str(call.args["equation"]).replace(" ", "")
-    if "." in equation or "->" not in equation:
-        return call.replicated("its equation leaves dims unnamed")
-    left, _, right = equation.partition("->")
-    parts = [tuple(part) for part in left.split(",")]
-    diagonal = frozenset(name for part in parts for name in part if part.count(name) > 1)
+    parts, result = read_equation(str(call.args["equation"]), [len(shape) for shape in call.shapes])
+    diagonal = frozenset(name for part in parts for name in part if name is not None and part.count(name) > 1)
     linear = tuple(frozenset({index}) for index in range(len(parts)))
-    return call.decide(Factors(tuple(parts), (tuple(right),), diagonal, linear=linear))
+    return call.decide(Factors(parts, (result,), diagonal, linear=linear))
 
 
 @rule("conv1d", "conv2d", "conv3d", "convolution", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d")

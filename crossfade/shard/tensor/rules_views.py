@@ -41,22 +41,26 @@ def reshape(call: PlacedCall) -> Decision:
 
 @rule("view_as", "reshape_as")
 def reshape_as(call: PlacedCall) -> Decision:
-    """A reshape to the sizes of another value, of which nothing else matters."""
-    after = _reshaped(call)
-    whole = call.results[0].shape
-    if after is None or not isinstance(after, Shard):
-        why = "no dim of the reshaped value is split alike" if after is None else ""
-        wants = (call.placements[0] if after is not None else REPLICATE, REPLICATE)
-        return Decision(wants, (REPLICATE if after is None else after,), why=why)
-    if not isinstance(whole[after.dim], int):
+    """A reshape to the sizes of another value, of which nothing else matters: it stays as it lies if they are known."""
+    after, whole = _reshaped(call), call.results[0].shape
+    known = all(isinstance(size, int) for size in whole)
+    lent = call.placements[1] if known else REPLICATE
+    if isinstance(after, Shard) and not isinstance(whole[after.dim], int):
         return call.replicated("the split dim of what it becomes has an open size")
+    why = "no dim of the reshaped value is split alike" if after is None else ""
+    placed = REPLICATE if after is None else after
+    wants = (REPLICATE if after is None else call.placements[0], lent)
+    if not known and not isinstance(placed, Shard):
+        return Decision(wants, (placed,), why=why)
 
     def emit(builder: Any, node: Any, args: dict[str, Any]) -> Any:
-        sizes = [builder.whole_size(args["other"], call.results[0], after, dim) for dim in range(len(whole))]
-        sizes[after.dim] = local_size(after, whole[after.dim], builder.ranks)
+        sizes = list(whole)
+        if isinstance(placed, Shard):
+            sizes = [builder.whole_size(args["other"], call.results[0], placed, dim) for dim in range(len(whole))]
+            sizes[placed.dim] = local_size(placed, whole[placed.dim], builder.ranks)
         return builder.call(aten.reshape.default, args["self"], sizes)
 
-    return Decision((call.placements[0], REPLICATE), (after,), emit=emit)
+    return Decision(wants, (placed,), emit=emit, why=why)
 
 
 @rule("unflatten")

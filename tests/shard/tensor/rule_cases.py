@@ -96,7 +96,8 @@ PRODUCTS = [
     case(aten.einsum.default, "ij->ji", [f(8, 16)], goes="10"),
     case(aten.einsum.default, "ii->i", [f(8, 8)], goes="--"),
     case(aten.einsum.default, "bii,i->b", [f(8, 8, 8), f(8)], goes="0--"),
-    case(aten.einsum.default, "i...,i->...", [f(8, 8), f(8)], goes="--"),
+    case(aten.einsum.default, "i...,i->...", [f(8, 8), f(8)], goes="P0"),
+    case(aten.einsum.default, "...id,...jd", [f(8, 8, 8), f(8, 16, 8)], goes="01P"),
     case(aten.conv1d.default, f(8, 8, 12), f(16, 8, 3), f(16), goes="0P-"),
     case(aten.conv1d.default, f(8, 12), f(16, 8, 3), goes="P-"),
     case(aten.conv1d.default, f(8, 8, 12), f(8, 1, 3), f(8), [1], [2], [1], 8, goes="01-"),
@@ -196,6 +197,11 @@ REDUCTIONS = [
     case(aten.rms_norm.default, f(8, 8), [8], f(8), goes="01"),
     case(aten.rms_norm.default, f(8, 8), [8], None, 1e-3, goes="01"),
     case(aten._fused_rms_norm.default, f(8, 8), [8], f(8), 1e-5, goes="0-"),
+    case(aten._weight_norm.default, f(8, 8, 3), f(8, 1, 1), goes="01-"),
+    case(aten._weight_norm.default, f(8, 8, 4), f(1, 1, 4), 2, goes="012"),
+    case(aten._weight_norm.default, f(8, 8), f(), -1, goes="01"),
+    case(aten._weight_norm.default, h(8, 8), h(8, 1), goes="01"),
+    case(aten._weight_norm_interface.default, f(8, 8, 3), f(8, 1, 1), goes="0--"),
 ]
 
 ELEMENTWISE = [

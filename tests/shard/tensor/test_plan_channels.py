@@ -6,7 +6,7 @@ import pytest
 
 from crossfade.graph.text import parse
 from crossfade.shard.tensor.plan_channel_factors import ChannelFactor, Channels
-from crossfade.shard.tensor.plan_channels import follow, is_summed
+from crossfade.shard.tensor.plan_channels import follow, follow_all, is_summed
 
 WHOLE = Channels(0, 12, (ChannelFactor(2, 12),))
 """Twelve channels in the last dim of a tensor of three."""
@@ -25,6 +25,11 @@ FOLLOWED = {
     "f32[2, 5, 12] = aten.cumsum(x, 2)": None,
     "f32[2, 5] = aten.sum.dim_IntList(x, [2])": None,
     "f32[2, 5, 12] = aten.flip(x, [2])": None,
+    "f32[2, 12] = aten.std.correction(x, [1])": Channels(0, 12, (ChannelFactor(1, 12),)),
+    "f32[2, 5] = aten.std.correction(x, [2])": None,
+    'f32[12, 2, 5] = aten.einsum("...i->i...", [x])': Channels(0, 12, (ChannelFactor(0, 12),)),
+    'f32[2, 5] = aten.einsum("bsi->bs", [x])': None,
+    "f32[1, 5, 12] = aten.glu(x, 0)": WHOLE,
 }
 
 
@@ -33,6 +38,23 @@ def test_where_channels_go(line: str):
     program = parse(f'x: f32[2, 5, 12] = input("x")\ny: {line}\nreturn output("y", y)')
     x, y, _ = program.graph.nodes
     assert follow(y, x, WHOLE) == FOLLOWED[line]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "channels", "after"),
+    [
+        ("12", Channels(0, 12, (ChannelFactor(0, 12),)), ((0, 6), (6, 6))),
+        ("12", Channels(24, 12, (ChannelFactor(0, 12),)), ((24, 6), (30, 6))),
+        ("12", Channels(0, 3, (ChannelFactor(0, 3, inner=4),)), ()),
+        ("12", Channels(0, 6, (ChannelFactor(0, 6, outer=2),)), ()),
+    ],
+)
+def test_halves_that_gate_are_blocks_of_channels(sizes: str, channels: Channels, after: tuple[tuple[int, int], ...]):
+    text = f'x: f32[{sizes}] = input("x")\ny: f32[6] = aten.glu(x)\nreturn output("y", y)'
+    x, y, _ = parse(text).graph.nodes
+    found = follow_all(y, x, channels)
+    assert tuple((each.start, each.length) for each in found) == after
+    assert all(each.factors == (ChannelFactor(0, 6),) for each in found)
 
 
 @pytest.mark.parametrize(
