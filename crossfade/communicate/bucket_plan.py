@@ -314,6 +314,8 @@ def _reason_against(collective: Collective, policy: Policy) -> str | None:
     """Why a collective can be in no bucket, whatever is around it."""
     if collective.coalesced or collective.in_place or collective.out is not None:
         return "it is already coalesced or in place"
+    if collective.by_copy_engines:
+        return "copy engines gather it as it is"
     if not collective.waits or not all(wait.users for wait in collective.waits):
         return "nothing uses its result"
     if any(not collectives.is_wait(user) for user in collective.node.users):

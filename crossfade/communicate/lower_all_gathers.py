@@ -95,6 +95,8 @@ class LowerAllGathers(Pass):
     def _reason_against(self, gather: Collective) -> str | None:
         if gather.group not in self.groups:
             return "its group's backend gathers safely"
+        if gather.by_copy_engines:
+            return "copy engines gather it, not its group's backend"
         if gather.out is not None:
             return "it is given memory to gather into already"
         if not gather.coalesced and gather.dtype.is_complex:

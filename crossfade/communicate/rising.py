@@ -45,7 +45,7 @@ class Rising:
 
     @cached_property
     def _room(self) -> Room:
-        return Room(self.order.nodes, up=True)
+        return Room(self.order.nodes, up=True, roots=self.order.roots)
 
     def place(self, start: fx.Node) -> Place:
         """Let one start rise, and say how far."""

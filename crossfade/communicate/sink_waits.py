@@ -19,7 +19,8 @@ class SinkWaits(Pass):
 
     Copies that take a result apart, such as those of `bucket-all-gathers`, sink with its wait, and no further: made one
     by one, they would keep the whole result alive until the last of them. What a collective reads while it travels is
-    held until its wait: no wait sinks so far that more is alive at some time than the program held at its peak.
+    held until its wait: no wait sinks so far that more is alive at some time than the program held at its peak. What
+    nothing uses is waited for at the end.
 
     Also known as: Inductor's sink_waits.
 
@@ -72,5 +73,6 @@ def _verdict(wait: fx.Node, end: fx.Node | None = None, passed: int = 0, held: b
     subject = start if start is not None else wait
     if end is None or not passed:
         return Verdict.of(subject, Outcome.LEFT, HELD if held else "its result is needed at once")
-    reason = "waited for as late as the peak of live memory allows" if held else "waited for just before its first use"
+    reason = "waited for just before its first use" if wait.users else "nothing uses its result: waited for at the end"
+    reason = "waited for as late as the peak of live memory allows" if held else reason
     return Verdict.of(subject, Outcome.MOVED, reason, detail=f"{passed} nodes later, before {end.name}")

@@ -39,7 +39,7 @@ class Sinking:
 
     @cached_property
     def _room(self) -> Room:
-        return Room(self.order.nodes, up=False)
+        return Room(self.order.nodes, up=False, roots=self.order.roots)
 
     def sink(self) -> None:
         """Decide for every wait."""
@@ -107,15 +107,13 @@ class Sinking:
 
     def _sunk(self, group: Sequence[fx.Node], at_most: Mapping[fx.Node, int]) -> dict[fx.Node, int]:
         position, gaps = self.order.position, dict[fx.Node, int]()
+        end = 2 * position[self.order.nodes[-1]] - 1
         for node in reversed(group):
             ends = [
                 gaps[after] if after in gaps else self.gaps.get(after, 2 * position[after] - 1)
                 for after in self.order.successors(node)
             ]
-            if node in at_most:
-                ends.append(at_most[node])
-            if ends:
-                gaps[node] = max(min(ends), self._gap_behind(node))
+            gaps[node] = max(min([*ends, at_most.get(node, end)]), self._gap_behind(node))
         return gaps
 
     def _may_hold_more(self, group: Sequence[fx.Node]) -> bool:

@@ -21,6 +21,7 @@ class Lanes:
         self.now = 0.0
         self.free = [0.0] * len(slows)
         self._slows = slows if any(slows) else None
+        self._calm: list[tuple[int, float, float]] = []
 
     def compute(self, seconds: float) -> None:
         """Compute for so long, slowed down by all links that are busy."""
@@ -28,9 +29,11 @@ class Lanes:
             self.now += seconds
             return
         links = zip(self.free, self._slows, strict=True)
-        busy = sorted((until, share) for until, share in links if until > self.now and share)
-        slower = 1 + sum(share for _, share in busy)
-        for until, share in busy:
+        changes = [(until, share) for until, share in links if until > self.now and share]
+        slower = 1 + sum(share for _, share in changes)
+        if self._calm:
+            slower -= self._spared(changes)
+        for until, share in sorted(changes):
             work = (until - self.now) / slower
             if work >= seconds:
                 break
@@ -39,13 +42,39 @@ class Lanes:
             slower = 1.0
         self.now += seconds * slower
 
+    def _spared(self, changes: list[tuple[float, float]]) -> float:
+        """By which share computation is slowed down less now, since links carry what does not slow it down; `changes`
+        get when that begins and ends for each."""
+        assert self._slows is not None
+        self._calm = [calm for calm in self._calm if calm[2] > self.now]
+        spared = 0.0
+        for link, start, until in self._calm:
+            share = self._slows[link]
+            changes.append((until, -share))
+            if start > self.now:
+                changes.append((start, share))
+            else:
+                spared += share
+        return spared
+
     def begins(self, link: int = 0) -> float:
         """When a link would carry what is launched now."""
         return max(self.now, self.free[link])
 
-    def carry(self, travel: float, link: int = 0, ready: float | None = None) -> float:
-        """Put on a link what is ready now, or at another time; when it arrives."""
-        self.free[link] = max(self.now if ready is None else ready, self.free[link]) + travel
+    def carry(self, travel: float, link: int = 0, ready: float | None = None, *, slows: bool = True) -> float:
+        """Put on a link what is ready now, or at another time; when it arrives.
+
+        >>> lanes = Lanes([0.5])
+        >>> lanes.carry(3.0, slows=False), lanes.carry(3.0)
+        (3.0, 6.0)
+        >>> lanes.compute(4.0)  # three seconds as if the link were free, the fourth half as long again
+        >>> lanes.now
+        4.5
+        """
+        start = max(self.now if ready is None else ready, self.free[link])
+        self.free[link] = start + travel
+        if not slows and self._slows is not None:
+            self._calm.append((link, start, self.free[link]))
         return self.free[link]
 
     def wait(self, arrival: float) -> float:

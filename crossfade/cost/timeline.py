@@ -125,8 +125,9 @@ def simulate(program: Program, costs: Costs, source: str = "predicted") -> Timel
 
     Nodes compute one after another. A collective travels when it has been launched and its group's link is free; a
     wait stands still until it has arrived; so does the end of the program for what nobody waited for. Groups do not
-    slow each other down; computation is slowed down by all that travel, by the sum of their shares. A collective inside
-    a node (`Costs.within`) has its link to itself; for what it holds up, the node stands still at its end.
+    slow each other down; computation is slowed down by all that travel, by the sum of their shares, but for what copy
+    engines carry (`crossfade.all_gather_by_copy_engines`): that only keeps its group's link busy. A collective inside a
+    node (`Costs.within`) has its link to itself; for what it holds up, the node stands still at its end.
 
         >>> from crossfade.graph.text import parse
         >>> program = parse('''
@@ -190,7 +191,9 @@ class _Clock:
     def _launch(self, node: fx.Node) -> None:
         group = _link_of(node)
         start = self.lanes.begins(self.links[group])
-        finish = self.lanes.carry(self.costs.travel[node], self.links[group])
+        collective = collectives.view(node)
+        slows = collective is None or not collective.by_copy_engines
+        finish = self.lanes.carry(self.costs.travel[node], self.links[group], slows=slows)
         self.travels[node] = _Travel(group, self.lanes.now, start, finish)
 
     def _wait(self, node: fx.Node) -> None:

@@ -16,7 +16,7 @@ import torch
 import torch.distributed._functional_collectives  # registers the shape rules of these ops
 from torch import Tensor, fx
 
-from crossfade.graph import exchange_rows
+from crossfade.graph import copy_engines, exchange_rows
 from crossfade.graph.metadata import tensor_bytes
 from crossfade.graph.operators import remembered
 from crossfade.graph.private import schema_of
@@ -46,6 +46,7 @@ class _Spelling:
     coalesced: bool = False
     in_place: bool = False
     has_out: bool = False
+    by_copy_engines: bool = False
 
 
 def _spellings() -> dict[Any, _Spelling]:
@@ -68,7 +69,12 @@ def _spellings() -> dict[Any, _Spelling]:
     }
     # reduce_scatter_tensor_out is younger than torch 2.11: take what this torch has.
     found = {getattr(_ops, name).default: how for name, how in table.items() if hasattr(_ops, name)}
-    return {**found, exchange_rows.OPERATOR: _Spelling(Kind.ALL_TO_ALL, 4)}
+    by_copy_engines = _Spelling(gather, 2, group_size=1, by_copy_engines=True)
+    return {
+        **found,
+        exchange_rows.OPERATOR: _Spelling(Kind.ALL_TO_ALL, 4),
+        copy_engines.OPERATOR: by_copy_engines,
+    }
 
 
 QUANTIZED = ":int8"
@@ -119,6 +125,8 @@ class Collective:
     waits: tuple[fx.Node, ...]
     coalesced: bool
     in_place: bool
+    by_copy_engines: bool
+    """Whether a GPU's copy engines carry it, which slow no computation down."""
 
     @property
     def nodes(self) -> list[fx.Node]:
@@ -185,6 +193,7 @@ def view(node: fx.Node) -> Collective | None:
         waits=tuple(user for result in results for user in result.users if is_wait(user)),
         coalesced=how.coalesced,
         in_place=how.in_place,
+        by_copy_engines=how.by_copy_engines,
     )
 
 
@@ -315,6 +324,14 @@ def rename_groups(nodes: Iterable[fx.Node], names: dict[str, str]) -> None:
                 node.update_arg(index, names[group])
             else:
                 node.update_kwarg(schema_of(node.target).arguments[index].name, names[group])
+
+
+def gather_by_copy_engines(node: fx.Node) -> None:
+    """Let a GPU's copy engines carry a plain all-gather; the node stays what it was called."""
+    gather = view(node)
+    assert gather is not None and gather.kind is Kind.ALL_GATHER and gather.plain
+    node.target, node.kwargs = copy_engines.OPERATOR, {}
+    node.args = (gather.inputs[0], gather.group_size, gather.group)
 
 
 def rename_reduction(node: fx.Node, reduce_op: str) -> None:

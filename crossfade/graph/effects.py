@@ -43,8 +43,8 @@ def alias_roots(nodes: Iterable[fx.Node]) -> dict[fx.Node, fx.Node]:
         elif target is operator.getitem:
             shared, element = _element(node)
             roots[node] = roots[shared] if shared is not None else first.setdefault(element, node)
-        elif op == "call_function" and _shared_place(target) is not None:
-            shared = _aliased_input(node)
+        elif op == "call_function" and (place := _shared_place(target)) is not None:
+            shared = _at_place(node, place)
             roots[node] = roots[shared] if shared is not None else node
         else:
             roots[node] = node
@@ -223,11 +223,15 @@ def _same_memory(result: Any, argument: Any) -> bool:
 
 def _aliased_input(node: fx.Node) -> fx.Node | None:
     place = _shared_place(node.target) if node.op == "call_function" else None
-    if place is None:
-        return None
+    return None if place is None else _at_place(node, place)
+
+
+def _at_place(node: fx.Node, place: tuple[int, str]) -> fx.Node | None:
+    """The node given as the argument at a place; of a list, the first."""
     if place is _UNKNOWN:  # the safe side
         return node.all_input_nodes[0] if node.all_input_nodes else None
-    return _first_node(_argument(node, place))
+    value = _argument(node, place)
+    return value if isinstance(value, fx.Node) else _first_node(value)
 
 
 _UNKNOWN = (-1, "")

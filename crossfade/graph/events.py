@@ -209,7 +209,7 @@ def _launch(node: fx.Node) -> Launch:
         received, sent_rows = (tuple(map(_size, rows)) for rows in collectives.settings(node)[:2])
     return Launch(
         *where,
-        str(collective.kind),
+        _name(node) if collective.by_copy_engines else str(collective.kind),  # which wait for each other, not for plain
         collective.group,
         tensors,
         collective.reduce_op or "",
@@ -226,8 +226,11 @@ def _other_launch(node: fx.Node) -> Launch:
     tensors = tuple(_described(source) for source in node.all_input_nodes if _is_tensor(source))
     group = collectives.group_of(node) or ""
     settings = fx.map_arg((node.args, node.kwargs), lambda source: "_" if _is_tensor(source) else str(_size(source)))
-    name = schema_of(node.target).name.split("::")[1]
-    return Launch(node.name, source_line(node), name, group, tensors, settings=str(settings))
+    return Launch(node.name, source_line(node), _name(node), group, tensors, settings=str(settings))
+
+
+def _name(node: fx.Node) -> str:
+    return str(schema_of(node.target).name.split("::")[1])
 
 
 def _is_tensor(node: fx.Node) -> bool:

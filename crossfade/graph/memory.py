@@ -134,7 +134,8 @@ class Storages:
     list of a thousand apart does not touch a million.
     """
 
-    def __init__(self, nodes: Iterable[fx.Node]) -> None:
+    def __init__(self, nodes: Iterable[fx.Node], roots: dict[fx.Node, fx.Node] | None = None) -> None:
+        """`roots` are the nodes' `alias_roots`, of whoever has them already."""
         self.nodes = list(nodes)
         self.size: list[int] = []
         self.uses: list[int] = []
@@ -142,7 +143,7 @@ class Storages:
         self.then: list[tuple[int, ...]] = []
         self.touches: dict[fx.Node, list[int]] = {}
         self.held = 0
-        self._roots = alias_roots(self.nodes)
+        self._roots = alias_roots(self.nodes) if roots is None else roots
         self._cells: dict[fx.Node, tuple[int, ...]] = {}
         """The cells that a value keeps alive as long as its name is known."""
         self._elements: dict[fx.Node, dict[int, tuple[int, ...]]] = {}
@@ -202,9 +203,11 @@ class Storages:
             return self._list_of(node, value)
         if not isinstance(value, torch.Tensor):
             return ()
-        shared = self._shared_cells(node, inputs)
         if node.target is offload.TO_HOST:
             return (self._cell(0),)  # on the host, whose memory is not counted
+        if self._roots[node] is node:
+            return (self._cell(_storage_bytes(value)),)
+        shared = self._shared_cells(node, inputs)
         if shared is None or not _is_known(node.target):  # what an unknown op returns may be either: both are kept
             return (self._cell(_storage_bytes(value)), *(shared or ()))
         return shared

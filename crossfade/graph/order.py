@@ -66,8 +66,8 @@ class Order:
         self.nodes: list[fx.Node] = list(graph.nodes)
         self.position = {node: index for index, node in enumerate(self.nodes)}
         self._last_placeholder = next((node for node in reversed(self.nodes) if node.op == "placeholder"), None)
-        self._roots = alias_roots(self.nodes)
-        self._ordered_after = _ordering_edges(self.nodes, self._roots)
+        self.roots = alias_roots(self.nodes)
+        self._ordered_after = _ordering_edges(self.nodes, self.roots)
         self._ordered_before: dict[fx.Node, list[tuple[fx.Node, str]]] = {}
         for node, edges in self._ordered_after.items():
             for before, why in edges:
@@ -89,15 +89,15 @@ class Order:
 
     def owner(self, node: fx.Node) -> fx.Node:
         """The node whose memory a value lies in; see `alias_roots`."""
-        return self._roots[node]
+        return self.roots[node]
 
     def rewritten(self) -> set[fx.Node]:
         """See `rewritten`."""
-        return rewritten(self.nodes, self._roots)
+        return rewritten(self.nodes, self.roots)
 
     def strided_owners(self) -> set[fx.Node]:
         """See `strided_owners`."""
-        return strided_owners(self.nodes, self._roots)
+        return strided_owners(self.nodes, self.roots)
 
     def may_rise_above(self, node: fx.Node, other: fx.Node, moving: Container[fx.Node] = ()) -> Blocker | None:
         """None if `node` may move up to just before `other`; else the lowest node in its way, and why.

@@ -39,10 +39,10 @@ class Room:
         (80, True)
     """
 
-    def __init__(self, nodes: Sequence[fx.Node], *, up: bool) -> None:
+    def __init__(self, nodes: Sequence[fx.Node], *, up: bool, roots: dict[fx.Node, fx.Node] | None = None) -> None:
         self.up = up
         self._place = {node: 2 * place for place, node in enumerate(reversed(nodes) if up else nodes)}
-        self._storages = storages = Storages(nodes)
+        self._storages = storages = Storages(nodes, roots)
         self._users: list[list[fx.Node]] = [[] for _ in storages.size]
         self._kept = {cell for then in storages.then for cell in then}
         self._begin, self._end = self._spans(nodes)

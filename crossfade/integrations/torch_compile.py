@@ -128,6 +128,7 @@ class _Options:
         found = self._after_passes(module, phase, "Inductor")
         if found is None:
             return module
+        _check_for_inductor(found)
         result = found.copy()
         result.output_node.args = (tree_unflatten(result.results, tree_flatten(_structure(module))[1]),)
         result.output_node.meta = dict(module.graph.output_node().meta)  # which strides and results the user sees
@@ -214,6 +215,17 @@ def _check_known(given: Mapping[str, Any]) -> None:
 def _structure(module: fx.GraphModule) -> Any:
     """What a graph returns."""
     return module.graph.output_node().args[0]
+
+
+def _check_for_inductor(program: Program) -> None:
+    """Refuse what Inductor would run wrongly: it lets other values take the memory that copy engines still read."""
+    carried = [found.node.name for found in collectives.find(program.graph) if found.by_copy_engines]
+    if carried:
+        raise CrossfadeError(
+            f"{carried[0]}, an all-gather by copy engines, in a graph for Inductor",
+            expected="plain all-gathers",
+            remedy="leave gather-by-copy-engines out of passes, or run the graph node after node: inductor=False",
+        )
 
 
 def _check_results(before: Program, after: Program) -> None:

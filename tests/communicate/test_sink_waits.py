@@ -51,6 +51,37 @@ CASES = {
         "s e w",
         ["s: moved: waited for just before its first use: 1 nodes later, before output"],
     ),
+    "what nothing uses waits at the end, as does what only a view that nothing uses sees": (
+        """
+        x: f32[4] = input("x")
+        s: f32[4] = c10d.all_reduce(x, "sum", "dp")
+        w: f32[4] = c10d.wait_tensor(s)
+        t: f32[4] = c10d.all_reduce(x, "max", "dp")
+        u: f32[4] = c10d.wait_tensor(t)
+        v: f32[2, 2] = aten.view(u, [2, 2])
+        e: f32[4] = aten.exp(x)
+        return output("e", e)
+        """,
+        "s t e w u v",
+        [
+            "s: moved: nothing uses its result: waited for at the end: 2 nodes later, before output",
+            "t: moved: waited for just before its first use: 1 nodes later, before output",
+        ],
+    ),
+    "what nothing uses is not held where memory is short": (
+        """
+        x: f32[4] = input("x")
+        s: f32[32] = c10d.all_gather_into_tensor(x, 8, "dp")
+        w: f32[32] = c10d.wait_tensor(s)
+        a: f32[4] = aten.exp(x)
+        b: f32[8, 4] = aten.expand(a, [8, 4])
+        c: f32[8, 4] = aten.clone(b)
+        d: f32[4] = aten.sum.dim_IntList(c, [0])
+        return output("d", d)
+        """,
+        "s a b w c d",
+        ["s: moved: waited for as late as the peak of live memory allows: 2 nodes later, before c"],
+    ),
     "coalesced results sink one by one": (
         """
         x: f32[4] = input("x")

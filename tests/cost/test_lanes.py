@@ -39,3 +39,15 @@ def test_all_that_travels_slows_computation_down(seconds: float, expected: float
     lanes.carry(2.0, link=1)
     lanes.compute(seconds)
     assert lanes.now == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("until", range(1, 7))
+def test_what_slows_nothing_down_keeps_its_link_busy(until: int) -> None:
+    """The first link carries what slows computation by half until 3, then what does not until 4, then the former until
+    6; the second what does not until 2, then what doubles the time until 2.5."""
+    lanes = Lanes([0.5, 1.0])
+    assert [lanes.carry(3.0), lanes.carry(1.0, slows=False), lanes.carry(2.0)] == [3.0, 4.0, 6.0]
+    assert [lanes.carry(2.0, 1, slows=False), lanes.carry(0.5, 1)] == [2.0, 2.5]
+    work = [2 / 1.5, 0.5 / 2.5, 0.5 / 1.5, 1.0, 2 / 1.5, 1.0]
+    lanes.compute(sum(work[:until]))
+    assert lanes.now == pytest.approx([2.0, 2.5, 3.0, 4.0, 6.0, 7.0][until - 1])

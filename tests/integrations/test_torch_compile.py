@@ -13,6 +13,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import crossfade as cf
+from crossfade.errors import CrossfadeError
+from crossfade.graph.text import parse
 from crossfade.integrations import torch_compile
 from crossfade.simplify.remove_dead_code import RemoveDeadCode
 from tests.integrations.compiled import (
@@ -161,6 +163,22 @@ def test_passes_are_chosen() -> None:
         torch.compile(nn.Linear(2, 2), backend="crossfade", options=options)(torch.ones(1, 2))
         ran = [record.name for record in cf.reports()[0].records]
         assert ran == names if names is not None else ran and "simplify-nodes" not in ran
+
+
+def test_what_copy_engines_carry_is_not_for_inductor() -> None:
+    text = """
+    x: f32[4, 4] = input("x")
+    s: f32[8, 4] = crossfade.all_gather_by_copy_engines(x, 2, "dp")
+    w: f32[8, 4] = c10d.wait_tensor(s)
+    return output("w", w)
+    """
+    module = parse(text, groups={"dp": 2}).module()
+    given = torch_compile._Options.of(None, {"passes": []})
+    with pytest.raises(
+        CrossfadeError, match=r"s, an all-gather by copy engines, in a graph for Inductor.*inductor=False"
+    ):
+        given.improved(module, "forward")
+    assert callable(given.executable(module, "forward"))
 
 
 def test_the_last_reports_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
