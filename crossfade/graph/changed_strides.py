@@ -36,6 +36,9 @@ _VIEWS = frozenset(
     )
 )  # fmt: skip
 
+_COPYING = frozenset(("aten::slice_scatter", "aten::select_scatter"))
+"""Operators that compute nothing: they put the elements of one value into another's."""
+
 _BY_STRIDES = ("strid", "storage", "resize", "is_contiguous", "is_non_overlapping")
 """Words in the names of operators whose results depend on how their argument lies in memory."""
 
@@ -167,7 +170,7 @@ def _against_reader(user: fx.Node) -> str | None:
 def _against_order(user: fx.Node, changed: Mapping[fx.Node, Any]) -> str | None:
     """Why a reader of other strides might compute other bits."""
     schema = schema_of(user.target)
-    if schema is None or schema.name in _VIEWS or _is_elementwise_alike(user, schema.name):
+    if schema is None or schema.name in _VIEWS | _COPYING or _is_elementwise_alike(user, schema.name):
         return None
     read = [source.meta["val"] for source in user.all_input_nodes]
     read += [changed[source] for source in user.all_input_nodes if source in changed]

@@ -17,7 +17,8 @@ from crossfade.graph.strides import laid_out
 class SpellOutCopies(RulePass):
     """Write a copy into a value's shape, dtype and layout as a conversion and a view: these have a derivative.
 
-    Writes in place become such copies where a program is made functional, and torch differentiates it no more.
+    What lay in a part of a value may lie by itself then, where no result changes. Writes in place become such copies
+    where a program is made functional, and torch differentiates it no more.
 
     Before:
         into: f32[4, 6] = input("into")
@@ -39,7 +40,7 @@ class SpellOutCopies(RulePass):
 
     def rules(self) -> Sequence[Rule]:
         """One."""
-        return [Rule("copy", "aten.copy(_, x, _)", _spelled_out, _reason_against)]
+        return [Rule("copy", "aten.copy(_, x, _)", _spelled_out, _reason_against, other_strides=True)]
 
 
 def _spelled_out(match: Match) -> object:
