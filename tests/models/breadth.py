@@ -28,6 +28,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.export import ExportedProgram
+from torch.export.graph_signature import OutputKind
 
 from crossfade.graph.private import tree_flatten
 from crossfade.shard.tensor.localize import Request, localize
@@ -125,13 +126,18 @@ def difference(name: str, ranks: int = 2, singles: bool = True) -> tuple[float, 
     with torch.no_grad():
         whole = tree_flatten(exported.module()(**dict(zip(exported.example_inputs[1], given, strict=True))))[0]
         found = run_ranks(local, state, given)
+    kinds = [spec.kind for spec in local.exported.graph_signature.output_specs]  # what it writes into weights comes too
     called = [getattr(node.target, "__name__", "").partition(".")[0] for node in local.exported.graph.nodes]
     return max(
         float((one - other).abs().max() / one.abs().max().clamp(min=1e-6))
         for results in found
-        for one, other in zip(whole, results, strict=True)
+        for one, other in zip(whole, _returned(results, kinds), strict=True)
         if isinstance(one, Tensor) and one.is_floating_point()
     ), dict(Counter(name for name in called if name in ("tp_reduce", "tp_gather", "tp_gather_enter", "tp_scatter")))
+
+
+def _returned(results: Iterable[Any], kinds: Iterable[OutputKind]) -> list[Any]:
+    return [result for result, kind in zip(results, kinds, strict=True) if kind is OutputKind.USER_OUTPUT]
 
 
 def export(name: str, device: str = "meta") -> ExportedProgram:
