@@ -11,6 +11,7 @@ from functools import cached_property
 from torch import fx
 
 from crossfade.graph import collectives
+from crossfade.graph.effects import aliased_by, is_pure
 from crossfade.graph.order import Order, reorder
 from crossfade.graph.prologues import prologue_of
 from crossfade.graph.room import Room
@@ -90,6 +91,8 @@ class Rising:
 def stays(start: fx.Node) -> bool:
     """Whether what stands just above a start, and what prepares its input, is needed by these: told without an order.
 
+    Views that they do not need are passed over: to start above them would hide nothing.
+
     >>> from crossfade.graph.text import parse
     >>> program = parse('''
     ... x: f32[4, 4] = input("x")
@@ -104,9 +107,14 @@ def stays(start: fx.Node) -> bool:
     """
     inside = {start, *prologue_of(start)}
     above = start.prev
-    while above in inside:
+    while above in inside or (_is_view(above) and inside.isdisjoint(above.users)):
         above = above.prev
     if above.op in ("placeholder", "root"):
         return True
     same_group = collectives.group_of(above) is not None and collectives.group_of(above) == collectives.group_of(start)
     return same_group or not inside.isdisjoint(above.users)
+
+
+def _is_view(node: fx.Node) -> bool:
+    """Whether all that a node does is look at memory."""
+    return node.op == "call_function" and is_pure(node.target) and aliased_by(node) is not None

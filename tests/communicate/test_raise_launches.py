@@ -55,6 +55,19 @@ CASES = {
             "t: left alone: it already starts as early as it can: after a",
         ],
     ),
+    "views above a start are no reason to raise it": (
+        """
+        x: f32[4] = input("x")
+        a: f32[4] = aten.neg(x)
+        v: f32[2, 2] = aten.view(a, [2, 2])
+        t: f32[2, 2] = aten.t(v)
+        s: f32[4] = c10d.all_reduce(a, "sum", "dp")
+        w: f32[4] = c10d.wait_tensor(s)
+        return output("w", w), output("t", t)
+        """,
+        "a v t s w",
+        ["s: left alone: it already starts as early as it can: after t"],
+    ),
     "groups are independent": (
         """
         x: f32[4] = input("x")
