@@ -198,7 +198,7 @@ def test_sizes_that_make_no_sense_are_refused():
 
 def test_it_runs_on_request_only():
     assert GatherByCopyEngines.name not in default_passes()
-    assert TRAINING.before_pass("pack-in-place", SMALL).changes() == (f"{SMALL.spelling} before pack-in-place",)
+    assert TRAINING.before_pass("pack-in-place", SMALL).changes() == [f"{SMALL.spelling} before pack-in-place"]
     asked = [*pipeline.optimization({"dp": "nccl"}), SMALL]
     after = run_passes(parse(USUAL.format(gather=GATHER), groups=GROUPS), asked)
     assert [found.by_copy_engines for found in collectives.find(after.graph)] == [True]

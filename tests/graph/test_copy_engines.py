@@ -103,7 +103,7 @@ def test_it_keeps_its_link_busy_and_computation_as_it_is() -> None:
 
 
 def test_without_a_gpu_it_says_what_to_do() -> None:
-    with pytest.raises(MeshError, match=r"along group 'dp' of a tensor on cpu.*leave the group out"):
+    with pytest.raises(MeshError, match=r"along group 'dp' of a tensor on cpu: expected .*leave the group out"):
         all_gather_by_copy_engines(torch.ones(2, 2), 2, "dp")
     with pytest.raises(MeshError, match="leave the group out of the groups of gather-by-copy-engines"):
         compile_program(program()).function([torch.ones(8, 4, dtype=torch.bfloat16)])
