@@ -114,7 +114,8 @@ def overload_named(namespace: str, path: list[str]) -> OpOverload | None:
 
 def _packet(namespace: str, name: str) -> OpOverloadPacket | None:
     """A family of overloads. Only what is an identifier and no attribute of a Python object is looked up."""
-    if not all(part.isidentifier() and (not part.startswith("__") or part in _BITWISE) for part in (namespace, name)):
+    hidden = namespace.startswith("__") or (name.startswith("__") and name not in _BITWISE)
+    if hidden or not (namespace.isidentifier() and name.isidentifier()):
         return None
     space = getattr(torch.ops, namespace)
     found = getattr(space, name, None) if isinstance(space, OpNamespace) else None

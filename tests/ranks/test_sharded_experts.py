@@ -100,7 +100,7 @@ def _case(name: str, mesh: dict[str, int], *, ci: bool = False) -> Any:
 @pytest.mark.parametrize(
     ("name", "mesh"),
     [
-        _case("words", {"ep": 2}, ci=True),
+        _case("words", {"ep": 2}),
         _case("words", {"ep": 2, "tp": 2}, ci=True),
         _case("words", {"tp": 2, "ep": 2}),
         _case("words", {"ep": 4}),
