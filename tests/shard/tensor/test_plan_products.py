@@ -15,6 +15,9 @@ from crossfade.shard.tensor.plan import Plan
 from tests.shard.tensor.test_plan_convolutions import collectives, split
 
 
+FILL = torch.ops.aten.masked_fill.Scalar
+
+
 def drawn(*shape: int) -> nn.Parameter:
     return nn.Parameter(torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape))) / shape[0] ** 0.5)
 
@@ -127,7 +130,8 @@ def test_padding_is_not_divided_by_its_norm() -> None:
     plan, local = split(normalized(0, True, 15), torch.randn(3, 8))
     padded = [name for name, lies in local.parameters.items() if getattr(lies, "units", 0)]
     assert padded == ["0.bias", *(f"{layer}.parametrizations.weight.original1" for layer in "02")]
-    assert len(plan) == 4
+    fills = [node.args[2] for node in local.exported.graph.find_nodes(op="call_function", target=FILL)]
+    assert fills.count(1.0) == 1 and len(plan) == 4
 
 
 class Standardized(nn.Module):
@@ -174,6 +178,20 @@ def test_a_weight_in_pieces_stays_whole(pieces: int) -> None:
             return self.leave(sum(F.linear(x, piece) for piece in self.weight.chunk(pieces)))
 
     plan, _ = split(Pieces(), torch.randn(2, 8))
+    assert plan == Plan({})
+    assert "weight stays whole: what its weight is computed by needs all of it" in plan.notes
+
+
+def test_a_dim_that_something_beside_needs_stays_whole() -> None:
+    class Beside(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight, self.leave = drawn(16, 8), nn.Linear(16, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.leave(F.linear(x, self.weight)) + self.weight.cumsum(0)[-1]
+
+    plan, _ = split(Beside(), torch.randn(2, 8))
     assert plan == Plan({})
     assert "weight stays whole: what its weight is computed by needs all of it" in plan.notes
 
