@@ -245,9 +245,21 @@ class Together(nn.Module):
         return x + self.rows(x)
 
 
-def train() -> tuple[list[float], list[float], float]:
+class Rows(nn.Module):
+    """Only weights with norms, of which there is a new collective in the backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.rows = normalized(0, True, 15)  # padded
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.rows(x)
+
+
+def train(kind: type[nn.Module]) -> tuple[list[float], list[float], float]:
     """Losses of three steps on ranks and on one device, and how far the weights are apart then."""
-    model = Together()
+    model = kind()
     alone = copy.deepcopy(model)
     plan = Plan.megatron(torch.export.export(alone, (torch.randn(4, 6, 8),)), singles=True)
     optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, alone)]
@@ -266,7 +278,8 @@ def train() -> tuple[list[float], list[float], float]:
 
 
 @pytest.mark.ranks
-def test_training_equals_one_device(ranks: Any) -> None:
-    for found, expected, worst in ranks(2).run(train):
+@pytest.mark.parametrize("kind", [Rows, pytest.param(Together, marks=pytest.mark.models)])
+def test_training_equals_one_device(ranks: Any, kind: type[nn.Module]) -> None:
+    for found, expected, worst in ranks(2).run(train, kind):
         assert found == pytest.approx(expected, rel=1e-5)
         assert worst < 1e-6
