@@ -116,7 +116,8 @@ def _projections(names: ProgramNames, graph: fx.Graph) -> dict[fx.Node, Projecti
 def _grouped(names: ProgramNames) -> dict[fx.Node, tuple[str, Use]]:
     """Convolutions in groups by what they compute, with their weights."""
     every = ((name, use) for name, uses in names.uses.items() for use in uses)
-    return {use.node: (name, use) for name, use in every if use.node is not None and use.in_groups}
+    known = ((name, use) for name, use in every if use.in_groups and use.out_dim is not None)
+    return {use.node: (name, use) for name, use in known if use.node is not None}
 
 
 def _pair(found: Mapping[fx.Node, Projection], grouped: Mapping[fx.Node, tuple[str, Use]]) -> None:
@@ -269,13 +270,16 @@ def _by_name(found: Iterable[Projection], names: ProgramNames) -> dict[str, Any]
 
 
 def _passed(projection: Projection, names: ProgramNames) -> dict[str, Any]:
-    """Convolutions in groups between a pair, as modules where they are ones."""
-    return {
-        use.module if owner(name) == use.module else name: style
-        if owner(name) == use.module
-        else _direct(style, 0, names.tensors[name])
-        for name, (use, style) in projection.on_the_way.items()
-    }
+    """Convolutions in groups between a pair."""
+    entries = [_grouped_entry(name, use, style, names) for name, (use, style) in projection.on_the_way.items()]
+    return dict(entries)
+
+
+def _grouped_entry(name: str, use: Use, style: Any, names: ProgramNames, gather: bool = False) -> tuple[str, Any]:
+    """The entry of a convolution in groups: as a module where it is one, which can gather what it puts out."""
+    if owner(name) == use.module:
+        return use.module, read_style("colwise_gather_output") if gather else style
+    return name, _direct(style, use.out_dim, names.tensors[name])
 
 
 def _split_singles(found: Iterable[Projection], names: ProgramNames, whole: int) -> None:
@@ -297,14 +301,12 @@ def _single_tables(names: ProgramNames, whole: int) -> dict[str, Any]:
 
 def _single_groups(names: ProgramNames, whole: int) -> dict[str, Any]:
     """Large convolutions in groups by their groups: each rank needs of what comes in only what its groups see."""
-    found: dict[str, Any] = {}
-    for name, (use,) in ((name, uses) for name, uses in names.uses.items() if len(uses) == 1):
-        if use.in_groups and use.out_dim is not None and tensor_bytes(names.tensors[name]) * _LARGE >= whole:
-            as_module = owner(name) == use.module
-            found[use.module if as_module else name] = (
-                read_style("colwise_gather_output") if as_module else _direct("colwise", 0, names.tensors[name])
-            )
-    return found
+    alone = [(name, uses[0]) for name, uses in names.uses.items() if len(uses) == 1 and uses[0].in_groups]
+    return dict(
+        _grouped_entry(name, use, "colwise", names, gather=True)
+        for name, use in alone
+        if use.out_dim is not None and tensor_bytes(names.tensors[name]) * _LARGE >= whole
+    )
 
 
 _LARGE = 400

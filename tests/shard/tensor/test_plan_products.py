@@ -14,6 +14,8 @@ import crossfade as cf
 from crossfade.shard.tensor.plan import Plan
 from tests.shard.tensor.test_plan_convolutions import collectives, split
 
+FILL = torch.ops.aten.masked_fill.Scalar
+
 
 def drawn(*shape: int) -> nn.Parameter:
     return nn.Parameter(torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape))) / shape[0] ** 0.5)
@@ -127,7 +129,8 @@ def test_padding_is_not_divided_by_its_norm() -> None:
     plan, local = split(normalized(0, True, 15), torch.randn(3, 8))
     padded = [name for name, lies in local.parameters.items() if getattr(lies, "units", 0)]
     assert padded == ["0.bias", *(f"{layer}.parametrizations.weight.original1" for layer in "02")]
-    assert len(plan) == 4
+    fills = [node.args[2] for node in local.exported.graph.find_nodes(op="call_function", target=FILL)]
+    assert fills.count(1.0) == 1 and len(plan) == 4
 
 
 class Standardized(nn.Module):
@@ -178,6 +181,20 @@ def test_a_weight_in_pieces_stays_whole(pieces: int) -> None:
     assert "weight stays whole: what its weight is computed by needs all of it" in plan.notes
 
 
+def test_a_dim_that_something_beside_needs_stays_whole() -> None:
+    class Beside(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight, self.leave = drawn(16, 8), nn.Linear(16, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.leave(F.linear(x, self.weight)) + self.weight.cumsum(0)[-1]
+
+    plan, _ = split(Beside(), torch.randn(2, 8))
+    assert plan == Plan({})
+    assert "weight stays whole: what its weight is computed by needs all of it" in plan.notes
+
+
 def test_a_dim_that_the_preparation_needs_stays_whole() -> None:
     class Behind(Standardized):
         def __init__(self) -> None:
@@ -221,16 +238,28 @@ class Together(nn.Module):
         torch.manual_seed(0)
         self.heads, self.gated, self.alone = Heads(), Gated(), Alone()
         self.gated.norm = nn.Identity()
-        self.all, self.rows = normalized(None, True), normalized(0, True, 15)  # padded
+        self.rows = normalized(0, True, 15)  # padded
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.alone(self.gated(self.heads(x).mT).mT)
-        return x + self.all(x) + self.rows(x)
+        return x + self.rows(x)
 
 
-def train() -> tuple[list[float], list[float], float]:
+class Rows(nn.Module):
+    """Only weights with norms, of which there is a new collective in the backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.rows = normalized(0, True, 15)  # padded
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.rows(x)
+
+
+def train(kind: type[nn.Module]) -> tuple[list[float], list[float], float]:
     """Losses of three steps on ranks and on one device, and how far the weights are apart then."""
-    model = Together()
+    model = kind()
     alone = copy.deepcopy(model)
     plan = Plan.megatron(torch.export.export(alone, (torch.randn(4, 6, 8),)), singles=True)
     optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, alone)]
@@ -249,7 +278,8 @@ def train() -> tuple[list[float], list[float], float]:
 
 
 @pytest.mark.ranks
-def test_training_equals_one_device(ranks: Any) -> None:
-    for found, expected, worst in ranks(2).run(train):
+@pytest.mark.parametrize("kind", [Rows, pytest.param(Together, marks=pytest.mark.models)])
+def test_training_equals_one_device(ranks: Any, kind: type[nn.Module]) -> None:
+    for found, expected, worst in ranks(2).run(train, kind):
         assert found == pytest.approx(expected, rel=1e-5)
         assert worst < 1e-6
