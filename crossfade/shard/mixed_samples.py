@@ -30,6 +30,8 @@ _ATTENTION = {
 
 
 _SAME_NUMBERS = frozenset({"_to_copy", "detach", "alias", "clone", "clamp"})
+_NO_USES = frozenset({"histc", "_assert_tensor_metadata"})
+"""Operators that count values, or that exporting adds to hold them to a dtype."""
 _LOOK_UP = frozenset({"index", "index_select", "embedding", "index_add", "embedding_dense_backward"})
 
 _ORDERING = frozenset(
@@ -82,7 +84,7 @@ def _values_are_used(sort: fx.Node) -> bool:
         for user in value.users:
             if operator_name(user.target) in _SAME_NUMBERS:
                 queue.append(user)
-            elif operator_name(user.target) != "histc" and not _looks_up(user, value):
+            elif operator_name(user.target) not in _NO_USES and not _looks_up(user, value):
                 return True
     return False
 

@@ -35,6 +35,11 @@ def test_groups_of_sorted_rows_are_each_parts_own() -> None:
     assert found(ROUTED) == LossParts("mean")
 
 
+def test_what_exporting_asserts_of_groups_is_no_use_of_them() -> None:
+    asserted = "asserted: None = aten._assert_tensor_metadata(groups, dtype=torch.int64)\n    floats:"
+    assert found(ROUTED.replace("floats:", asserted, 1)) == LossParts("mean")
+
+
 @pytest.mark.parametrize(
     ("before", "after"),
     [
