@@ -319,10 +319,13 @@ def _better(machine: Machine) -> dict[str, Machine]:
     }
     network = machine.network
     if network is not None:
-        for where, what in (("between", "twice the network between nodes"), ("inside", "twice the links inside nodes")):
+        for where, links in (("between", "network between nodes"), ("inside", "links inside nodes")):
             wire = getattr(network, where)
-            faster = dataclasses.replace(wire, bandwidth=2 * wire.bandwidth)
-            found[what] = dataclasses.replace(machine, network=dataclasses.replace(network, **{where: faster}))
+            for what, better in (
+                (f"twice the {links}", dataclasses.replace(wire, bandwidth=2 * wire.bandwidth)),
+                (f"half the latency of the {links}", dataclasses.replace(wire, latency=wire.latency / 2)),
+            ):
+                found[what] = dataclasses.replace(machine, network=dataclasses.replace(network, **{where: better}))
     return found
 
 

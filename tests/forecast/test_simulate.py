@@ -140,6 +140,14 @@ def test_what_helps_is_what_binds() -> None:
     assert len(found.helps) <= 3 and found.mfu is not None and found.mfu < 0.1
 
 
+def test_rings_of_many_nodes_are_bound_by_their_latency() -> None:
+    batch = torch.empty(64, 1024, device="meta"), torch.empty(64, 1024, device="meta")
+    model = nn.Sequential(*(linear(1024) for _ in range(4)))
+    found = cf.simulate(model, batch, mesh={"dp": 16384}, loss_fn=nn.functional.mse_loss, way="fsdp")
+    assert found.helps[0].what == "half the latency of the links inside nodes"  # seven of eight steps of a ring
+    assert found.helps[0].seconds > 0.2 * found.seconds
+
+
 def test_a_sweep_over_gpus_and_bandwidth() -> None:
     forecaster = Forecaster(tower(4, 512), tokens(8, 128))
     settings = [(Setting({"dp": 8}, way_named(way)), preset("h100-cluster")) for way in ("ddp", "megatron")]
