@@ -20,6 +20,9 @@ class SpellOutCopies(RulePass):
     What lay in a part of a value may lie by itself then, where no result changes. Writes in place become such copies
     where a program is made functional, and torch differentiates it no more.
 
+    Not in a default pipeline: only programs that autograd differentiates later need it, as `cf.shard` makes them where
+    experts are spread. Add it with `simplification().before("simplify-nodes", SpellOutCopies())`.
+
     Before:
         into: f32[4, 6] = input("into")
         x: bf16[4, 6] = input("x")
