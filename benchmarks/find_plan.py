@@ -16,6 +16,7 @@ import json
 import logging
 import os
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -151,6 +152,7 @@ def work(options: argparse.Namespace) -> dict[str, Any]:
 def compare(chosen: Model, machine: Machine, options: argparse.Namespace) -> dict[str, Any]:
     """The predicted and measured seconds of every candidate of one model."""
     found = find(chosen, machine, options.accumulate)
+    _tell(f"{len(found.rows)} candidates predicted in {found.seconds:.0f} s")
     measured = measure(chosen, found, [row for row in found.rows if row.figures is not None], options.steps)
     return {"predicted_in": found.seconds, "candidates": measured, **account(measured)}
 
@@ -171,7 +173,8 @@ def measure(chosen: Model, found: FoundPlan, tried: Sequence[Row], steps: int) -
     """The median seconds of a step of each candidate, all of which take turns."""
     batch, refused = chosen.batch(), []
     contenders: list[tuple[Row, cf.Step, list[float]]] = []
-    for row in tried:
+    for number, row in enumerate(tried, start=1):
+        _tell(f"compiling {number} of {len(tried)}: {row.candidate}")
         torch.manual_seed(0)
         model = chosen.make()
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
@@ -198,6 +201,12 @@ def measure(chosen: Model, found: FoundPlan, tried: Sequence[Row], steps: int) -
         for row, _, seconds in contenders
     ]
     return [*measured, *refused]
+
+
+def _tell(said: str) -> None:
+    """What the first rank is at, on the error stream: a model takes many minutes."""
+    if not dist.get_rank():
+        print(said, file=sys.stderr, flush=True)
 
 
 def account(measured: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
