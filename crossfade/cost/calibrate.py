@@ -4,7 +4,7 @@ What is measured, each time on all ranks at once and counted by the slowest:
 
 - Collectives, as programs run them: started by the asynchronous functional operators and waited for. Of a GPU's tensors
   each is one; of a CPU's one alone up to the size of a piece (1 MB), larger ones as pieces of that size started
-  together. Bandwidth and latency are fitted to the medians, see `fitted`. A reduce-scatter is the backend's own.
+  together, which wait for one latency. Bandwidth and latency are fitted to the medians, see `fitted`. A reduce-scatter is the backend's own.
 - Pieces, on CPUs: 8 MB all-reduced, gathered and exchanged in one, in two, four and eight: the largest piece that is
   nearly as fast as any, see `best_piece`.
 - Launch: the time in which a start of a small collective returns; on a GPU, that its computing stream loses by it.
@@ -267,11 +267,11 @@ class _Axis:
             inputs = self._inputs(kind, wanted)
             size = sum(self._larger_side(kind, value) for value in inputs)
             took = self._travel(kind, inputs, share)
-            points.append((len(inputs), bytes_sent(kind, size, self.ranks), statistics.median(took)))
+            points.append((bytes_sent(kind, size, self.ranks), statistics.median(took)))
         if (factor := varied(took)) > _UNSTEADY:  # by the last size, on which bandwidth rests
             self.calibration.unsteady.append(f"{kind} on {self.name} by {factor:.1f}x")
         hops = (self.ranks - 1).bit_length()  # the steps that Link counts a latency for
-        found = fitted([(hops * count, sent, seconds) for count, sent, seconds in points])
+        found = fitted([(hops, sent, seconds) for sent, seconds in points])  # pieces are on their way together
         cut = kind in _CUT and self.calibration.device == "cpu"  # NCCL cuts what it sends itself
         return dataclasses.replace(found, piece=self._piece(kind)) if cut else found
 

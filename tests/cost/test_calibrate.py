@@ -76,6 +76,23 @@ def test_each_kind_has_its_own_piece(ranks: Callable[[int], Ranks]) -> None:
     assert ranks(2).run(pieces_of_a_slow_gather) == [[None, 2 * MB, None]] * 2
 
 
+def link_whose_pieces_travel_together() -> Link:
+    """What is found where all pieces that are started together wait for one latency."""
+
+    def once(_: object, kind: Kind, inputs: list[torch.Tensor]) -> float:
+        return 6e-3 + sum(value.nbytes for value in inputs) * 4e-9
+
+    with unittest.mock.patch("crossfade.cost.calibrate._Axis._once", once):
+        return calibrate("here", {"dp": dist.group.WORLD}, seconds=0.1).fabric("dp").links[Kind.ALL_REDUCE]
+
+
+def test_pieces_on_their_way_together_have_one_latency(ranks: Callable[[int], Ranks]) -> None:
+    """With one a piece, large collectives would be all latency, and still larger pieces cost next to nothing."""
+    found = ranks(2).run(link_whose_pieces_travel_together)[0]
+    assert found.latency == pytest.approx(6e-3, rel=0.02)
+    assert found.bandwidth == pytest.approx(250e6, rel=0.02)
+
+
 def told_of_a_link_that_stalls() -> tuple[str, list[str]]:
     """What is said of a link on which every other round of a large gather takes twice as long, and of no other kind."""
     rounds = itertools.count()
