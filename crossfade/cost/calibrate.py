@@ -4,7 +4,8 @@ What is measured, each time on all ranks at once and counted by the slowest:
 
 - Collectives, as programs run them: started by the asynchronous functional operators and waited for. Of a GPU's tensors
   each is one; of a CPU's one alone up to the size of a piece (1 MB), larger ones as pieces of that size started
-  together, which wait for one latency. Bandwidth and latency are fitted to the medians, see `fitted`. A reduce-scatter is the backend's own.
+  together, which wait for one latency. Bandwidth and latency are fitted to the medians, see `fitted`. A reduce-scatter
+  is the backend's own.
 - Pieces, on CPUs: 8 MB all-reduced, gathered and exchanged in one, in two, four and eight: the largest piece that is
   nearly as fast as any, see `best_piece`.
 - Launch: the time in which a start of a small collective returns; on a GPU, that its computing stream loses by it.
