@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import logging
 import operator
+import weakref
 from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import replace
@@ -36,7 +37,8 @@ FEWEST = 2
 
 _READS_ON_HOST = frozenset({"_local_scalar_dense", "item", "nonzero", "masked_select", "unique", "_unique2"})
 
-_pools: dict[int, Any] = {}
+_pools: dict[int, tuple[Any, weakref.WeakSet[Any]]] = {}
+"""Of each device, the memory that its graphs share, and those of them that there still are."""
 
 
 def with_replays(program: Program, groups: Collection[str] = ()) -> Program:
@@ -283,9 +285,8 @@ class Replay:
             for stays, given in zip(self.stays, inputs, strict=True)
         ]
         self._where = self._places(inputs)
-        device = torch.cuda.current_device()
-        pool = _pools.setdefault(device, torch.cuda.graph_pool_handle())
         graph = torch.cuda.CUDAGraph()
+        pool, sharing = _pool_of(torch.cuda.current_device())
         try:
             # Other threads, such as NCCL's watchdog, may go on asking the device.
             with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
@@ -296,4 +297,12 @@ class Replay:
             log.warning("%d nodes run one by one, not as a CUDA graph: %s", len(self.program.graph.nodes), self.failed)
             return
         self._graph = graph
+        sharing.add(graph)
         self.recordings += 1
+
+
+def _pool_of(device: int) -> tuple[Any, weakref.WeakSet[Any]]:
+    """The memory that graphs of a device share; torch takes it back with the last of them, and refuses it then."""
+    if device not in _pools or not _pools[device][1]:
+        _pools[device] = torch.cuda.graph_pool_handle(), weakref.WeakSet()
+    return _pools[device]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar
 
@@ -19,6 +20,9 @@ Answer = TypeVar("Answer")
 def remembered(question: Callable[[Any], Answer]) -> Callable[[Any], Answer]:
     """Ask once for each operator. Like `functools.cache`, but by identity: torch's operators hash in Python, slowly.
 
+    A target that ends is forgotten: what runs a compiled region or replays a CUDA graph is called by a node too, and
+    holds all the memory that it works on.
+
     >>> @remembered
     ... def name_of(target):
     ...     return str(target)
@@ -29,9 +33,14 @@ def remembered(question: Callable[[Any], Answer]) -> Callable[[Any], Answer]:
 
     @functools.wraps(question)
     def answer(target: Any) -> Answer:
-        entry = known.get(id(target))
+        key = id(target)  # its own for as long as the entry is there
+        entry = known.get(key)
         if entry is None:
-            entry = known[id(target)] = target, question(target)  # kept with its target, whose id is then its own
+            try:
+                kept: Any = weakref.ref(target, lambda _: known.pop(key, None))
+            except TypeError:  # a name
+                kept = target
+            entry = known[key] = kept, question(target)
         return entry[1]
 
     return answer
