@@ -6,10 +6,10 @@
 What is printed is how far the resident set of a rank grows above what it was before the first step, after a few steps;
 then what steps of one device within budgets hold, by their own account, with and without moving values to the host.
 
-On a GPU: milliseconds and peak GiB (`max_memory_allocated` of a step, the model and the optimizer's state included) of
-the GPT of `benchmarks.gpu_step` at batch 32, one contender after the other: eager torch, every block checkpointed,
-`torch.compile` with budgets of its own (`activation_memory_budget`), and Crossfade within budgets in GiB, computing
-again only, and offloading too. After so many seconds no other contender begins.
+On a GPU: milliseconds and peak GiB (`max_memory_allocated` of a step, the model and the optimizer's state included;
+beside it what was predicted) of the GPT of `benchmarks.gpu_step` at batch 32, one contender after the other: eager
+torch, every block checkpointed, `torch.compile` with budgets of its own (`activation_memory_budget`), and Crossfade
+within budgets in GiB, computing again only, and offloading too. After so many seconds no other contender begins.
 """
 
 from __future__ import annotations
@@ -96,17 +96,22 @@ BUDGETS = (0.5, 0.2)
 STEPS = 8
 
 
-def on_gpu(budgets: list[float]) -> dict[str, Callable[[], Callable[[], Any]]]:
-    """What begins each contender, by name; that gives what runs a step."""
+Begun = tuple[Callable[[], Any], Callable[[], dict[str, float]]]
+"""What runs a step, and, once it ran, what was predicted of it."""
+
+
+def on_gpu(budgets: list[float]) -> dict[str, Callable[[], Begun]]:
+    """What begins each contender, by name."""
     size = replace(GPT, batch=32)
 
-    def crossfade(**options: Any) -> Callable[[], Any]:
+    def crossfade(**options: Any) -> Begun:
         model = build(size).to("cuda", torch.bfloat16)
         step = compile_step(model, next_token_loss, torch.optim.AdamW(model.parameters(), lr=1e-3), **options)
         batch = [part.to("cuda") for part in batches(size, 1, 1)[0]]
-        return lambda: step(*batch)
+        predicted = ("memory" in options or "offload" in options) and (lambda: {"predicted": step.memory.peak / 2**30})
+        return lambda: step(*batch), predicted or dict
 
-    def peer(compiled: bool, budget: float | None = None, checkpointed: bool = False) -> Callable[[], Any]:
+    def peer(compiled: bool, budget: float | None = None, checkpointed: bool = False) -> Begun:
         model = build(size).to("cuda", torch.bfloat16)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
         tokens, targets = (part.to("cuda") for part in batches(size, 1, 1)[0])
@@ -127,9 +132,9 @@ def on_gpu(budgets: list[float]) -> dict[str, Callable[[], Callable[[], Any]]]:
             optimizer.zero_grad()
             return loss.detach()
 
-        return train
+        return train, dict
 
-    rows: dict[str, Callable[[], Callable[[], Any]]] = {
+    rows: dict[str, Callable[[], Begun]] = {
         "eager": lambda: peer(False),
         "eager, every block checkpointed": lambda: peer(False, checkpointed=True),
         "torch.compile": lambda: peer(True),
@@ -155,18 +160,19 @@ def race_on_gpu(budgets: list[float], seconds: float, only: list[str]) -> dict[s
             found[name] = {"left": "no time left: name it with --only"}
         else:
             torch.compiler.reset()
+            gc.collect()
+            torch.cuda.empty_cache()
             try:
                 found[name] = _measured_on_gpu(begin)
             except MemoryLimitError as refused:
                 found[name] = {"left": f"least {refused.least / 2**30:.1f} GiB"}
-            gc.collect()
-            torch.cuda.empty_cache()
         print(f"{name}: {found[name]}", flush=True)
     return found
 
 
-def _measured_on_gpu(begin: Callable[[], Callable[[], Any]]) -> dict[str, Any]:
-    run = begin()
+def _measured_on_gpu(begin: Callable[[], Begun]) -> dict[str, Any]:
+    before = torch.cuda.memory_allocated()  # what contenders before this one did not give back
+    run, predicted = begin()
     run()
     torch.cuda.reset_peak_memory_stats()
     for _ in range(2):  # the second step may be recorded as CUDA graphs
@@ -178,7 +184,8 @@ def _measured_on_gpu(begin: Callable[[], Callable[[], Any]]) -> dict[str, Any]:
         loss = run()
         torch.cuda.synchronize()
         taken.append(time.perf_counter() - start)
-    return {"ms": 1e3 * statistics.median(taken), "peak_gib": peak / 2**30, "loss": float(loss)}
+    gib = {"peak": (peak - before) / 2**30, "before": before / 2**30, **predicted()}
+    return {"ms": 1e3 * statistics.median(taken), "loss": float(loss), **gib}
 
 
 def main() -> None:
@@ -193,9 +200,10 @@ def main() -> None:
     options = parser.parse_args()
     if options.device == "cuda":
         raced = race_on_gpu(options.budgets, options.seconds, options.only)
-        table = Table("contender", "ms a step", "peak GiB", title="GPT, 404 million parameters, batch 32")
+        table = Table("contender", "ms a step", "peak GiB", "predicted", title="GPT, 404 million parameters, batch 32")
         for name, row in raced.items():
-            table.add_row(name, f"{row['ms']:.1f}" if "ms" in row else row["left"], f"{row.get('peak_gib', 0):.1f}")
+            peaks = (f"{row[key]:.1f}" if key in row else "" for key in ("peak", "predicted"))
+            table.add_row(name, f"{row['ms']:.1f}" if "ms" in row else row["left"], *peaks)
         Console().print(table)
         if options.save:
             save("memory-cuda", {"contenders": raced})

@@ -52,7 +52,7 @@ _CAPTURE = ("capture", "accumulate", "shard-data", "compare-ranks", "optimizer",
 """The phases that make the plain program, whose time the report tells as that of the capture."""
 
 
-_COUNTED_IN_REGIONS = "what a region is given counts until it ends, what it makes inside as if run node by node"
+_COUNTED_IN_REGIONS = "what a region is given counts until it ends, what it makes inside as its operators make it"
 _COMPUTED_AGAIN = ("Computed again, not kept", ("value", "module", "MB", "ms"))
 """The title and the columns of a report's table."""
 _MOVED = ("Moved to the host", ("value", "module", "MB", "ms exposed"))

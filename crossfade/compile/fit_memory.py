@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
 from collections.abc import Callable, Collection, Container, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -87,8 +88,13 @@ class Accounting:
 
 BY_NODES = Accounting(lambda program: memory_curve(program).during, alive_at_peak)
 IN_REGIONS = Accounting(live_in_regions, alive_at_peak_in_regions)
-IN_GRAPHS = Accounting(live_in_regions, alive_at_peak_in_regions, replayed=True)
-"""Of steps that run node by node, of compiled ones, and of those that CUDA graphs replay."""
+IN_GRAPHS = Accounting(
+    functools.partial(live_in_regions, fused=True),
+    functools.partial(alive_at_peak_in_regions, fused=True),
+    replayed=True,
+)
+"""Of steps that run node by node; of those whose regions may be compiled; and of those on CUDA, whose regions all are,
+and are replayed."""
 
 
 @dataclass(frozen=True)

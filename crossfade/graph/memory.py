@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import operator
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -134,9 +134,15 @@ class Storages:
     list of a thousand apart does not touch a million.
     """
 
-    def __init__(self, nodes: Iterable[fx.Node], roots: dict[fx.Node, fx.Node] | None = None) -> None:
-        """`roots` are the nodes' `alias_roots`, of whoever has them already."""
-        self.nodes = list(nodes)
+    def __init__(
+        self,
+        nodes: Iterable[fx.Node],
+        roots: dict[fx.Node, fx.Node] | None = None,
+        unwritten: Collection[fx.Node] = (),
+    ) -> None:
+        """`roots` are the nodes' `alias_roots`, of whoever has them already; `unwritten` those that a compiler computes
+        where they are read: they take no memory, and keep what they are computed from."""
+        self.nodes, self._unwritten = list(nodes), unwritten
         self.size: list[int] = []
         self.uses: list[int] = []
         """How often a cell is touched, by nodes and by cells that keep it, until it ends."""
@@ -206,6 +212,8 @@ class Storages:
         if node.target is offload.TO_HOST:
             return (self._cell(0),)  # on the host, whose memory is not counted
         if self._roots[node] is node:
+            if node in self._unwritten:
+                return (self._cell(0, (cell for source in inputs for cell in self._cells[source])),)
             return (self._cell(_storage_bytes(value)),)
         shared = self._shared_cells(node, inputs)
         if shared is None or not _is_known(node.target):  # what an unknown op returns may be either: both are kept

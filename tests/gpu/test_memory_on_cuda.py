@@ -110,3 +110,40 @@ def test_copies_travel_beside_what_is_computed() -> None:
     total = sum(end - start for _, start, end in large)
     hidden = sum(max(0.0, min(end, stop) - max(start, begin)) for _, start, end in large for begin, stop in computed)
     assert hidden > 0.8 * total
+
+
+@pytest.mark.parametrize("execute", ["eager", "compiled"])
+def test_a_step_that_ends_gives_back_all_that_it_held(execute: str) -> None:
+    left = []
+    for _ in range(3):
+        trained(execute=execute)
+        gc.collect()
+        left.append(torch.cuda.memory_allocated())
+    assert left[2] - left[0] < 2**20
+
+
+class Labels(nn.Module):
+    """A loss over many labels, whose gradient is the largest value."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = nn.Sequential(Block(), Block()), nn.Linear(WIDTH, 32_768, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.body(x))
+
+
+def test_what_is_computed_where_it_is_read_is_not_counted() -> None:
+    torch.manual_seed(0)
+    model = Labels().to("cuda", torch.bfloat16)
+    step = cf.compile_step(model, nn.functional.cross_entropy, torch.optim.AdamW(model.parameters()), memory=1e12)
+    batch = torch.randn(ROWS, WIDTH, device="cuda", dtype=torch.bfloat16)
+    labels = torch.randint(0, 32_768, (ROWS,), device="cuda")
+    gc.collect()
+    already = torch.cuda.memory_allocated() - sum(t.nbytes for t in (batch, labels, *model.parameters()))
+    step(batch, labels)
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    step(batch, labels)
+    torch.cuda.synchronize()
+    assert torch.cuda.max_memory_allocated() - already == pytest.approx(step.memory.peak, rel=0.03)
