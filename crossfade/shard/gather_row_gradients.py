@@ -22,6 +22,9 @@ from crossfade.shard.own_rows import rank_input
 _aten = torch.ops.aten
 _MB = 2**20
 
+_SAME = frozenset({_aten.detach.default, _aten.alias.default})
+"""What autograd leaves behind a gradient, where a plan has split other parameters."""
+
 
 @dataclass(frozen=True)
 class GatherRowGradients(Pass):
@@ -165,4 +168,6 @@ def _inserted(wait: fx.Node, reason: str, instead_of: Collective) -> Verdict:
 def _dense_gradient(collective: Collective) -> fx.Node | None:
     """The gradient of an embedding that a collective reduces, if it does."""
     found = collectives.reduced_value(collective)
+    while found.target in _SAME and len(found.users) == 1:
+        found = found.all_input_nodes[0]
     return found if found.target is _aten.embedding_dense_backward.default else None

@@ -58,6 +58,18 @@ def test_gradients_of_embeddings_travel_as_rows_in_planned_steps(ranks: Any, mod
 
 
 @pytest.mark.ranks
+@pytest.mark.parametrize("mode", ["replicate", "zero1"])
+def test_gradients_of_embeddings_travel_as_rows_beside_a_plan_for_others(ranks: Any, mode: str) -> None:
+    eager = train_eager("many words")
+    plan = {"mesh": {"dp": 2, "tp": 2}, "tensor_parallel": {"head": "rowwise"}}
+    options = {"data_parallel": mode, "machine": "ethernet-1gbit", **plan}
+    for trained in ranks(4).run(train_crossfade_on_ranks, "many words", 4, options):
+        assert trained.losses == pytest.approx(eager.losses, rel=1e-4)
+        reduced = [size for kind, (_, size) in trained.extra["collectives"].items() if kind != "all_gather"]
+        assert sum(reduced) < 10_000
+
+
+@pytest.mark.ranks
 @pytest.mark.parametrize("mode", some(MODES, often=["zero1", "zero3"]))
 def test_factors_of_gradients_travel_in_planned_steps(ranks: Any, mode: str) -> None:
     eager = train_eager("wide")

@@ -50,6 +50,12 @@ def test_each_rank_adds_up_its_own_rows():
     ]
 
 
+def test_a_gradient_by_another_name_is_the_gradient():
+    plain = rows("sum").replace("constant_pad_nd(dense", "constant_pad_nd(same")
+    named = plain.replace("    pad:", "    same: f32[8191, 33] = aten.detach(dense)\n    pad:")
+    assert after(named, GatherRowGradients())[0] == after(rows("sum"), GatherRowGradients())[0]
+
+
 def test_rows_that_are_padding_do_not_count():
     text, _ = after(rows("avg", padding=5), GatherRowGradients())
     assert "ne: b8[16] = aten.ne.Scalar(wait_tensor_1, 5)" in text
