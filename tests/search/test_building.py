@@ -23,9 +23,9 @@ COMPARED = 512
 """Bytes up to which a collective may carry the loss, and the numbers by which ranks compare themselves."""
 
 
-def job() -> tuple[Tower, torch.optim.Optimizer]:
+def job(words: int) -> tuple[Tower, torch.optim.Optimizer]:
     torch.manual_seed(0)
-    model = Tower(2, 64)
+    model = Tower(2, 64, words)
     return model, torch.optim.AdamW(model.parameters())
 
 
@@ -38,8 +38,8 @@ def carried(program: Program) -> dict[str, int]:
     return dict(found)
 
 
-def compiled(options: dict[str, Any]) -> dict[str, int]:
-    model, optimizer = job()
+def compiled(words: int, options: dict[str, Any]) -> dict[str, int]:
+    model, optimizer = job(words)
     step = cf.compile_step(model, None, optimizer, machine="ethernet-1gbit", **options)
     return carried(step.prepare(*tokens(8)).program)
 
@@ -51,20 +51,22 @@ CANDIDATES = [
     Candidate({"dp": 2}, "zero3", 2),
     Candidate({"tp": 2}),
 ]
+CASES = [(candidate, 2, 32) for candidate in CANDIDATES]
+CASES += [(Candidate({"dp": 2, "tp": 2}, mode), 4, 16_384) for mode in ("replicate", "zero1")]  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("candidate", CANDIDATES, ids=str)
+@pytest.mark.parametrize(("candidate", "count", "words"), CASES, ids=str)
 def test_as_many_bytes_travel_as_in_the_step_that_is_compiled(
-    ranks: Callable[[int], Ranks], candidate: Candidate
+    ranks: Callable[[int], Ranks], candidate: Candidate, count: int, words: int
 ) -> None:
-    model, optimizer = job()
+    model, optimizer = job(words)
     machine = preset("ethernet-1gbit")
     trials = Trials(model, None, optimizer, tokens(8), machine, "gloo", plan=PLAN)
     setup = Setup(optimizer, {value: name for name, value in model.named_parameters()}, machine, "gloo")
     built = Building(setup, candidate, candidate.accumulate).program(trials.captured(candidate).program)
     options: dict[str, Any] = {"mesh": dict(candidate.mesh), "data_parallel": candidate.mode}
     options |= {"accumulate": candidate.accumulate} | ({"tensor_parallel": PLAN} if candidate.tensor > 1 else {})
-    expected = ranks(2).run(compiled, options)[0]
+    expected = ranks(count).run(compiled, words, options)[0]
     assert set(carried(built)) == set(expected)
     once_more = 0.15 if candidate.mode == "zero3" else 0.0  # the weight before the loss may be gathered again
     for kind, size in carried(built).items():
