@@ -108,8 +108,7 @@ def on_gpu(budgets: list[float]) -> dict[str, Callable[[], Begun]]:
         model = build(size).to("cuda", torch.bfloat16)
         step = compile_step(model, next_token_loss, torch.optim.AdamW(model.parameters(), lr=1e-3), **options)
         batch = [part.to("cuda") for part in batches(size, 1, 1)[0]]
-        predicted = ("memory" in options or "offload" in options) and (lambda: {"predicted": step.memory.peak / 2**30})
-        return lambda: step(*batch), predicted or dict
+        return lambda: step(*batch), lambda: {"predicted": step.memory.peak / 2**30} if options else {}
 
     def peer(compiled: bool, budget: float | None = None, checkpointed: bool = False) -> Begun:
         model = build(size).to("cuda", torch.bfloat16)

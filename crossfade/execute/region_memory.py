@@ -14,8 +14,8 @@ from torch import fx
 from crossfade.execute.regions import Region, Regions, base_of, is_view, regions_of
 from crossfade.graph.memory import Meter, Storages
 from crossfade.graph.per_token import is_pointwise
-from crossfade.graph.private import schema_of
 from crossfade.graph.program import Program
+from crossfade.graph.value_numbering import aten_name
 
 _READS_MANY = 4
 """More than so many values read: Inductor then writes down what is read several times."""
@@ -96,12 +96,13 @@ def _unwritten(region: Region) -> set[fx.Node]:
     """What a compiler computes where it is read: elements with one reader in the region, which goes through them."""
     inside, reads = set(region.nodes), dict[fx.Node, int]()
     for node in region.nodes:
-        readers = _readers(node) if is_pointwise(node.target) or _name(node) == _LABELS else set()
+        readers = _readers(node) if is_pointwise(node.target) or aten_name(node.target) == _LABELS else set()
         if len(readers) != 1 or not readers <= inside:
             continue
         [reader] = readers
         read = sum(reads.get(base_of(source), 1) for source in node.all_input_nodes)
-        if is_pointwise(reader.target) or _name(reader) in _ONCE or (_name(reader) in _OFTEN and read <= _READS_MANY):
+        name = aten_name(reader.target)
+        if is_pointwise(reader.target) or name in _ONCE or (name in _OFTEN and read <= _READS_MANY):
             reads[node] = read
     return set(reads)
 
@@ -116,11 +117,6 @@ def _readers(node: fx.Node) -> set[fx.Node]:
         else:
             found.add(user)
     return found
-
-
-def _name(node: fx.Node) -> str:
-    schema = schema_of(node.target)
-    return schema.name.partition("::")[2] if schema is not None else ""
 
 
 def _in_turn(program: Program, chosen: Regions, storages: Storages) -> Iterator[list[fx.Node]]:

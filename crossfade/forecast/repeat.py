@@ -6,13 +6,13 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
 from torch import fx
 
 from crossfade.errors import CaptureError
 from crossfade.forecast.layers import Layers
 from crossfade.forecast.marks import BEGINS, ENDS
 from crossfade.forecast.marks import OPERATOR as MARK
+from crossfade.graph.operators import RENAMING
 from crossfade.graph.order import with_ancestors
 from crossfade.graph.program import Input, Output, Program
 from crossfade.shard.tensor.builder import RANK
@@ -20,8 +20,6 @@ from crossfade.shard.tensor.builder import RANK
 FORWARD, BACKWARD = "forward", "backward"
 LAYER = "layer"
 """In a node's metadata: the number of its period of equal layers, and whether it is in the forward or the backward."""
-
-_NOTHING_DONE = (torch.ops.aten.detach.default, torch.ops.aten.alias.default)
 
 
 class CannotRepeat(CaptureError):
@@ -43,7 +41,7 @@ def find_phases(program: Program) -> None:
 def without_marks(program: Program) -> None:
     """Take marks out, and what only passes a value on."""
     for node in list(program.graph.nodes):
-        if node.target is MARK or node.target in _NOTHING_DONE:
+        if node.target is MARK or node.target in RENAMING:
             node.replace_all_uses_with(node.args[0])
             program.graph.erase_node(node)
 
@@ -62,7 +60,7 @@ def repeat_layers(program: Program, layers: Layers) -> Program:
     Raises `CannotRepeat` if layers share more than the value that they hand on.
     """
     for node in list(program.graph.nodes):
-        if node.target in _NOTHING_DONE:
+        if node.target in RENAMING:
             node.replace_all_uses_with(node.args[0])
             program.graph.erase_node(node)
     find_phases(program)

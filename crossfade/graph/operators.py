@@ -86,6 +86,9 @@ REORDERING = frozenset(
 )  # fmt: skip
 """Operators that only put dims in another order."""
 
+RENAMING = frozenset({_aten.detach.default, _aten.alias.default})
+"""Operators that only give a value another name."""
+
 
 def permutation_of(node: fx.Node) -> list[int]:
     """The order of dims that an operator makes which does nothing else: one of `REORDERING`.

@@ -18,14 +18,13 @@ from torch import Tensor, fx
 
 from crossfade.errors import RewriteError
 from crossfade.graph import per_token
-from crossfade.graph.operators import REORDERING, arguments, permutation_of
+from crossfade.graph.operators import RENAMING, REORDERING, arguments, permutation_of
 from crossfade.graph.per_token import Split
 from crossfade.graph.private import schema_of
 from crossfade.graph.program import InputKind, Output, OutputKind, Program, source_line
 
 _aten = torch.ops.aten
 
-_SAME = {_aten.detach.default, _aten.alias.default}
 _FORWARD, _BACKWARD = "transformers::grouped_mm_fallback", "transformers::grouped_mm_fallback_backward"
 _OF_ROWS, _OF_GROUPS = "rows", "groups"
 
@@ -239,7 +238,7 @@ def _maker(value: fx.Node) -> fx.Node:
 def seen_through(value: fx.Node, dim: int) -> list[tuple[fx.Node, int]]:
     """A value and those that it is another view of, each with the dim that lies along `dim` in the value."""
     chain = [(value, dim)]
-    while value.target in REORDERING | _SAME:
+    while value.target in REORDERING | RENAMING:
         dim = permutation_of(value)[dim] if value.target in REORDERING else dim
         value = value.args[0]  # type: ignore[assignment]
         chain.append((value, dim))

@@ -12,7 +12,7 @@ from torch import Tensor, fx
 
 from crossfade.graph import collectives
 from crossfade.graph.collectives import Collective, Kind
-from crossfade.graph.operators import arguments
+from crossfade.graph.operators import RENAMING, arguments
 from crossfade.graph.order import Order
 from crossfade.graph.passes import Numerics, Outcome, Pass, PassResult, Verdict
 from crossfade.graph.program import MADE_FOR, Program, tensor_bytes
@@ -21,9 +21,6 @@ from crossfade.shard.own_rows import rank_input
 
 _aten = torch.ops.aten
 _MB = 2**20
-
-_SAME = frozenset({_aten.detach.default, _aten.alias.default})
-"""What autograd leaves behind a gradient, where a plan has split other parameters."""
 
 
 @dataclass(frozen=True)
@@ -168,6 +165,6 @@ def _inserted(wait: fx.Node, reason: str, instead_of: Collective) -> Verdict:
 def _dense_gradient(collective: Collective) -> fx.Node | None:
     """The gradient of an embedding that a collective reduces, if it does."""
     found = collectives.reduced_value(collective)
-    while found.target in _SAME and len(found.users) == 1:
+    while found.target in RENAMING and len(found.users) == 1:  # autograd leaves it, where a plan splits parameters
         found = found.all_input_nodes[0]
     return found if found.target is _aten.embedding_dense_backward.default else None
